@@ -1,0 +1,98 @@
+"""The one rule for errors; every number of it stands here.
+
+A result may be ``FORWARD_FACTOR`` times (gradients: ``GRADIENT_FACTOR`` times) as far from the float64 reference as
+plain attention in the same type is, plus a few roundings of the largest value; its mean error may be ``MEAN_FACTOR``
+times that of plain attention, plus the same few roundings. inf and NaN must stand in the same places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+MEAN_FACTOR = 1.5
+ROUNDINGS = 4.0
+
+# Unit in the last place of 1; np.finfo does not know bfloat16.
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def reference_work(dtype: Any) -> Any:
+    """The type that the reference computes in for inputs of `dtype`: always wider than it where there is one."""
+    return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
+
+
+def assert_close(
+    actual: NDArray[Any],
+    expected: NDArray[Any],
+    naive: NDArray[Any],
+    *,
+    gradient: bool = False,
+    dtype: Any = None,
+    name: str = "result",
+) -> None:
+    """Check `actual` by the rule.
+
+    Parameters
+    ----------
+    actual, expected, naive : arrays of one shape
+        The result to check, the float64 reference and plain attention rounded to the type.
+    gradient : bool
+        Whether the factor for gradients holds.
+    dtype : dtype of the inputs, that of `actual` by default (an lse is float32 for 16-bit inputs)
+    name : str
+        What it is, for the message.
+    """
+    assert actual.shape == expected.shape == naive.shape, (
+        f"{name}: shape {actual.shape}, reference {expected.shape}, naive {naive.shape}"
+    )
+    if actual.size == 0:
+        return
+    eps = EPS[np.dtype(actual.dtype if dtype is None else dtype).name]
+    actual, expected, naive = (x.astype(np.longdouble) for x in (actual, expected, naive))
+
+    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = test(actual) != test(expected)
+        assert not wrong.any(), (
+            f"{name}: {kind} in different places, {wrong.sum()} of {wrong.size}, {_places(wrong, actual, expected)}"
+        )
+
+    finite = np.isfinite(expected)
+    if not finite.any():
+        return
+    error = np.where(finite, np.abs(_zeroed(actual, finite) - _zeroed(expected, finite)), 0)
+    # Plain attention may overflow where the reference does not; what it then holds is no measure.
+    usable = finite & np.isfinite(naive)
+    naive_error = np.abs(_zeroed(naive, usable) - _zeroed(expected, usable))
+    floor = ROUNDINGS * eps * np.abs(expected[finite]).max()
+    factor = GRADIENT_FACTOR if gradient else FORWARD_FACTOR
+    limit = factor * naive_error.max() + floor
+    assert error.max() <= limit, (
+        f"{name}: largest error {float(error.max()):.3e} > {float(limit):.3e} = {factor:g} * "
+        f"{float(naive_error.max()):.3e} (plain attention) + {float(floor):.3e}; "
+        f"{(error > limit).sum()} of {error.size} beyond, {_places(error > limit, actual, expected, error)}"
+    )
+    mean, naive_mean = error.sum() / finite.sum(), naive_error.sum() / max(usable.sum(), 1)
+    mean_limit = MEAN_FACTOR * naive_mean + floor
+    assert mean <= mean_limit, (
+        f"{name}: mean error {float(mean):.3e} > {float(mean_limit):.3e} = {MEAN_FACTOR:g} * {float(naive_mean):.3e} "
+        f"(plain attention) + {float(floor):.3e}"
+    )
+
+
+def _zeroed(x: NDArray[Any], keep: NDArray[Any]) -> NDArray[Any]:
+    return np.where(keep, x, 0)
+
+
+def _places(
+    wrong: NDArray[Any], actual: NDArray[Any], expected: NDArray[Any], error: NDArray[Any] | None = None
+) -> str:
+    """The worst (or first) wrong element, and the box that holds all of them, which often names the tile at fault."""
+    at = np.argmax(wrong) if error is None else np.argmax(np.where(wrong, error, -1))
+    index = tuple(int(x) for x in np.unravel_index(at, wrong.shape))
+    box = [(int(axis.min()), int(axis.max())) for axis in np.nonzero(wrong)]
+    return f"such as {index}: {float(actual[index]):.6e}, reference {float(expected[index]):.6e}; all within {box}"
