@@ -1,0 +1,29 @@
+"""What every test module uses: the devices of this machine, and the reason why a GPU test is skipped."""
+
+from __future__ import annotations
+
+import devices
+import pytest
+
+
+@pytest.fixture(
+    scope="session",  # Hypothesis refuses function-scoped fixtures
+    params=[
+        pytest.param(device, marks=() if device.name == "numpy" else pytest.mark.gpu, id=device.name)
+        for device in devices.available()
+    ],
+)
+def device(request: pytest.FixtureRequest) -> devices.Device:
+    """Each device of this machine in turn: NumPy always, CuPy where there is a GPU."""
+    chosen: devices.Device = request.param
+    return chosen
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is no GPU."""
+    if devices.has_gpu():
+        return
+    skip = pytest.mark.skip(reason="no GPU: CuPy is not installed, or cupy.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
