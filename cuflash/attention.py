@@ -1,0 +1,289 @@
+"""The public functions: attention, its gradient, and both for packed sequences.
+
+Every function checks its arguments' metadata (`problem`), hands the arrays to the backend of their library, and
+returns arrays of the caller's kind. The keyword options are those of `problem.Options`, the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from cuflash.call import Call, Gradients
+from cuflash.problem import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.block_mask import BlockMask
+
+    class OptionKeywords(TypedDict, total=False):
+        """`problem.Options` as keyword arguments, for type checkers."""
+
+        causal: bool
+        window: tuple[int | None, int | None] | None
+        softmax_scale: float | None
+        softcap: float | None
+        bias: Array | None
+        mask: Array | None
+        alibi_slopes: Array | None
+        sink: Array | None
+        q_lengths: Array | None
+        kv_lengths: Array | None
+        dropout_p: float
+        dropout_seed: int | Array | None
+        block_mask: BlockMask | None
+        deterministic: bool | None
+        precision: str | None
+
+
+Backward = Callable[..., Gradients]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> Any:
+    """Exact attention ``softmax(softmax_scale * q k^T) v`` without forming the score matrix.
+
+    FlashAttention: Dao et al. 2022, Algorithm 1; the online softmax of FlashAttention-2 (Dao 2023), section 3.1.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, num_heads_q, head_dim)
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 256.
+    k : array (batch, seqlen_k, num_heads_kv, head_dim)
+        Of q's dtype. ``num_heads_q % num_heads_kv == 0``: consecutive query heads share a KV head.
+    v : array (batch, seqlen_k, num_heads_kv, head_dim_v)
+        Of q's dtype.
+    out : array (batch, seqlen_q, num_heads_q, head_dim_v), optional
+        Receives the result; q's dtype, any strides with a contiguous last axis, no overlap with an input.
+    return_lse : bool
+        Also return the natural logarithm of the softmax's denominator.
+    causal : bool
+        Query i sees key j iff ``j <= i + seqlen_k - seqlen_q``.
+    window : (left, right), optional
+        Query i sees ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``; None is unbounded.
+    softmax_scale : float, optional
+        Default ``1 / sqrt(head_dim)``.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    bias : array, optional
+        Added to the scores; broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k); q's dtype or float32. -inf hides.
+    mask : bool array, optional
+        True = may attend; broadcasts likewise.
+    alibi_slopes : array (num_heads_q,) or (batch, num_heads_q), optional
+        Adds ``-slope * abs(i + seqlen_k - seqlen_q - j)``; float32 (float64 for float64).
+    sink : array (num_heads_q,), optional
+        A logit per head that joins the denominator only; float32 (float64 for float64).
+    q_lengths, kv_lengths : int32 array (batch,), optional
+        Used lengths of each sequence; the rows beyond are padding.
+    dropout_p : float
+        Probability with which an attention weight is dropped, 0 <= dropout_p < 1.
+    dropout_seed : int or uint64 array of one element
+        Required with dropout; the kept weights are a pure function of it.
+    block_mask : BlockMask, optional
+        Which keys each query sees; hidden blocks cost nothing.
+    deterministic : bool, optional
+        Concerns gradients only: a forward pass is always bitwise repeatable.
+    precision : "tf32", optional
+        Allow TF32's error for float32 inputs.
+
+    Returns
+    -------
+    out : array (batch, seqlen_q, num_heads_q, head_dim_v)
+        Of the inputs' library and dtype.
+    lse : array (batch, num_heads_q, seqlen_q)
+        float32 (float64 for float64); only if `return_lse`.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind of thing or dtype.
+    ValueError
+        For a wrong shape, stride, device or value.
+    NotImplementedError
+        For a head dimension above 256.
+    """
+    call = Call(q, k, v, options)
+    result, lse = call.forward(out)
+    return (result, call.release(lse)) if return_lse else result
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    forward_out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    out: Sequence[Array | None] | None = None,
+    grads: Sequence[str] | None = None,
+    **options: Unpack[OptionKeywords],
+) -> Gradients:
+    """Gradients of `attention` from its inputs and results alone; nothing is kept between the calls.
+
+    FlashAttention-2 (Dao 2023), Algorithm 2: the weights are recomputed from `lse`, so a result and lse that were
+    merged from several parts give each part's exact gradients.
+
+    Parameters
+    ----------
+    dout : array (batch, seqlen_q, num_heads_q, head_dim_v)
+        Gradient of the result, of q's dtype.
+    q, k, v : array
+        As given to `attention`.
+    forward_out : array (batch, seqlen_q, num_heads_q, head_dim_v)
+        The result of `attention`.
+    lse : array (batch, num_heads_q, seqlen_q)
+        As returned by ``attention(..., return_lse=True)``; rows of -inf have no gradient.
+    dlse : array (batch, num_heads_q, seqlen_q), optional
+        Gradient of the returned lse.
+    out : tuple of arrays, optional
+        ``(dq, dk, dv)``, or these and the extras' gradients, to be written; None where one is to be allocated.
+    grads : tuple of str, optional
+        Names of the wanted gradients out of q, k, v, bias, sink, alibi_slopes; the others come back as None.
+    **options
+        As given to `attention`.
+
+    Returns
+    -------
+    tuple of arrays
+        ``(dq, dk, dv)``, then the gradients of bias, sink and alibi_slopes, in this order, for those that were given;
+        each in its input's shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
+    """
+    call = Call(q, k, v, options)
+    residuals = call.adopt("out", forward_out), call.adopt("lse", lse)
+    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads)
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[Any, Backward]:
+    """`attention` and the function that maps gradients of its results to gradients of its inputs.
+
+    Parameters
+    ----------
+    q, k, v, out, return_lse, **options
+        As in `attention`.
+
+    Returns
+    -------
+    out : array, or (out, lse) if `return_lse`
+        As `attention` returns it.
+    backward : callable
+        ``backward(dout, dlse=None, *, out=None, grads=None)`` returns what `attention_backward` does, any number of
+        times. It holds the inputs and results: change none of them in place before its last call.
+    """
+    return _vjp(Call(q, k, v, options), out, return_lse)
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> Any:
+    """Attention within each of several packed sequences.
+
+    Parameters
+    ----------
+    q : array (total_q, num_heads_q, head_dim)
+        The sequences' rows, one sequence after the other.
+    k : array (total_k, num_heads_kv, head_dim)
+    v : array (total_k, num_heads_kv, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
+        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows beyond the last are padding.
+        On q's device; never read by the host.
+    out, return_lse, **options
+        As in `attention`. bias, mask and block_mask are indexed (batch, num_heads_q, i, j) local to each sequence and
+        cover the longest one; q_lengths and kv_lengths are used lengths inside each sequence.
+
+    Returns
+    -------
+    out : array (total_q, num_heads_q, head_dim_v)
+    lse : array (num_heads_q, total_q)
+        Only if `return_lse`.
+    """
+    call = Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
+    result, lse = call.forward(out)
+    return (result, call.release(lse)) if return_lse else result
+
+
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    forward_out: Array,
+    lse: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    dlse: Array | None = None,
+    out: Sequence[Array | None] | None = None,
+    grads: Sequence[str] | None = None,
+    **options: Unpack[OptionKeywords],
+) -> Gradients:
+    """Gradients of `attention_varlen`: `attention_backward` for packed sequences.
+
+    Shapes are those of `attention_varlen`: dout and forward_out (total_q, num_heads_q, head_dim_v), lse and dlse
+    (num_heads_q, total_q).
+    """
+    call = Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
+    residuals = call.adopt("out", forward_out), call.adopt("lse", lse)
+    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads)
+
+
+def attention_varlen_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[Any, Backward]:
+    """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences."""
+    return _vjp(Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k)), out, return_lse)
+
+
+def _vjp(call: Call, out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
+    result, lse = call.forward(out)
+    residual = call.adopt("out", result)
+
+    def backward(
+        dout: Array,
+        dlse: Array | None = None,
+        *,
+        out: Sequence[Array | None] | None = None,
+        grads: Sequence[str] | None = None,
+    ) -> Gradients:
+        """Gradients of the inputs; see `attention_backward`."""
+        return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
+
+    return ((result, call.release(lse)) if return_lse else result), backward

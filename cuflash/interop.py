@@ -1,0 +1,214 @@
+"""Which library an array is from: any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out.
+
+Everything crosses without a copy: through DLPack, and where NumPy's DLPack has no bfloat16, through a 16-bit view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+
+class Library:
+    """How arrays of one library come in, how results go out, and on which stream the work in between runs.
+
+    Parameters
+    ----------
+    name : str
+        The library's import name.
+    adopt : callable
+        ``(name of the argument, foreign array) -> NumPy or CuPy array`` over the same memory.
+    release : callable
+        ``(NumPy or CuPy array) -> foreign array`` over the same memory.
+    """
+
+    def __init__(self, name: str, adopt: Callable[[str, Any], Array], release: Callable[[Array], Any]) -> None:
+        self.name = name
+        self.adopt = adopt
+        self.release = release
+
+
+def library_of(name: str, x: Any) -> Library:
+    """The library of argument `name`; TypeError if `x` is no array that can be taken without a copy."""
+    if isinstance(x, np.ndarray):
+        return _NUMPY
+    root = type(x).__module__.partition(".")[0]
+    if root == "cupy":
+        return _CUPY
+    if root == "torch" and hasattr(x, "__dlpack__"):
+        return _TORCH
+    if root in ("jax", "jaxlib") and hasattr(x, "aval"):
+        return _JAX
+    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        return Library(root, _adopt_any, _any_releaser(x))
+    raise TypeError(
+        f"{name}: expected an array of NumPy, CuPy or another library that speaks DLPack, got {type(x).__name__}"
+    )
+
+
+def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array | None = None) -> dict[str, Array]:
+    """The arguments as NumPy or CuPy arrays.
+
+    All must be of `library`, and on the device of `beside` (an adopted array), or else of the first one.
+    """
+    adopted: dict[str, Array] = {}
+    for name, x in names_and_arrays.items():
+        its = library_of(name, x)
+        if its.name != library.name:
+            raise TypeError(f"{name}: expected an array of {library.name}, as q is, got one of {its.name}")
+        adopted[name] = array = library.adopt(name, x)
+        if beside is None:
+            beside = array
+        elif _device_id(array) != _device_id(beside):
+            raise ValueError(
+                f"{name}: expected an array on {device_name(beside)}, as q is, got one on {device_name(array)}"
+            )
+    return adopted
+
+
+def _device_id(x: Array) -> int:
+    return -1 if isinstance(x, np.ndarray) else x.device.id
+
+
+def device_name(x: Array) -> str:
+    """``"the CPU"`` or ``"GPU n"``."""
+    return "the CPU" if isinstance(x, np.ndarray) else f"GPU {x.device.id}"
+
+
+def on_stream_of(library: Library, x: Array) -> AbstractContextManager[Any]:
+    """Make the caller's current device and stream CuPy's current ones while work on `x` is enqueued."""
+    if isinstance(x, np.ndarray):
+        return contextlib.nullcontext()
+    import cupy
+
+    if library.name == "torch":
+        return _torch_stream(x.device.id)
+    if x.device.id == cupy.cuda.runtime.getDevice():
+        return contextlib.nullcontext()
+    return cupy.cuda.Device(x.device.id)
+
+
+@contextlib.contextmanager
+def _torch_stream(device: int) -> Iterator[None]:
+    import cupy
+    import torch
+
+    with cupy.cuda.Device(device):
+        pointer = torch.cuda.current_stream(device).cuda_stream
+        stream = cupy.cuda.ExternalStream(pointer, device) if pointer else cupy.cuda.Stream.null
+        with stream:
+            yield
+
+
+def bfloat16() -> np.dtype:
+    """NumPy's bfloat16, which the package ml_dtypes registers."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise TypeError('bfloat16 arrays need the package ml_dtypes: pip install "cuflash[bf16]"') from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _from_dlpack(name: str, x: Any) -> Array:
+    device_type = int(x.__dlpack_device__()[0])
+    # DLPack's device types: 1 CPU, 2 CUDA, 3 pinned host memory, 13 managed CUDA memory.
+    if device_type in (1, 3):
+        return np.from_dlpack(x)
+    if device_type in (2, 13):
+        import cupy
+
+        return cupy.from_dlpack(x)
+    raise TypeError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
+
+
+def _adopt_any(name: str, x: Any) -> Array:
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(name, x)
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def _any_releaser(x: Any) -> Callable[[Array], Any]:
+    """Back into x's library, through the array API's `from_dlpack` or Numba's view of a CUDA array."""
+    root = type(x).__module__.partition(".")[0]
+    if root == "numba":
+        return _release_numba
+    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(root)
+    from_dlpack = getattr(namespace, "from_dlpack", None)
+    # A bare DLPack exporter has no constructor of its own: its results stay NumPy or CuPy arrays.
+    return from_dlpack if from_dlpack is not None else _identity
+
+
+def _release_numba(x: Array) -> Any:
+    from numba import cuda
+
+    return cuda.as_cuda_array(x)
+
+
+def _identity(x: Array) -> Array:
+    return x
+
+
+def _adopt_own(name: str, x: Array) -> Array:
+    return x
+
+
+def _adopt_torch(name: str, x: Any) -> Array:
+    import torch
+
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name}: expected a tensor that does not require grad, as cuflash records no graph: see "
+            "examples/torch_autograd.py, an autograd.Function around attention_vjp, or pass tensor.detach()"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense torch tensor, got layout {x.layout}")
+    x = x.detach()
+    if x.dtype == torch.bfloat16:
+        return _adopt_torch(name, x.view(torch.int16)).view(bfloat16())
+    if x.device.type == "cpu":
+        return x.resolve_conj().resolve_neg().numpy()
+    return _from_dlpack(name, x)
+
+
+def _release_torch(x: Array) -> Any:
+    import torch
+
+    if x.dtype.name == "bfloat16":
+        return _release_torch(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else torch.from_dlpack(x)
+
+
+def _adopt_jax(name: str, x: Any) -> Array:
+    import jax
+
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name}: expected a concrete JAX array, got a tracer: inside jit or grad use the custom_vjp of "
+            "examples/jax_custom_vjp.py"
+        )
+    # On the CPU NumPy sees JAX's own memory through __array__, bfloat16 included.
+    return np.asarray(x) if x.__dlpack_device__()[0] == 1 else _from_dlpack(name, x)
+
+
+def _release_jax(x: Array) -> Any:
+    import jax
+
+    if x.dtype.name == "bfloat16":
+        bits = jax.dlpack.from_dlpack(x.view(np.int16))
+        return jax.lax.bitcast_convert_type(bits, jax.numpy.bfloat16)
+    return jax.dlpack.from_dlpack(x)
+
+
+_NUMPY = Library("numpy", _adopt_own, _identity)
+_CUPY = Library("cupy", _adopt_own, _identity)
+_TORCH = Library("torch", _adopt_torch, _release_torch)
+_JAX = Library("jax", _adopt_jax, _release_jax)

@@ -1,0 +1,55 @@
+"""Whether an array that is to be written is safe to write: no memory in common with what is read meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+# The exact test solves a Diophantine equation; slices of a fused qkv take a few hundred steps.
+_MAX_WORK: Any = 1_000_000
+
+
+def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
+    """ValueError unless `target` is writable, has a contiguous last axis and shares no element with an input."""
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
+        raise ValueError(
+            f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.strides, strict=True)):
+        raise ValueError(f"{name}: expected distinct elements, got a broadcast array with strides {target.strides}")
+    for other, x in inputs.items():
+        if x is not None and share_memory(target, x):
+            raise ValueError(f"{name}: expected no overlap with an input, got memory shared with {other}")
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays have a byte in common; interleaved slices of one buffer have none."""
+    first, second = _phantom(a), _phantom(b)
+    if not np.may_share_memory(first, second):
+        return False
+    try:
+        return bool(np.shares_memory(first, second, max_work=_MAX_WORK))
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
+
+
+class _Addresses:
+    """A device array's addresses, dressed so that NumPy can reason about them; nothing reads them."""
+
+    def __init__(self, x: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "data": (x.data.ptr, True),
+        }
+
+
+def _phantom(x: Array) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(_Addresses(x))

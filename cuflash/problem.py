@@ -1,0 +1,470 @@
+"""What a call asks for, known from metadata alone: shapes, dtypes, options. Every check and its message is here.
+
+Nothing in this module reads an array's data or imports CuPy, so a check never synchronises a device.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cuflash.block_mask import BlockMask
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_HEAD_DIM = 256
+# Gradients that follow dq, dk, dv, in the order in which they are returned.
+EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
+GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)
+
+Array = Any  # an ndarray of NumPy or CuPy; CuPy may be absent, so it has no static type here
+
+
+@dataclass(slots=True)
+class Options:
+    """The keyword arguments that every public function shares (README, "Options")."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+    alibi_slopes: Array | None = None
+    sink: Array | None = None
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Array | None = None
+    block_mask: BlockMask | None = None
+    deterministic: bool | None = None
+    precision: str | None = None
+
+
+OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, all NumPy or all CuPy, checked and brought to full rank."""
+
+    q: Array  # (batch, seqlen_q, num_heads_q, head_dim), packed: (total_q, num_heads_q, head_dim)
+    k: Array  # (batch, seqlen_k, num_heads_kv, head_dim), packed: (total_k, ...)
+    v: Array  # (batch, seqlen_k, num_heads_kv, head_dim_v), packed: (total_k, ...)
+    bias: Array | None  # (batch | 1, num_heads_q | 1, seqlen_q | 1, seqlen_k | 1)
+    mask: Array | None  # like bias, bool
+    alibi_slopes: Array | None  # (batch | 1, num_heads_q)
+    sink: Array | None  # (num_heads_q,)
+    q_lengths: Array | None  # (batch,) int32
+    kv_lengths: Array | None  # (batch,) int32
+    cu_seqlens_q: Array | None  # (batch + 1,) int32
+    cu_seqlens_k: Array | None  # (batch + 1,) int32
+    dropout_seed: int | Array | None
+    block_mask: BlockMask | None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One attention problem without its data.
+
+    In packed problems ``seqlen_q`` and ``seqlen_k`` are the totals and ``batch`` is the number of sequences.
+    ``causal`` is folded into ``window_right``, so that a causal call and ``window=(None, 0)`` are one problem.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    packed: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    mask: tuple[int, ...] | None = None
+    alibi: tuple[int, int] | None = None
+    sink: bool = False
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    block_mask: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool | None = None
+    precision: str | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Problems key the caches of every call, so the hash over all fields is taken once.
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def accum_dtype(self) -> str:
+        """dtype of lse, of sink and slopes, and of the arithmetic."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the result and of dout."""
+        rows = (self.seqlen_q,) if self.packed else (self.batch, self.seqlen_q)
+        return (*rows, self.num_heads_q, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of lse and dlse."""
+        heads = (self.num_heads_q,) if self.packed else (self.batch, self.num_heads_q)
+        return (*heads, self.seqlen_q)
+
+    @property
+    def extra_grads(self) -> tuple[str, ...]:
+        """Names of the differentiable extras that were given, in the order in which their gradients are returned."""
+        given = {"bias": self.bias is not None, "sink": self.sink, "alibi_slopes": self.alibi is not None}
+        return tuple(name for name in EXTRA_GRADS if given[name])
+
+
+def make_problem(
+    q: Array, k: Array, v: Array, options: Options, cu_seqlens_q: Array | None = None, cu_seqlens_k: Array | None = None
+) -> AttentionProblem:
+    """Check a call's metadata and describe it.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind of thing or a wrong dtype.
+    ValueError
+        For a wrong shape or value.
+    NotImplementedError
+        For a head dimension above 256.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q_axes, k_axes = ("total_q", "total_k") if packed else ("batch, seqlen_q", "batch, seqlen_k")
+    rank = 3 if packed else 4
+    q_form, k_form = f"({q_axes}, num_heads_q, head_dim)", f"({k_axes}, num_heads_kv, head_dim)"
+    v_form = f"({k_axes}, num_heads_kv, head_dim_v)"
+    for name, x, form in (("q", q, q_form), ("k", k, k_form), ("v", v, v_form)):
+        if len(x.shape) != rank:
+            raise ValueError(f"{name}: expected {form}, got {x.shape}")
+    dtype = _check_dtypes(q, k, v)
+    num_heads_q, head_dim = q.shape[-2:]
+    num_heads_kv, head_dim_v = v.shape[-2:]
+    rows_q, rows_k = q.shape[:-2], v.shape[:-2]
+    _check_shape("k", k, k_form, (*q.shape[:-3], None, None, head_dim))
+    _check_shape("v", v, v_form, (*k.shape[:-1], None))
+    for name, size in (("head_dim of q", head_dim), ("head_dim_v of v", head_dim_v)):
+        if size == 0:
+            raise ValueError(f"{name}: expected 1 to {MAX_HEAD_DIM}, got 0")
+        if size > MAX_HEAD_DIM:
+            raise NotImplementedError(f"{name}: there are kernels for 1 to {MAX_HEAD_DIM}, got {size}")
+    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
+        raise ValueError(
+            f"heads: expected num_heads_q to be a positive multiple of num_heads_kv (grouped-query attention), "
+            f"got num_heads_q = {num_heads_q}, num_heads_kv = {num_heads_kv}"
+        )
+    if packed:
+        batch = _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
+        score_shape: tuple[int | None, ...] = (batch, num_heads_q, None, None)
+    else:
+        batch = q.shape[0]
+        score_shape = (batch, num_heads_q, rows_q[-1], rows_k[-1])
+
+    accum = np.dtype("float64" if dtype == "float64" else "float32")
+    o = options
+    left, right = _check_window(o.causal, o.window)
+    _check_lengths("q_lengths", o.q_lengths, batch)
+    _check_lengths("kv_lengths", o.kv_lengths, batch)
+    _check_extra("sink", o.sink, accum, [(num_heads_q,)], "(num_heads_q,)")
+    _check_extra(
+        "alibi_slopes",
+        o.alibi_slopes,
+        accum,
+        [(num_heads_q,), (1, num_heads_q), (batch, num_heads_q)],
+        "(num_heads_q,) or (batch, num_heads_q)",
+    )
+    _check_block_mask(o.block_mask, score_shape)
+    dropout_p = _check_dropout_p(o.dropout_p)
+    if o.deterministic is not None and not isinstance(o.deterministic, (bool, np.bool_)):
+        raise TypeError(f"deterministic: expected a bool or None, got {_kind(o.deterministic)}")
+    if o.precision is not None and not isinstance(o.precision, str):
+        raise TypeError(f'precision: expected None or "tf32", got {_kind(o.precision)}')
+    if o.precision not in (None, "tf32"):
+        raise ValueError(f'precision: expected None or "tf32", got {o.precision!r}')
+    alibi = o.alibi_slopes
+    return AttentionProblem(
+        batch=batch,
+        seqlen_q=rows_q[-1],
+        seqlen_k=rows_k[-1],
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        packed=packed,
+        window_left=left,
+        window_right=right,
+        softmax_scale=_check_scale(o.softmax_scale, head_dim),
+        softcap=_check_softcap(o.softcap),
+        bias=_check_scores_like("bias", o.bias, score_shape, (dtype, "float32")),
+        bias_dtype=None if o.bias is None else o.bias.dtype.name,
+        mask=_check_scores_like("mask", o.mask, score_shape, ("bool",)),
+        alibi=None if alibi is None else (alibi.shape[0] if len(alibi.shape) == 2 else 1, num_heads_q),
+        sink=o.sink is not None,
+        q_lengths=o.q_lengths is not None,
+        kv_lengths=o.kv_lengths is not None,
+        block_mask=o.block_mask is not None,
+        dropout_p=dropout_p,
+        deterministic=None if o.deterministic is None else bool(o.deterministic),
+        # Only float32 has products that TF32 could stand in for (DESIGN section 4: ignored elsewhere).
+        precision=o.precision if dtype == "float32" else None,
+    )
+
+
+def make_operands(q: Array, k: Array, v: Array, o: Options, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Operands:
+    """Bring checked arrays to the full rank of `Operands`; copies only where a last axis is not contiguous.
+
+    The seed is checked here and not in `make_problem`: it changes from call to call, the problem does not.
+    """
+    _check_seed(o.dropout_seed, o.dropout_p)
+    return Operands(
+        with_contiguous_rows(q),
+        with_contiguous_rows(k),
+        with_contiguous_rows(v),
+        to_full_rank("bias", o.bias),
+        to_full_rank("mask", o.mask),
+        to_full_rank("alibi_slopes", o.alibi_slopes),
+        o.sink,
+        o.q_lengths,
+        o.kv_lengths,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        o.dropout_seed if o.dropout_p > 0 else None,
+        o.block_mask,
+    )
+
+
+# Ranks of `Operands` that the caller's array may fall short of, by leading axes of size 1.
+_FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
+
+
+def to_full_rank(name: str, x: Array | None) -> Array | None:
+    """A view of option or gradient `name` with the leading axes that `Operands` promises."""
+    missing = 0 if x is None else _FULL_RANK.get(name, 0) - len(x.shape)
+    return x[(None,) * missing + (...,)] if x is not None and missing > 0 else x
+
+
+def with_contiguous_rows(x: Array) -> Array:
+    """`x` itself if its last axis is contiguous, else a copy: the only copy that cuflash makes of an input."""
+    if x.shape[-1] <= 1 or x.strides[-1] == x.dtype.itemsize:
+        return x
+    return x.copy(order="C")
+
+
+def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: str) -> None:
+    """Check an array whose shape and dtype follow from the problem (out, lse, dout, ...)."""
+    if x.dtype.name != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype} ({what}), got {x.dtype.name}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape} ({what}), got {tuple(x.shape)}")
+
+
+def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
+    """The names of the wanted gradients; all that the problem has if `grads` is None."""
+    available = ("q", "k", "v", *problem.extra_grads)
+    if grads is None:
+        return frozenset(available)
+    if isinstance(grads, str) or not isinstance(grads, (tuple, list, set, frozenset)):
+        raise TypeError(f"grads: expected a tuple of names out of {available}, got {grads!r}")
+    for name in grads:
+        if not isinstance(name, str):
+            raise TypeError(f"grads: expected names out of {available}, got {name!r}")
+        if name not in GRAD_NAMES:
+            raise ValueError(f"grads: expected names out of {available}, got {name!r}")
+        if name not in available:
+            raise ValueError(
+                f"grads: {name!r} is asked for, but no {name} was given; expected names out of {available}"
+            )
+    return frozenset(grads)
+
+
+def _kind(x: object) -> str:
+    return type(x).__name__
+
+
+def _check_dtypes(q: Array, k: Array, v: Array) -> str:
+    dtype: str = q.dtype.name
+    if dtype not in DTYPES:
+        raise TypeError(f"q: expected dtype {', '.join(DTYPES)}, got {dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype.name != dtype:
+            raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype.name}")
+    return dtype
+
+
+def _check_shape(name: str, x: Array, form: str, expected: tuple[int | None, ...]) -> None:
+    if any(want is not None and want != got for want, got in zip(expected, x.shape, strict=True)):
+        wanted = ", ".join("*" if want is None else str(want) for want in expected)
+        raise ValueError(f"{name}: expected {form} = ({wanted}), got {tuple(x.shape)}")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _check_number(name: str, x: object) -> float:
+    if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
+    value = float(x)
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return value
+
+
+def _check_scale(scale: object, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if scale is None else _check_number("softmax_scale", scale)
+
+
+def _check_softcap(softcap: object) -> float:
+    value = 0.0 if softcap is None else _check_number("softcap", softcap)
+    if value < 0:
+        raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
+    return value
+
+
+def _check_window(causal: object, window: object) -> tuple[int | None, int | None]:
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+    if window is None:
+        return None, 0 if causal else None
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window: expected (left, right) with integers or None, got {_kind(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window: expected two entries (left, right), got {len(window)}")
+    sides: list[int | None] = []
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is not None and not _is_int(side):
+            raise TypeError(f"window: expected {name} to be an integer or None (unbounded), got {_kind(side)}")
+        if side is not None and side < 0:
+            raise ValueError(f"window: expected {name} >= 0, or None for unbounded, got {side}")
+        sides.append(None if side is None else int(side))
+    left, right = sides
+    return left, 0 if causal else right
+
+
+def _check_lengths(name: str, x: Array | None, batch: int) -> None:
+    if x is None:
+        return
+    if x.dtype.name != "int32":
+        raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
+    if tuple(x.shape) != (batch,):
+        raise ValueError(f"{name}: expected shape (batch,) = ({batch},), got {tuple(x.shape)}")
+
+
+def _check_cu_seqlens(cu_q: Array | None, cu_k: Array | None) -> int:
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x is None:
+            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+        if x.dtype.name != "int32":
+            raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
+        if len(x.shape) != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(x.shape)}")
+    assert cu_q is not None and cu_k is not None
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected as many entries as cu_seqlens_q = {cu_q.shape[0]}, got {cu_k.shape[0]}"
+        )
+    return int(cu_q.shape[0]) - 1
+
+
+def _check_extra(name: str, x: Array | None, dtype: np.dtype, shapes: list[tuple[int, ...]], form: str) -> None:
+    if x is None:
+        return
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype.name}, got {x.dtype.name}")
+    if tuple(x.shape) not in shapes:
+        wanted = " or ".join(str(s) for s in dict.fromkeys((shapes[0], shapes[-1])))
+        raise ValueError(f"{name}: expected {form} = {wanted}, got {tuple(x.shape)}")
+
+
+def _check_scores_like(
+    name: str, x: Array | None, score_shape: tuple[int | None, ...], dtypes: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """The 4-D shape of a bias or mask that broadcasts to the scores."""
+    if x is None:
+        return None
+    if x.dtype.name not in dtypes:
+        hint = "; to add numbers to the scores pass them as bias" if name == "mask" else ""
+        hint = "; for True = may attend pass it as mask" if name == "bias" and x.dtype.name == "bool" else hint
+        wanted = " or ".join(dict.fromkeys(dtypes))
+        raise TypeError(f"{name}: expected dtype {wanted}, got {x.dtype.name}{hint}")
+    shape = (1,) * (4 - len(x.shape)) + tuple(x.shape)
+    fits = len(shape) == 4 and all(
+        got == 1 or want is None or got == want for got, want in zip(shape, score_shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) = ({wanted}), "
+            f"got {tuple(x.shape)}"
+        )
+    return shape
+
+
+def _check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None, ...]) -> None:
+    if block_mask is None:
+        return
+    from cuflash.block_mask import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask: expected a cuflash.BlockMask (BlockMask.from_dense takes a bool array), "
+            f"got {_kind(block_mask)}"
+        )
+    got = block_mask.shape
+    # Batch and heads may be 1; the sequence lengths must be the call's own (packed: they cover the longest sequence).
+    if not all(
+        want is None or have == want or (axis < 2 and have == 1)
+        for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))
+    ):
+        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
+        raise ValueError(
+            f"block_mask: expected (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) out of ({wanted}), got {got}"
+        )
+
+
+def _check_dropout_p(p: object) -> float:
+    if not isinstance(p, numbers.Real) or isinstance(p, (bool, np.bool_)):
+        raise TypeError(f"dropout_p: expected a real number, got {_kind(p)}")
+    value = float(p)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
+    return value
+
+
+def _check_seed(seed: Any, dropout_p: float) -> None:
+    form = "an int in [0, 2**64) or a uint64 array of one element"
+    if seed is None:
+        if dropout_p > 0:
+            raise ValueError(f"dropout_seed: expected {form}, as dropout_p = {dropout_p} > 0, got None")
+    elif _is_int(seed):
+        if not 0 <= int(seed) < 2**64:
+            raise ValueError(f"dropout_seed: expected an int in [0, 2**64), got {seed}")
+    elif not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
+        raise TypeError(f"dropout_seed: expected {form}, got {_kind(seed)}")
+    elif seed.dtype.name != "uint64":
+        raise TypeError(f"dropout_seed: expected {form}, got dtype {seed.dtype.name}")
+    elif math.prod(seed.shape) != 1:
+        raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")
