@@ -1,0 +1,163 @@
+"""``python -m cuflash bench``: forward and backward beside every peer that can be imported.
+
+All peers of a cell are measured in one run, in interleaved rounds, on the same random inputs; what each computes is
+checked against float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash.bench import check, peers, report
+from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
+from cuflash.bench.host import print_host_costs
+from cuflash.bench.inputs import Inputs
+from cuflash.bench.report import Result
+from cuflash.bench.timing import Stopwatch
+
+__all__ = ["add_arguments", "run"]
+
+GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``python -m cuflash bench``."""
+    grid = Grid()
+    add = parser.add_argument
+    add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")
+    add("--device", choices=("gpu", "cpu"), help="default: the GPU if there is one")
+    add("--dtype", default=grid.dtype, choices=("float16", "bfloat16", "float32", "float64"))
+    add("--head-dim", nargs="+", type=int, default=grid.head_dims, metavar="D")
+    add("--seqlen", nargs="+", type=int, default=grid.seqlens, metavar="N")
+    add("--mask", nargs="+", choices=("full", "causal"), default=grid.masks)
+    add("--tokens", type=int, default=grid.tokens, help="batch * seqlen of the dense suite (default %(default)s)")
+    add("--width", type=int, default=grid.width, help="heads * head_dim of the dense suite (default %(default)s)")
+    add("--direction", nargs="+", choices=(FORWARD, BACKWARD), default=(FORWARD, BACKWARD))
+    add("--peers", nargs="+", metavar="NAME", help="only these, cuflash among them or not (default: all)")
+    add("--deterministic", action="store_true", help="ask for deterministic gradients where a library can give them")
+    add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
+    add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
+    add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
+    add("--host", action="store_true", help="instead, the microseconds that a repeated small call costs the host")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what `args` ask for; 1 if a result of cuflash was wrong or missing."""
+    xp = _namespace(args.device)
+    facts = report.environment(xp)
+    _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
+    if args.host:
+        costs = print_host_costs(xp)
+        if args.json:
+            args.json.write_text(json.dumps({**facts, "host_us": costs}, indent=1) + "\n")
+        return 0
+    grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
+    budget = args.budget_ms or (1000.0 if xp is np else 60.0)
+    stopwatch = Stopwatch(xp, budget)
+    contenders = peers.cpu_peers() if xp is np else peers.gpu_peers(args.deterministic)
+    if args.peers:
+        unknown = set(args.peers) - set(contenders)
+        if unknown:
+            _say(f"unknown peers: {', '.join(sorted(unknown))}; there are {', '.join(contenders)}")
+            return 2
+        contenders = {name: contenders[name] for name in args.peers}
+    results: list[Result] = []
+    for cell in _chosen_cells(args.suite, xp, grid):
+        _say(f"{cell.name} ...")
+        results += measure(cell, xp, contenders, args.direction, stopwatch, args.rounds)
+        if args.json:  # after every cell: a run that is cut short leaves what it had
+            report.write_json(args.json, facts, results)
+    for direction in args.direction:
+        print(f"\n{direction}, {'ms' if args.unit == 'ms' else 'TFLOP/s'}\n")
+        print(report.table((r for r in results if r.direction == direction), args.unit))
+    _tell_absences(results)
+    if args.picture:
+        report.draw(args.picture, facts, results)
+    return int(any(result.wrong or peers.US in result.absent for result in results))
+
+
+def measure(
+    cell: Cell,
+    xp: ModuleType,
+    contenders: dict[str, peers.Peer],
+    directions: tuple[str, ...],
+    stopwatch: Stopwatch,
+    rounds: int,
+) -> list[Result]:
+    """Check and time every contender on one cell, in both directions or one."""
+    inputs = Inputs(cell, xp)
+    sample = check.take_sample(inputs, *peers.cuflash_results(inputs))
+    results = {direction: Result(cell, direction) for direction in directions}
+    timed: dict[str, dict[str, Any]] = {direction: {} for direction in directions}
+    for name, prepare in contenders.items():
+        try:
+            calls = prepare(inputs)
+        except Exception as error:  # a peer may fail in any way; the table says how
+            for result in results.values():
+                result.absent[name] = _reason(error)
+            continue
+        for direction, result in results.items():
+            call = calls.forward if direction == FORWARD else calls.backward
+            try:
+                output = call()
+                error_of = sample.forward_error if direction == FORWARD else sample.backward_error
+                result.errors[name] = error_of(output)
+                timed[direction][name] = call
+            except Exception as error:
+                result.absent[name] = _reason(error)
+    for direction, result in results.items():
+        result.times = stopwatch.interleaved(timed[direction], rounds)
+        result.wrong = not result.errors.get(peers.US, 0.0) <= check.limit(cell.dtype)
+        if result.wrong:
+            _say(f"WRONG: {cell.name} {direction}: error {result.errors[peers.US]:.3g}")
+    return list(results.values())
+
+
+def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[Cell]:
+    names = suites or ["cpu" if xp is np else "dense"]
+    if "all" in names:
+        names = ["cpu"] if xp is np else list(GPU_SUITES)
+    return [cell for name in names for cell in SUITES[name](grid)]
+
+
+def _namespace(device: str | None) -> ModuleType:
+    """CuPy if it is asked for or sees a GPU, else NumPy."""
+    if device == "cpu":
+        return np
+    try:
+        import cupy
+    except ImportError:
+        if device == "gpu":
+            raise SystemExit("no GPU: CuPy is not installed") from None
+        return np
+    if cupy.cuda.is_available():
+        module: ModuleType = cupy
+        return module
+    if device == "gpu":
+        raise SystemExit("no GPU: cupy.cuda.is_available() is False")
+    return np
+
+
+def _tell_absences(results: list[Result]) -> None:
+    """Name every peer that a table lacks, and why, once."""
+    reasons = {(peer, reason): None for result in results for peer, reason in result.absent.items()}
+    for peer, reason in reasons:
+        print(f"{peer}: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, peers.Unavailable) else f"{type(error).__name__}: {first}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

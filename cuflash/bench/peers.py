@@ -1,0 +1,245 @@
+"""Who is measured: cuflash and the libraries beside it, each as a pair of calls on the same inputs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cuflash
+from cuflash.bench.cells import block_mask, default_scale
+from cuflash.bench.inputs import Array, Inputs, as_torch
+
+US = "cuflash"
+
+
+class Calls(NamedTuple):
+    """What is timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
+
+    forward: Callable[[], Any]  # -> out
+    backward: Callable[[], tuple[Any, Any, Any]]  # -> dq, dk, dv
+
+
+class Unavailable(Exception):
+    """Why a peer does not compute a cell."""
+
+
+Peer = Callable[[Inputs], Calls]
+
+
+def cuflash_results(inputs: Inputs) -> tuple[Array, Array]:
+    """Cuflash's out and lse."""
+    forward, _, where, options = _entry_points(inputs)
+    out, lse = forward(*(inputs[name] for name in "qkv"), *where, return_lse=True, **options)
+    return out, lse
+
+
+def cuflash_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
+    """Cuflash itself."""
+    forward, backward, where, options = _entry_points(inputs)
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    out, lse = cuflash_results(inputs)
+    return Calls(
+        lambda: forward(q, k, v, *where, **options),
+        lambda: backward(dout, q, k, v, out, lse, *where, deterministic=deterministic or None, **options),
+    )
+
+
+def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...], dict[str, Any]]:
+    """The two functions, where the sequences lie if they are packed, and the options of the inputs' cell."""
+    cell = inputs.cell
+    options: dict[str, Any] = {"causal": cell.causal}
+    if cell.window_left is not None:
+        options["window"] = (cell.window_left, None)
+    if cell.density is not None:
+        options["block_mask"] = block_mask(cell)
+    if not cell.lengths:
+        return cuflash.attention, cuflash.attention_backward, (), options
+    cu_seqlens = _cu_seqlens(inputs)
+    return cuflash.attention_varlen, cuflash.attention_varlen_backward, (cu_seqlens, cu_seqlens), options
+
+
+def _cu_seqlens(inputs: Inputs) -> Array:
+    return inputs.xp.asarray(np.cumsum((0, *inputs.cell.lengths)).astype(np.int32))
+
+
+def naive_calls(inputs: Inputs) -> Calls:
+    """Plain attention by matrix products that keeps the whole score matrix."""
+    cell, xp = inputs.cell, inputs.xp
+    if cell.lengths:
+        raise Unavailable("one padded batch would measure the padding")
+    # float32 scores, their exponentials and the probabilities in the inputs' dtype, forward and backward
+    needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
+    if needed > _free_memory(xp):
+        raise Unavailable(f"its score matrices need {needed >> 30} GiB")
+    dtype = inputs["q"].dtype
+    accum = np.dtype("float64" if cell.dtype == "float64" else "float32")
+    scale = default_scale(cell)
+    group = cell.num_heads_q // cell.num_heads_kv
+    q, dout = (inputs[name].swapaxes(1, 2) for name in ("q", "dout"))
+    k, v = (xp.repeat(inputs[name].swapaxes(1, 2), group, axis=1) for name in ("k", "v"))
+    hidden = None
+    if cell.causal or cell.restricted:
+        hidden = xp.asarray(~cell.visible(np.arange(cell.seqlen_q)))
+
+    def probabilities() -> Array:
+        scores = xp.matmul(q, k.swapaxes(2, 3)).astype(accum)
+        scores *= scale
+        if hidden is not None:
+            xp.copyto(scores, -np.inf, where=hidden)
+        scores -= scores.max(axis=-1, keepdims=True)
+        xp.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+        return scores.astype(dtype)
+
+    def forward() -> Array:
+        return xp.matmul(probabilities(), v).swapaxes(1, 2)
+
+    p = probabilities()
+
+    def backward() -> tuple[Array, Array, Array]:
+        weights = p.astype(accum)
+        dp = xp.matmul(dout, v.swapaxes(2, 3)).astype(accum)
+        dp -= (weights * dp).sum(axis=-1, keepdims=True)
+        weights *= dp
+        ds = (weights * scale).astype(dtype)
+        dq = xp.matmul(ds, k)
+        dk, dv = (xp.matmul(x.swapaxes(2, 3), y) for x, y in ((ds, q), (p, dout)))
+        if group > 1:
+            dk, dv = (x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+        return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+    return Calls(forward, backward)
+
+
+def _free_memory(xp: ModuleType) -> int:
+    if xp is np:
+        return 4 << 30  # what a laptop can spare
+    free, _ = xp.cuda.runtime.memGetInfo()
+    return int(free)
+
+
+def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
+    """torch.nn.functional.scaled_dot_product_attention with one of its backends, or its own choice on the CPU."""
+    torch = _import("torch")
+    cell = inputs.cell
+    if cell.lengths:
+        raise Unavailable("torch's SDPA takes no packed sequences without a padded copy")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (inputs.torch(name).transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
+    dout = inputs.torch("dout").transpose(1, 2)
+    options: dict[str, Any] = {"is_causal": cell.causal, "enable_gqa": cell.num_heads_q != cell.num_heads_kv}
+    if cell.restricted:
+        visible = cell.visible(np.arange(cell.seqlen_q))
+        options.update(is_causal=False, attn_mask=torch.from_numpy(visible).to(q.device))
+
+    def call() -> Any:
+        if backend == "default":
+            return attend(q, k, v, **options)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[backend]):
+            return attend(q, k, v, **options)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call().transpose(1, 2)
+
+    out = call()
+
+    def backward() -> tuple[Any, ...]:
+        gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        return tuple(x.transpose(1, 2) for x in gradients)
+
+    return Calls(forward, backward)
+
+
+def fa3_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
+    """FlashAttention-3 for Hopper, through its module ``flash_attn_interface``."""
+    fa3 = _import("flash_attn_interface")
+    torch = _import("torch")
+    cell = inputs.cell
+    if cell.dtype not in ("float16", "bfloat16"):
+        raise Unavailable("FlashAttention-3 takes 16-bit inputs")
+    if cell.density is not None:
+        raise Unavailable("FlashAttention-3 has no block masks")
+    q, k, v, dout = (inputs.torch(name) for name in ("q", "k", "v", "dout"))
+    if cell.lengths:
+        return _fa3_packed_calls(torch, inputs, deterministic)
+    options = {"causal": cell.causal, "window_size": tuple(-1 if side is None else side for side in cell.window)}
+    out, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2]
+    return Calls(
+        lambda: fa3.flash_attn_func(q, k, v, **options),
+        lambda: fa3.flash_attn_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options),
+    )
+
+
+def _fa3_packed_calls(torch: Any, inputs: Inputs, deterministic: bool) -> Calls:
+    """The registered operators: FlashAttention-3's Python wrappers differ in what they offer for packed sequences."""
+    cell = inputs.cell
+    ops = torch.ops.flash_attn_3
+    q, k, v, dout = (inputs.torch(name) for name in ("q", "k", "v", "dout"))
+    cu_seqlens = as_torch(_cu_seqlens(inputs))
+    options = {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max(cell.lengths),
+        "max_seqlen_k": max(cell.lengths),
+        "softmax_scale": default_scale(cell),
+        "is_causal": cell.causal,
+    }
+    out, lse = ops.fwd(q, k, v, **options)[:2]
+    return Calls(
+        lambda: ops.fwd(q, k, v, **options)[0],
+        lambda: ops.bwd(dout, q, k, v, out, lse, deterministic=deterministic, **options)[:3],
+    )
+
+
+def torch_varlen_calls(inputs: Inputs) -> Calls:
+    """torch's own attention over packed sequences (FlashAttention-2's kernels)."""
+    torch = _import("torch")
+    varlen = _import("torch.nn.attention.varlen")
+    cell = inputs.cell
+    if not cell.lengths:
+        raise Unavailable("measured on packed sequences only")
+    q, k, v = (inputs.torch(name).requires_grad_() for name in ("q", "k", "v"))
+    dout = inputs.torch("dout")
+    cu_seqlens = as_torch(_cu_seqlens(inputs))
+    longest = max(cell.lengths)
+    options = {"window_size": (-1, 0)} if cell.causal else {}
+
+    def call() -> Any:
+        return varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call()
+
+    out = call()
+    return Calls(forward, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{name} cannot be imported") from error
+
+
+def gpu_peers(deterministic: bool) -> dict[str, Peer]:
+    """Everyone who computes on a GPU, cuflash first."""
+    return {
+        US: lambda inputs: cuflash_calls(inputs, deterministic),
+        "fa3": lambda inputs: fa3_calls(inputs, deterministic),
+        "cudnn": lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"),
+        "flash": lambda inputs: sdpa_calls(inputs, "FLASH_ATTENTION"),
+        "efficient": lambda inputs: sdpa_calls(inputs, "EFFICIENT_ATTENTION"),
+        "varlen": torch_varlen_calls,
+        "naive": naive_calls,
+    }
+
+
+def cpu_peers() -> dict[str, Peer]:
+    """Everyone who computes on the CPU, cuflash first."""
+    return {US: cuflash_calls, "torch": lambda inputs: sdpa_calls(inputs, "default"), "naive": naive_calls}

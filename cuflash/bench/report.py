@@ -1,0 +1,156 @@
+"""What a run leaves behind: where it ran, a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import cuflash
+from cuflash.bench.cells import Cell
+from cuflash.bench.peers import US
+
+LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
+
+
+@dataclass
+class Result:
+    """One cell in one direction: each peer's times in ms, its error, or why it has none."""
+
+    cell: Cell
+    direction: str
+    times: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    wrong: bool = False  # cuflash's error is beyond the limit
+
+    def median(self, peer: str) -> float:
+        """Median time in ms."""
+        return float(np.median(self.times[peer]))
+
+    def tflops(self, peer: str) -> float:
+        """TFLOP/s at the median time."""
+        return self.cell.flops(self.direction) / self.median(peer) / 1e9
+
+    def ratio(self) -> float | None:
+        """Speed of cuflash relative to the fastest peer's; above 1 is faster."""
+        others = [self.median(peer) for peer in self.times if peer != US]
+        return min(others) / self.median(US) if others and US in self.times else None
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON takes it."""
+        return {
+            "cell": self.cell.describe(),
+            "direction": self.direction,
+            "flops": self.cell.flops(self.direction),
+            "peers": {
+                peer: {
+                    "median_ms": self.median(peer),
+                    "min_ms": min(times),
+                    "max_ms": max(times),
+                    "calls": len(times),
+                    "tflops": self.tflops(peer),
+                    "error": self.errors.get(peer),
+                }
+                for peer, times in self.times.items()
+            },
+            "absent": self.absent,
+            "speed_of_fastest_peer": self.ratio(),
+        }
+
+
+def environment(xp: ModuleType) -> dict[str, Any]:
+    """Where and with what a run is made."""
+    versions = {"cuflash": cuflash.__version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions,
+    }
+    if xp is not np:
+        runtime = xp.cuda.runtime
+        facts["gpu"] = runtime.getDeviceProperties(xp.cuda.Device().id)["name"].decode()
+        facts["driver"] = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver_cuda"] = runtime.driverGetVersion()
+        facts["nvrtc"] = ".".join(map(str, xp.cuda.nvrtc.getVersion()))
+    return facts
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package runs from, marked if it was changed since."""
+    here = str(Path(__file__).parent)
+    return _first_line("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.partition("\n")[0].strip() or None
+
+
+def table(results: Iterable[Result], unit: str) -> str:
+    """One Markdown row a cell, one column a peer, in TFLOP/s or ms."""
+    results = list(results)
+    peers = list(dict.fromkeys(peer for result in results for peer in result.times))
+    lines = [["cell", *peers, "of the fastest peer"]]
+    for result in results:
+        value = result.median if unit == "ms" else result.tflops
+        ratio = result.ratio()
+        figures = [f"{value(peer):.4g}" if peer in result.times else "-" for peer in peers]
+        lines.append([result.cell.name, *figures, "-" if ratio is None else f"{ratio:.2f}"])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def write_json(path: Path, facts: dict[str, Any], results: Iterable[Result]) -> None:
+    """Write a run's facts and all of its results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts, "results": [r.as_json() for r in results]}, indent=1) + "\n")
+
+
+def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
+    """Draw the TFLOP/s of every peer as bars, one panel a direction."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    directions = list(dict.fromkeys(result.direction for result in results))
+    peers = list(dict.fromkeys(peer for result in results for peer in result.times))
+    most = max(sum(r.direction == direction for r in results) for direction in directions)
+    figure, panels = pyplot.subplots(
+        len(directions), 1, figsize=(max(6.0, 0.6 * most), 3.6 * len(directions)), squeeze=False, layout="constrained"
+    )
+    for panel, direction in zip(panels[:, 0], directions, strict=True):
+        shown = [r for r in results if r.direction == direction]
+        width = 0.8 / len(peers)
+        for position, peer in enumerate(peers):
+            places = np.arange(len(shown)) + (position - (len(peers) - 1) / 2) * width
+            heights = [r.tflops(peer) if peer in r.times else 0.0 for r in shown]
+            panel.bar(places, heights, width, label=peer)
+        panel.set_xticks(range(len(shown)), [r.cell.name for r in shown], rotation=45, ha="right", fontsize=8)
+        panel.set_ylabel("TFLOP/s")
+        panel.set_title(f"{direction}, {facts.get('gpu', 'CPU')}")
+    panels[0, 0].legend(ncols=len(peers), fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
