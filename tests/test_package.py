@@ -1,0 +1,119 @@
+"""The package as a user gets it: what the wheel holds, what an import costs, and that CuPy may be absent."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import cuflash
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = {
+    "BlockMask",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
+    "attention_vjp",
+    "merge",
+    "merge_backward",
+}
+
+
+def python(code: str) -> str:
+    """Run `code` in a fresh interpreter, away from the checkout, and return what it prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(sys.executable).parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def sources(folder: str, *suffixes: str) -> set[str]:
+    """Paths below `folder` of the checkout, without those that a run leaves behind."""
+    top = ROOT / folder
+    return {path.relative_to(top).as_posix() for path in top.rglob("*") if path.suffix in suffixes}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that pip builds from a clean copy of the sources."""
+    clean = tmp_path_factory.mktemp("sources")
+    for folder in ("cuflash", "cuda_src"):
+        shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / file, clean)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(clean), str(clean)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (path,) = clean.glob("*.whl")
+    assert path.stat().st_size < 300_000
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_all_sources_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    expected = {f"cuflash/{name}" for name in sources("cuflash", ".py", ".typed") | {"py.typed"}}
+    expected |= {f"cuflash/cuda_src/{name}" for name in sources("cuda_src", ".py", ".cu", ".cuh")}
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == expected
+
+
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Version"] == cuflash.__version__ == importlib.metadata.version("cuflash")
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert [line.partition(">")[0] for line in required] == ["numpy"]
+    assert {"cuda12", "cuda13", "bf16", "demo", "bench", "test"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_installed_package_has_its_data() -> None:
+    assert importlib.resources.files("cuflash").joinpath("py.typed").is_file()
+    cuda = importlib.resources.files("cuflash.cuda_src")
+    for name in sources("cuda_src", ".cu", ".cuh"):
+        assert cuda.joinpath(name).is_file(), name
+
+
+def test_public_names() -> None:
+    assert set(cuflash.__all__) == PUBLIC
+    for name in PUBLIC - {"__version__"}:
+        assert getattr(cuflash, name).__doc__, name
+
+
+def test_import_adds_less_than_50_ms_to_numpy() -> None:
+    code = "import numpy, time; t = time.perf_counter(); import cuflash; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(7)) < 0.050
+
+
+def test_works_without_cupy() -> None:
+    python("""if True:
+        import sys
+        sys.modules["cupy"] = None  # an import of it fails
+        import numpy as np
+        import cuflash
+        q = np.ones((1, 3, 2, 8), np.float32)
+        out, backward = cuflash.attention_vjp(q, q, q, causal=True)
+        assert np.allclose(out, 1)
+        assert len(backward(out)) == 3
+    """)
+
+
+def test_numpy_arrays_import_no_gpu_library() -> None:
+    loaded = python("""if True:
+        import sys
+        import numpy as np
+        import cuflash
+        q = np.ones((1, 3, 2, 8), np.float32)
+        cuflash.attention(q, q, q)
+        print(*sorted({"cupy", "torch", "jax", "ml_dtypes", "matplotlib"} & sys.modules.keys()))
+    """)
+    assert loaded.strip() == ""

@@ -1,0 +1,44 @@
+"""The Python examples of the README run, and its commands can be found by those who run them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"(?:<!-- (?P<need>\w+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
+
+
+def run_examples(need: str | None) -> None:
+    """Run the examples that need this, or nothing, in order and in one namespace."""
+    namespace: dict[str, Any] = {"np": np, "cuflash": cuflash}
+    examples = [match for match in BLOCK.finditer(README) if match["need"] == need]
+    assert examples
+    for example in examples:
+        line = README.count("\n", 0, example.start("code"))  # so that a traceback names the README's line
+        exec(compile("\n" * line + example["code"], "README.md", "exec"), namespace)
+
+
+def test_examples() -> None:
+    run_examples(None)
+
+
+def test_torch_example() -> None:
+    pytest.importorskip("torch")
+    run_examples("torch")
+
+
+@pytest.mark.gpu
+def test_gpu_example() -> None:
+    run_examples("gpu")
+
+
+def test_commands_are_marked() -> None:
+    for marker in ("demo", "test"):  # .ci/run finds the two commands by these
+        assert README.count(f"<!-- {marker} -->\n```sh\n") == 1
