@@ -1,0 +1,87 @@
+"""The devices that a test can run on, and the way to each and back.
+
+A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
+strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place where the library runs: its name in the tests' ids and the array namespace of its arrays."""
+
+    name: str
+    xp: ModuleType
+
+    def put(self, value: Any) -> Any:
+        """Copy every NumPy array in ``value`` (nested tuples, lists, dicts) to the device.
+
+        Memory layout is kept: strides, offset in the buffer, and which arrays of this call share a buffer. Whatever
+        is no NumPy array passes through.
+        """
+        return self._put(value, {})
+
+    def _put(self, value: Any, buffers: dict[int, tuple[Any, Any]]) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._mirror(value, buffers)
+        if isinstance(value, Mapping):
+            return {name: self._put(item, buffers) for name, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._put(item, buffers) for item in value)
+        return value
+
+    def _mirror(self, view: np.ndarray, buffers: dict[int, tuple[Any, Any]]) -> Any:
+        owner = view
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if view.size == 0:
+            return self.xp.empty(view.shape, view.dtype)
+        if not owner.flags.forc:
+            # NumPy's own result of an indexing, dense in some order of its axes: nobody asked for its layout.
+            view = owner = np.ascontiguousarray(view)
+        if id(owner) not in buffers:
+            bytes_of_owner = owner.reshape(-1, order="A").view(np.uint8).copy()
+            buffers[id(owner)] = owner, self.xp.asarray(bytes_of_owner)  # the owner lives on, so its id stays its own
+        buffer = buffers[id(owner)][1]
+        offset = view.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+        if self.xp is np:
+            return np.ndarray(view.shape, view.dtype, buffer=buffer, offset=offset, strides=view.strides)
+        return self.xp.ndarray(view.shape, view.dtype, memptr=buffer.data + offset, strides=view.strides)
+
+    def get(self, value: Any) -> Any:
+        """Bring device arrays in ``value`` (nested tuples, lists, dicts) back as NumPy arrays of the same values."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.get(item) for item in value)
+        if isinstance(value, Mapping):
+            return {name: self.get(item) for name, item in value.items()}
+        if value is None or isinstance(value, int | float):
+            return value
+        assert isinstance(value, self.xp.ndarray), f"expected an array of {self.xp.__name__}, got {type(value)}"
+        return np.array(value) if self.xp is np else self.xp.asnumpy(value)
+
+
+def has_gpu() -> bool:
+    """Whether CuPy is installed and sees a GPU."""
+    try:
+        import cupy
+    except ImportError:
+        return False
+    return bool(cupy.cuda.is_available())
+
+
+def available() -> list[Device]:
+    """The devices of this machine: NumPy always, CuPy where there is a GPU."""
+    devices = [Device("numpy", np)]
+    if has_gpu():
+        import cupy
+
+        devices.append(Device("cupy", cupy))
+    return devices
