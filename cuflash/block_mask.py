@@ -1,0 +1,379 @@
+"""BlockMask: which key each query sees, exactly, with hidden blocks that cost nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import interop
+from cuflash.block_device import GetKernel, OnDevice, TileLists, list_tiles
+from cuflash.block_device import pack as pack_on_device
+from cuflash.block_patterns import Patterns
+from cuflash.block_store import (
+    CANONICAL,
+    HIDDEN,
+    VISIBLE,
+    Shape,
+    Store,
+    Words,
+    check_block_size,
+    check_count,
+    count_visible,
+    intersect,
+    make_store,
+    num_blocks,
+    pack,
+    to_dense,
+    words_from_block_rows,
+    words_from_bools,
+)
+
+Array = Any
+MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
+
+# Elements for which a user's function is called at once: its integer temporaries then stay in a core's cache.
+FUNCTION_ELEMENTS = 1 << 17
+_HOST = -1  # in place of a device's number
+
+
+class BlockMask(Patterns):
+    """A mask of shape (batch or 1, heads or 1, seqlen_q, seqlen_k) for the option `block_mask`.
+
+    It is exact to the element, combines with every other option by AND, and costs time only for the blocks that hold a
+    visible element. Make one with `from_dense`, `from_blocks`, `from_function` or a named pattern; intersect two
+    with ``&``. A mask is immutable, and belongs to no device: it is prepared on each GPU where it is first used.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (batch or 1, heads or 1, seqlen_q, seqlen_k).
+    block_size : tuple of int
+        The rows and columns of a block, as given to the constructor. Where elements, not blocks, define the mask, it
+        changes no element.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        block_size: tuple[int, int],
+        store: Store | OnDevice[tuple[Array, Array]],
+        device: int = _HOST,
+        release: Callable[[Array], Any] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.block_size = block_size
+        self._home = device
+        self._release = release
+        self._host = store if isinstance(store, Store) else None
+        self._on_device = {} if isinstance(store, Store) else {device: store}
+        self._lists: dict[tuple[int, int, int], OnDevice[TileLists]] = {}
+        self._density: float | None = None
+
+    @classmethod
+    def from_dense(cls, mask: Array, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
+        """The mask that a bool array says.
+
+        Parameters
+        ----------
+        mask : bool array (seqlen_q, seqlen_k), (heads, seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k)
+            True = may attend. NumPy, CuPy or any library that speaks DLPack; any strides. On a GPU it is read there.
+        block_size : (int, int)
+            Rows and columns of a block; changes no element.
+
+        Raises
+        ------
+        TypeError
+            If `mask` is no bool array.
+        ValueError
+            If it has another number of axes, or for a block size below 1.
+        """
+        block_size = check_block_size(block_size)
+        library, cells = _adopt("mask", mask)
+        return cls._from_cells(library, cells, (1, 1), cells.shape[2], cells.shape[3], block_size)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: Array, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
+    ) -> BlockMask:
+        """The mask whose blocks are visible or hidden as a whole.
+
+        Parameters
+        ----------
+        blocks : bool array (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk)
+            True = may attend; ``nq = ceil(seqlen_q / block_size[0])``, ``nk = ceil(seqlen_k / block_size[1])``.
+            NumPy, CuPy or any library that speaks DLPack; any strides.
+        seqlen_q, seqlen_k : int
+            Lengths of the sequences; the last blocks may be ragged.
+        block_size : (int, int)
+            Rows and columns of a block, from 1 up.
+
+        Raises
+        ------
+        TypeError
+            If `blocks` is no bool array, or a size no integer.
+        ValueError
+            If the number of blocks does not fit the lengths.
+        """
+        block_size = check_block_size(block_size)
+        seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
+        library, cells = _adopt("blocks", blocks)
+        expected = num_blocks(seqlen_q, block_size[0]), num_blocks(seqlen_k, block_size[1])
+        if tuple(cells.shape[2:]) != expected:
+            raise ValueError(
+                f"blocks: expected (..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = "
+                f"(..., {expected[0]}, {expected[1]}), got {tuple(blocks.shape)}"
+            )
+        return cls._from_cells(library, cells, block_size, seqlen_q, seqlen_k, block_size)
+
+    @classmethod
+    def from_function(
+        cls,
+        function: MaskFunction,
+        seqlen_q: int,
+        seqlen_k: int,
+        batch: int = 1,
+        heads: int = 1,
+        block_size: tuple[int, int] = (128, 128),
+    ) -> BlockMask:
+        """The mask of a rule ``function(b, h, i, j)``.
+
+        Parameters
+        ----------
+        function : callable
+            Gets the batch index `b` and the head `h` as NumPy integers, and the query positions `i`, shape (rows, 1),
+            and key positions `j`, shape (1, columns), as int64 arrays; returns what broadcasts to bool (rows, columns):
+            True = may attend. It is called for some rows and columns at a time, in an order that is not defined.
+        seqlen_q, seqlen_k : int
+            Lengths of the sequences.
+        batch, heads : int
+            For how many batch entries and heads to ask the function; 1 serves all of a call.
+        block_size : (int, int)
+            Rows and columns of a block; changes no element.
+
+        Raises
+        ------
+        TypeError
+            If `function` is not callable, or returns something other than bools.
+        ValueError
+            For a size out of range, or if the function returns another shape.
+
+        Examples
+        --------
+        >>> document = np.repeat(np.arange(4), 256)
+        >>> bm = BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1024, 1024)
+        >>> bm.density
+        0.25
+        """
+        if not callable(function):
+            raise TypeError(f"function: expected a callable (b, h, i, j), got {type(function).__name__}")
+        shape = (
+            check_count("batch", batch),
+            check_count("heads", heads, 1),
+            check_count("seqlen_q", seqlen_q),
+            check_count("seqlen_k", seqlen_k),
+        )
+        block_size = check_block_size(block_size)
+
+        def words_of(b: int, h: int, first: int, last: int) -> Words:
+            words = np.empty((last - first, num_blocks(seqlen_k)), np.uint64)
+            step = max(1, FUNCTION_ELEMENTS // (CANONICAL * CANONICAL)) * CANONICAL
+            for top in range(first, last, CANONICAL):
+                i = np.arange(top, min(top + CANONICAL, last))[:, None]
+                for left in range(0, seqlen_k, step):
+                    j = np.arange(left, min(left + step, seqlen_k))[None, :]
+                    visible = _as_bools(function(np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
+                    columns = slice(left // CANONICAL, num_blocks(left + j.shape[1]))
+                    words[top - first : top - first + len(i), columns] = words_from_bools(visible)
+            return words
+
+        return cls(shape, block_size, pack(shape, words_of))
+
+    @classmethod
+    def _from_store(cls, store: Store, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockMask:
+        return cls((*store.slots.shape[:2], seqlen_q, seqlen_k), block_size, store)
+
+    @classmethod
+    def _from_cells(
+        cls,
+        library: interop.Library,
+        cells: Array,
+        cell_size: tuple[int, int],
+        seqlen_q: int,
+        seqlen_k: int,
+        block_size: tuple[int, int],
+    ) -> BlockMask:
+        """The mask of bools (batch, heads, rows, columns) that stand for cells of elements."""
+        shape = (*cells.shape[:2], seqlen_q, seqlen_k)
+        if isinstance(cells, np.ndarray):
+            words_of = words_from_block_rows(lambda b, h, top, end: cells[b, h, top:end], cell_size, seqlen_k)
+            return cls(shape, block_size, pack(shape, words_of), release=library.release)
+        import cupy
+
+        from cuflash import kernels
+
+        with interop.on_stream_of(library, cells):
+            made = OnDevice(cupy, lambda: pack_on_device(cupy, kernels.get, cells, cell_size, seqlen_q, seqlen_k))
+        return cls(shape, block_size, made, cells.device.id, library.release)
+
+    @property
+    def density(self) -> float:
+        """The fraction of visible elements; 0.0 if there are no elements. A mask on a GPU is copied to the host."""
+        if self._density is None:
+            size = math.prod(self.shape)
+            self._density = count_visible(self._store, *self.shape[2:]) / size if size else 0.0
+        return self._density
+
+    def to_dense(self) -> Array:
+        """The bool array of `shape`, of the library and on the device of the array that the mask was made from."""
+        if self._home == _HOST:
+            dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
+        else:
+            import cupy
+
+            with cupy.cuda.Device(self._home):
+                dense = to_dense(cupy, *self.arrays(cupy), self.shape)
+        return dense if self._release is None else self._release(dense)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both masks see. Batch and heads broadcast; a block of the result divides those of both masks."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self.shape[2:] != other.shape[2:] or any(
+            a != b and 1 not in (a, b) for a, b in zip(self.shape, other.shape, strict=True)
+        ):
+            raise ValueError(
+                f"&: expected masks of the same (batch or 1, heads or 1, seqlen_q, seqlen_k), "
+                f"got {self.shape} and {other.shape}"
+            )
+        store = intersect(self._store, other._store)
+        rows, columns = (math.gcd(a, b) for a, b in zip(self.block_size, other.block_size, strict=True))
+        shape = (*store.slots.shape[:2], *self.shape[2:])
+        result = BlockMask(shape, (rows, columns), store, release=self._release)
+        result._home = self._home
+        return result
+
+    def __repr__(self) -> str:
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        return (
+            f"BlockMask(batch={batch}, heads={heads}, seqlen_q={seqlen_q}, seqlen_k={seqlen_k}, "
+            f"block_size={self.block_size}, density={self.density:.4g})"
+        )
+
+    def arrays(self, xp: Any) -> tuple[Array, Array]:
+        """The canonical store as arrays of `xp` on the current device, moved there once.
+
+        Parameters
+        ----------
+        xp : module
+            numpy or cupy.
+
+        Returns
+        -------
+        slots : int32 (batch or 1, heads or 1, ceil(seqlen_q / 64), ceil(seqlen_k / 64))
+            -1 for a hidden block of 64 x 64 elements, -2 for one that is visible as far as the array reaches, else the
+            block's index in `bits`.
+        bits : uint32 (num_partial, 64, 2)
+            Bit ``j % 32`` of word ``bits[s, i % 64, j % 64 // 32]`` says whether (i, j) is visible; 0 beyond the array.
+        """
+        if xp is np:
+            return self._store.slots, self._store.bits
+        device = xp.cuda.runtime.getDevice()
+        made = self._on_device.get(device)
+        if made is None:
+            slots, bits = self._store.slots, self._store.bits
+            made = self._on_device[device] = OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits)))
+        return made.get()
+
+    def tile_lists(self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None) -> TileLists:
+        """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
+
+        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy. Enqueues work on the current
+        stream and never waits for it.
+        """
+        if xp is None:
+            import cupy
+
+            xp = cupy
+        device = _HOST if xp is np else xp.cuda.runtime.getDevice()
+        key = (device, block_m, block_n)
+        lists = self._lists.get(key)
+        if lists is None:
+            slots, bits = self.arrays(xp)
+            lists = self._lists[key] = OnDevice(
+                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n)
+            )
+        return lists.get()
+
+    def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
+        """What the tile of rows [i0, i1) and columns [j0, j1), which lies in the array, shows.
+
+        None if all of it is hidden, True if all of it is visible, else bool (i1 - i0, j1 - j0). `b` and `h` are those
+        of the call, whether or not the mask has more than one of them.
+        """
+        slots, table = self._store
+        top, left = i0 // CANONICAL, j0 // CANONICAL
+        covered = slots[
+            b if slots.shape[0] > 1 else 0,
+            h if slots.shape[1] > 1 else 0,
+            top : num_blocks(i1),
+            left : num_blocks(j1),
+        ]
+        states = set(covered.ravel().tolist())
+        if states <= {HIDDEN}:
+            return None
+        if states == {VISIBLE}:
+            return True
+        rows = table[covered].transpose(0, 2, 1).reshape(-1, covered.shape[1])
+        own_rows = np.ascontiguousarray(rows[i0 - top * CANONICAL : i1 - top * CANONICAL])
+        bits = np.unpackbits(own_rows.view(np.uint8), axis=1, bitorder="little")
+        visible = bits[:, j0 - left * CANONICAL : j1 - left * CANONICAL].view(np.bool_)
+        if visible.all():
+            return True
+        return visible if visible.any() else None
+
+    @property
+    def _store(self) -> Store:
+        """The store on the host, copied from the device when first needed."""
+        if self._host is None:
+            import cupy
+
+            with cupy.cuda.Device(self._home):
+                slots, bits = (cupy.asnumpy(x) for x in self._on_device[self._home].get())
+            self._host = make_store(slots, [bits.reshape(-1, 2 * CANONICAL).view(np.uint64)])
+        return self._host
+
+
+def _adopt(name: str, x: Any) -> tuple[interop.Library, Array]:
+    """A bool array of any library as a NumPy or CuPy array (batch, heads, rows, columns)."""
+    library = interop.library_of(name, x)
+    array = library.adopt(name, x)
+    if array.dtype != np.bool_:
+        raise TypeError(f"{name}: expected dtype bool (True = may attend), got {array.dtype.name}")
+    if not 2 <= array.ndim <= 4:
+        raise ValueError(
+            f"{name}: expected 2, 3 or 4 axes (rows, columns), (heads, ...) or (batch, heads, ...), "
+            f"got shape {tuple(array.shape)}"
+        )
+    return library, array[(None,) * (4 - array.ndim)]
+
+
+def _as_bools(result: Any, shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """What a user's function returned, as host bools of `shape`."""
+    if isinstance(result, (bool, np.bool_)):
+        return np.full(shape, result)
+    library = interop.library_of("function's result", result)
+    array = library.adopt("function's result", result)
+    if not isinstance(array, np.ndarray):
+        array = array.get()
+    if array.dtype != np.bool_:
+        raise TypeError(f"function: expected it to return bools (True = may attend), got dtype {array.dtype.name}")
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise ValueError(
+            f"function: expected a result that broadcasts to the shape of (i, j) = {shape}, got {array.shape}"
+        ) from None
