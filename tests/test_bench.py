@@ -1,0 +1,116 @@
+"""The benchmark's own machinery on the CPU: cells, the sampled check, the report, the command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import bench, reference
+from cuflash.bench import cells, check, peers, report
+from cuflash.bench.cells import BACKWARD, FORWARD, Cell
+from cuflash.bench.inputs import Inputs
+
+PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
+CELLS = [
+    PLAIN,
+    dataclasses.replace(PLAIN, name="causal", causal=True),
+    dataclasses.replace(PLAIN, name="grouped", num_heads_kv=2),
+    dataclasses.replace(PLAIN, name="window", causal=True, window_left=5),
+    dataclasses.replace(PLAIN, name="sparse", batch=1, seqlen_q=300, seqlen_k=300, density=0.5),
+    dataclasses.replace(PLAIN, name="packed", seqlen_q=90, seqlen_k=90, batch=3, lengths=(50, 1, 39), causal=True),
+]
+
+
+def options(cell: Cell) -> dict[str, Any]:
+    """The cell's options as the reference takes them."""
+    given: dict[str, Any] = {"causal": cell.causal, "window": (cell.window_left, None)}
+    if cell.density is not None:
+        given["mask"] = cells.dense_mask(cell)
+    return given
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell) -> None:
+    inputs = Inputs(cell, np)
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    if cell.lengths:
+        ends = np.cumsum((0, *cell.lengths)).astype(np.int32)
+        out, lse = reference.attention_varlen(q, k, v, ends, ends, **options(cell))
+        gradients = reference.attention_varlen_backward(dout, q, k, v, ends, ends, **options(cell))
+    else:
+        out, lse = reference.attention(q, k, v, **options(cell))
+        gradients = reference.attention_backward(dout, q, k, v, **options(cell))
+    dq, dk, dv = (gradients[name] for name in "qkv")
+    sample = check.take_sample(inputs, out, lse)
+    assert sample.forward_error(out) < 1e-12
+    assert sample.backward_error((dq, dk, dv)) < 1e-12
+    limit = check.limit(cell.dtype)
+    assert sample.forward_error(out * 1.001) > limit
+    assert sample.backward_error((dq, dk, dv * 1.001)) > limit
+    assert sample.backward_error((dq, np.full_like(dk, np.nan), dv)) > limit
+    with pytest.raises(ArithmeticError, match="lse is wrong"):
+        check.take_sample(inputs, out, lse + 0.01)
+
+
+def test_flops_count_visible_pairs() -> None:
+    square = dataclasses.replace(PLAIN, seqlen_k=48)
+    full = square.flops(FORWARD)
+    assert full == 2 * 2 * 48 * 48 * 4 * (16 + 24)
+    assert square.flops(BACKWARD) == 2.5 * full
+    assert dataclasses.replace(square, causal=True).flops(FORWARD) == full / 2
+    diagonal = dataclasses.replace(square, causal=True, window_left=0)
+    assert diagonal.flops(FORWARD) == pytest.approx(full / 48)
+
+
+@pytest.mark.parametrize("suite", cells.SUITES)
+def test_suites(suite: str) -> None:
+    chosen = cells.SUITES[suite](cells.Grid())
+    assert chosen
+    assert len({cell.name for cell in chosen}) == len(chosen)
+    for cell in chosen:
+        assert not cell.lengths or sum(cell.lengths) == cell.seqlen_q
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(cells.SUITES, "cpu", lambda grid: CELLS)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    files = {name: tmp_path / "results" / name for name in ("run.json", "run.png")}
+    arguments = ["--device", "cpu", "--rounds", "2", "--budget-ms", "1"]
+    arguments += ["--json", str(files["run.json"]), "--picture", str(files["run.png"])]
+    assert bench.run(parser.parse_args(arguments)) == 0
+    assert files["run.png"].stat().st_size > 0
+    written = json.loads(files["run.json"].read_text())
+    assert written["versions"]["numpy"] == np.__version__
+    assert len(written["results"]) == 2 * len(CELLS)
+    for result in written["results"]:
+        assert result["peers"]["cuflash"]["calls"] >= 6
+    printed = capsys.readouterr().out
+    assert "forward, TFLOP/s" in printed and "| causal" in printed
+
+
+def test_a_wrong_result_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(inputs: Inputs) -> peers.Calls:
+        calls = peers.cuflash_calls(inputs)
+        return calls._replace(forward=lambda: 1.01 * calls.forward())
+
+    monkeypatch.setattr(peers, "cpu_peers", lambda: {peers.US: wrong})
+    monkeypatch.setitem(cells.SUITES, "cpu", lambda grid: [PLAIN])
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert bench.run(parser.parse_args(["--device", "cpu", "--rounds", "1", "--budget-ms", "1"])) == 1
+
+
+def test_table_shows_who_is_absent() -> None:
+    result = report.Result(PLAIN, FORWARD, times={"cuflash": [1.0, 3.0, 2.0], "torch": [4.0]}, absent={"fa3": "no"})
+    alone = report.Result(PLAIN, FORWARD, times={"cuflash": [2.0]})
+    assert result.ratio() == 2.0
+    lines = report.table([result, alone], "ms").splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["plain", "2", "4", "2.00"]
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["plain", "2", "-", "-"]
