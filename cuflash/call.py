@@ -180,8 +180,8 @@ def _problem_of(
     key = (
         tuple(None if x is None else (x.shape, x.dtype) for x in arrays),
         o.causal,
-        o.window if not isinstance(o.window, list) else tuple(o.window),
-        # 1.0 == True and 1.0 == 1 as keys: the type keeps a wrong kind from passing as a checked one.
+        # 1.0 == True and 1.0 == 1 as keys: text and type keep a wrong kind from passing as a checked one.
+        repr(o.window),
         (type(o.softmax_scale), o.softmax_scale),
         (type(o.softcap), o.softcap),
         (type(o.dropout_p), o.dropout_p),
