@@ -18,7 +18,9 @@ and of its gradient, with ``dp_j = keep_j / (1 - dropout_p) * (dout . v_j)``::
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -177,9 +179,7 @@ def _scores(
     if dropout_p:
         keep = dropout_keep(*shape, dropout_p, dropout_seed, first_batch)
         factor = keep / work(1 - dropout_p)
-    return _Scores(
-        wide_q, wide_k, wide_v, scale, scores, visible, real_rows[..., 0], slope, distance, factor, rounding
-    )
+    return _Scores(wide_q, wide_k, wide_v, scale, scores, visible, real_rows[..., 0], slope, distance, factor, rounding)
 
 
 def _precision(round_to: DTypeLike | None, work: DTypeLike) -> tuple[Any, Callable[[Array], Array]]:
@@ -328,9 +328,9 @@ def _sequences(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int)
 
     def slices(cu_seqlens: Any, total: int) -> list[slice]:
         ends = np.clip(np.asarray(cu_seqlens, np.int64), 0, total).tolist()
-        return [slice(start, max(start, end)) for start, end in zip(ends[:-1], ends[1:])]
+        return [slice(start, max(start, end)) for start, end in pairwise(ends)]
 
-    return list(zip(slices(cu_seqlens_q, total_q), slices(cu_seqlens_k, total_k)))
+    return list(zip(slices(cu_seqlens_q, total_q), slices(cu_seqlens_k, total_k), strict=True))
 
 
 def _sequence_options(index: int, seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> dict[str, Any]:
