@@ -130,6 +130,7 @@ class Call:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
                     targets[name] = self._target(f"out, d{name}", given[name], like.shape, inputs, like.dtype.name)
+                    inputs[f"d{name}"] = targets[name]
             self._backend.backward(
                 problem,
                 operands,

@@ -13,9 +13,14 @@ _MAX_WORK: Any = 1_000_000
 
 
 def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
-    """ValueError unless `target` is writable, has a contiguous last axis and shares no element with an input."""
+    """ValueError unless `target` is writable, has a contiguous last axis and shares no element with `inputs`.
+
+    `inputs` are all arrays that are in use beside it, other targets included.
+    """
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if target.size == 0:
+        return
     if target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
         raise ValueError(
             f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
@@ -24,7 +29,9 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array with strides {target.strides}")
     for other, x in inputs.items():
         if x is not None and share_memory(target, x):
-            raise ValueError(f"{name}: expected no overlap with an input, got memory shared with {other}")
+            raise ValueError(
+                f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
+            )
 
 
 def share_memory(a: Array, b: Array) -> bool:

@@ -182,13 +182,13 @@ class OnDevice:
         assert (lse.dtype, lse.shape) == (accum_dtype(self.case.dtype), self.case.lse_shape)
         return out, lse
 
-    def raw_backward(self, out: Array, lse: Array, **extra: Any) -> Any:
+    def raw_backward(self, out: Array, lse: Array, /, **extra: Any) -> Any:
         """The library's own result of the stateless backward call, given host arrays out and lse."""
         residuals = self.device.put((out, lse))
         arguments = (self.dout, *self.qkv, *residuals, *self.cu_seqlens)
         return self.case.function("_backward")(*arguments, **{"dlse": self.dlse, **self.options, **extra})
 
-    def backward(self, out: Array, lse: Array, **extra: Any) -> Grads:
+    def backward(self, out: Array, lse: Array, /, **extra: Any) -> Grads:
         """Gradients of the stateless backward call."""
         return self.named(self.raw_backward(out, lse, **extra))
 

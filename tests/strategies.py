@@ -97,14 +97,17 @@ def _bias(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes) -> Array:
 
 
 def _mask(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes) -> Array:
-    return np.asarray(rng.random(_scores_shape(draw, sizes)) < draw(st.sampled_from([0.3, 0.7, 0.7, 0.95, 0.95, 1.0, 0.0])))
+    shape, density = _scores_shape(draw, sizes), draw(st.sampled_from([0.3, 0.7, 0.7, 0.95, 0.95, 1.0, 0.0]))
+    return np.asarray(rng.random(shape) < density)
 
 
 def _block_mask(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes, block_size: tuple[int, int]) -> Array:
     """Some blocks whole, some empty, some partial, some rows and columns of blocks empty."""
-    leading = draw(st.sampled_from([(), (1,), (sizes.heads_q,), (1, 1), (sizes.batch, 1), (sizes.batch, sizes.heads_q)]))
+    batch, heads = sizes.batch, sizes.heads_q
+    leading = draw(st.sampled_from([(), (1,), (heads,), (1, 1), (batch, 1), (batch, heads)]))
     counts = [-(-size // block) for size, block in zip((sizes.rows, sizes.columns), block_size, strict=True)]
-    coarse = rng.choice([0.0, 0.5, 1.0], (*leading, *counts), p=draw(st.sampled_from([(0.5, 0.2, 0.3), (0.1, 0.3, 0.6)])))
+    kinds = draw(st.sampled_from([(0.5, 0.2, 0.3), (0.1, 0.3, 0.6)]))
+    coarse = rng.choice([0.0, 0.5, 1.0], (*leading, *counts), p=kinds)
     density = np.repeat(np.repeat(coarse, block_size[0], axis=-2), block_size[1], axis=-1)
     mask: Array = rng.random((*leading, sizes.rows, sizes.columns)) < density[..., : sizes.rows, : sizes.columns]
     return mask

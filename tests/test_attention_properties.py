@@ -1,5 +1,6 @@
 """What holds for every attention problem, on every device: agreement with the reference, gradients that are the
-gradients of the function, invariances, bitwise promises, and data that nobody may see."""
+gradients of the function, invariances, bitwise promises, and data that nobody may see.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def _join(case: Case, parts: list[Case], grads: list[dict[str, Array]]) -> dict[
         elif name == "sink":
             whole[name] = grads[0][name]
         else:
-            whole[name] = sum(own[name].astype(np.float64) for own in grads).astype(case.input_of(name).dtype)
+            total = np.sum([own[name].astype(np.float64) for own in grads], axis=0)
+            whole[name] = total.astype(case.input_of(name).dtype)
     return whole
 
 

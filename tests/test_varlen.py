@@ -164,7 +164,7 @@ def test_rows_before_the_first_sequence_are_padding(device: Device) -> None:
 
 
 def test_padding_with_a_sink(device: Device) -> None:
-    """A real row that sees nothing has lse = sink and hands it dlse; a padded row has lse = -inf and hands on nothing."""
+    """A real row that sees nothing has lse = sink and hands it dlse; a padded row has -inf and hands on nothing."""
     sink = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
     case = _packed([3, 4], [0, 4], padding=5, sink=sink, q_lengths=np.array([2, 4], np.int32))
     on_device = case.on(device)
