@@ -1,0 +1,71 @@
+// dk and dv: one thread block walks the queries, of all heads of the group, that see its BLOCK_N keys. Nothing is
+// added by atomics, so the result is the same bits always.
+#include "gradient_tile.cuh"
+
+constexpr int ROWS = BLOCK_N / SIDE, COLUMNS = BLOCK_M / SIDE;
+constexpr int SCORE_CHUNKS = BLOCK_K * (TransposedChunk<BLOCK_N>::STRIDE + TransposedChunk<BLOCK_M>::STRIDE);
+constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+constexpr int QUERY_CHUNK = BLOCK_K * Chunk<WIDEST, BLOCK_M>::STRIDE;
+constexpr int BUFFER = SCORE_CHUNKS > QUERY_CHUNK ? SCORE_CHUNKS : QUERY_CHUNK;
+
+struct alignas(16) SharedStorage {
+  Accum buffers[2 * BUFFER];
+  Accum factor[BLOCK_M * (BLOCK_N + PAD)];  // P, then dS
+  u8 seen[BLOCK_M];
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backward_dkv(const AttentionParams p) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const Work work = work_of<true>(p, BLOCK_N, p.num_heads_kv, false);
+  const Sequence& s = work.sequence;
+  const int head_kv = work.head, group = p.num_heads_q / p.num_heads_kv;
+  const int first_key = work.tile * BLOCK_N;
+  if (first_key >= s.rows_k) return;
+  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+
+  Buffers<BUFFER> buffers(shared.buffers);
+  Accum dk[ROWS][HEAD_DIM / SIDE], dv[ROWS][HEAD_DIM_V / SIDE];
+  clear(dk);
+  clear(dv);
+
+  for (int head = head_kv * group; head < (head_kv + 1) * group; head++) {
+    const GradientTile<true> tile(p, s, head, head_kv);
+    for (Blocks blocks = blocks_of_queries(p, s, head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
+      const int first_row = blocks.block * BLOCK_M;
+      const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
+      if (masked && threadIdx.x < BLOCK_M) shared.seen[threadIdx.x] = 0;
+
+      Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
+      SoftcapTile<ROWS, COLUMNS> softcap;
+      tile.compute(dropped, ds, softcap, buffers, first_key, first_row, masked, shared.seen);
+      const u8* seen = masked ? shared.seen : nullptr;
+      if (p.dv.data != nullptr) {
+        write_transposed(shared.factor, dropped);
+        if (masked) __syncthreads();  // `seen` is complete
+        multiply_rows<BLOCK_M>(dv, buffers, shared.factor, tile.dout, first_row, seen);
+      }
+      if (p.dk.data != nullptr) {
+        softcap.apply(ds);
+        __syncthreads();  // dv has read P, and `seen` is complete
+        write_transposed(shared.factor, ds);
+        multiply_rows<BLOCK_M>(dk, buffers, shared.factor, tile.q, first_row, seen);
+      }
+    }
+  }
+
+  Accum scale_k[ROWS], scale_v[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    scale_k[r] = static_cast<Accum>(p.softmax_scale);
+    scale_v[r] = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : Accum(1);
+  }
+  if (p.dk.data != nullptr) {
+    write_rows(p.dk.at(batch, s.row_k, head_kv), p.dk.row_stride, first_key, s.len_k, s.rows_k, p.head_dim, dk, scale_k);
+  }
+  if (p.dv.data != nullptr) {
+    write_rows(p.dv.at(batch, s.row_k, head_kv), p.dv.row_stride, first_key, s.len_k, s.rows_k, p.head_dim_v, dv, scale_v);
+  }
+}

@@ -1,0 +1,72 @@
+// dq, and each row's part of the slopes' gradient: one thread block walks the keys that BLOCK_M queries see.
+#include "gradient_tile.cuh"
+
+constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM / SIDE;
+constexpr int SCORE_CHUNKS = BLOCK_K * (TransposedChunk<BLOCK_M>::STRIDE + TransposedChunk<BLOCK_N>::STRIDE);
+constexpr int KEY_CHUNK = BLOCK_K * Chunk<HEAD_DIM, BLOCK_N>::STRIDE;
+constexpr int BUFFER = SCORE_CHUNKS > KEY_CHUNK ? SCORE_CHUNKS : KEY_CHUNK;
+
+struct alignas(16) SharedStorage {
+  Accum buffers[2 * BUFFER];
+  Accum ds[BLOCK_N * (BLOCK_M + PAD)];
+  u8 seen[BLOCK_N];
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backward_dq(const AttentionParams p) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
+  const Sequence& s = work.sequence;
+  const int head = work.head, head_kv = head / (p.num_heads_q / p.num_heads_kv);
+  const int first_row = work.tile * BLOCK_M;
+  if (first_row >= s.rows_q) return;
+  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const GradientTile<false> tile(p, s, head, head_kv);
+
+  Buffers<BUFFER> buffers(shared.buffers);
+  Accum dq[ROWS][OUT_COLUMNS], dslope[ROWS];
+  clear(dq);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) dslope[r] = 0;
+
+  for (Blocks blocks = blocks_of_keys(p, s, head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
+    const int first_key = blocks.block * BLOCK_N;
+    const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
+    if (masked && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+
+    Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
+    SoftcapTile<ROWS, COLUMNS> softcap;
+    tile.compute(dropped, ds, softcap, buffers, first_row, first_key, masked, shared.seen);
+    if constexpr (HAS_ALIBI) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+          dslope[r] -= ds[r][c] * tile.score.distance(first_row + owned_index<ROWS>(thread_row(), r),
+                                                      first_key + owned_index<COLUMNS>(thread_column(), c));
+        }
+      }
+    }
+    if (p.dq.data == nullptr) continue;
+    softcap.apply(ds);
+    write_transposed(shared.ds, ds);
+    if (masked) __syncthreads();  // `seen` is complete
+    multiply_rows<BLOCK_N>(dq, buffers, shared.ds, tile.k, first_key, masked ? shared.seen : nullptr);
+  }
+
+  if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const Accum sum = reduce_row<SIDE>(dslope[r], [](Accum a, Accum b) { return a + b; });
+      const int row = first_row + owned_index<ROWS>(thread_row(), r);
+      if (thread_column() == 0 && row < s.rows_q) *p.dslope_rows.at(batch, s.row_q + row, head) = sum;
+    }
+  }
+  if (p.dq.data == nullptr) return;
+  Accum factor[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) factor[r] = tile.score.scale;
+  write_rows(p.dq.at(batch, s.row_q, head), p.dq.row_stride, first_row, s.len_q, s.rows_q, p.head_dim, dq, factor);
+}

@@ -1,0 +1,110 @@
+// What all gradient kernels begin with: weights P and their gradient dS of one tile, from the saved lse.
+// FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
+#pragma once
+#include "score_tile.cuh"
+#include "softmax.cuh"
+
+// d(score) / d(scale * q.k) of a tile; 1 without softcap, and then it takes no registers.
+template <int ROWS, int COLUMNS>
+struct SoftcapTile {
+  Accum derivative[HAS_SOFTCAP ? ROWS : 1][HAS_SOFTCAP ? COLUMNS : 1];
+
+  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) derivative[r][c] = score.derivative(products[r][c]);
+      }
+    }
+  }
+
+  // A hidden element has ds = 0, and its derivative may be NaN.
+  __device__ __forceinline__ void apply(Accum (&ds)[ROWS][COLUMNS]) const {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) ds[r][c] = ds[r][c] == 0 ? Accum(0) : ds[r][c] * derivative[r][c];
+      }
+    }
+  }
+};
+
+// One (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles of keys x queries, else queries x keys.
+template <bool TRANSPOSED>
+struct GradientTile {
+  Rows q, k, v, dout;
+  Score score;
+  Mask mask;
+  Dropout dropout;
+  const Accum *lse, *delta;
+  i64 lse_stride, delta_stride;
+  int len_q;
+  Accum dropout_rescale;
+
+  __device__ __forceinline__ GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
+      : GradientTile(p, s, head, head_kv, p.cu_seqlens_q == nullptr ? s.batch : 0) {}
+
+  __device__ __forceinline__ GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv, i64 batch)
+      : q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim),
+        k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim),
+        v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v),
+        dout(p.dout.at(batch, s.row_q, head), p.dout.row_stride, s.len_q, p.head_dim_v),
+        score(p, s, head),
+        mask(p, s, head),
+        dropout(p, s, head),
+        lse(p.lse.at(batch, s.row_q, head)),
+        delta(p.delta.at(batch, s.row_q, head)),
+        lse_stride(p.lse.row_stride),
+        delta_stride(p.delta.row_stride),
+        len_q(s.len_q),
+        dropout_rescale(static_cast<Accum>(p.dropout_rescale)) {}
+
+  // dropped: P after dropout without its rescaling, for dv. ds: gradient of the scores, which `softcap` takes on to the
+  // products. seen: cleared before, and complete behind the next barrier if masked.
+  template <int SIZE, int ROWS, int COLUMNS>
+  __device__ __forceinline__ void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
+                                          SoftcapTile<ROWS, COLUMNS>& softcap, Buffers<SIZE>& buffers, int first_row,
+                                          int first_column, bool masked, u8* seen) const {
+    clear(dropped);
+    clear(ds);
+    multiply_transposed(dropped, buffers, TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column);
+    multiply_transposed(ds, buffers, TRANSPOSED ? v : dout, first_row, TRANSPOSED ? dout : v, first_column);
+
+    softcap.take(score, dropped);
+    score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);
+    if constexpr (HAS_DROPOUT) {
+      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(dropout, first_row, first_column, [&](int r, int c, bool kept) {
+        ds[r][c] = kept ? ds[r][c] * dropout_rescale : Accum(0);
+      });
+    }
+    // Of a query: its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
+    constexpr int QUERIES = TRANSPOSED ? COLUMNS : ROWS;
+    Accum reference[QUERIES], own_delta[QUERIES];
+#pragma unroll
+    for (int e = 0; e < QUERIES; e++) {
+      const int i = TRANSPOSED ? first_column + owned_index<QUERIES>(thread_column(), e)
+                               : first_row + owned_index<QUERIES>(thread_row(), e);
+      const Accum value = i < len_q ? lse[i * lse_stride] : -infinity();
+      reference[e] = value == -infinity() ? infinity() : value;
+      own_delta[e] = i < len_q ? delta[i * delta_stride] : Accum(0);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        const int e = TRANSPOSED ? c : r;
+        const Accum p = reference[e] == infinity() ? Accum(0) : weight(dropped[r][c], reference[e]);
+        // A hidden element's dP may be NaN.
+        ds[r][c] = p == 0 ? Accum(0) : p * (ds[r][c] - own_delta[e]);
+        dropped[r][c] = p;
+      }
+    }
+    if constexpr (HAS_DROPOUT) {
+      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(dropout, first_row, first_column, [&](int r, int c, bool kept) {
+        if (!kept) dropped[r][c] = 0;
+      });
+    }
+  }
+};

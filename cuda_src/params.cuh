@@ -1,0 +1,76 @@
+// What a launch hands to an attention kernel. The host packs it from one NumPy dtype (cuflash/params.py), whose
+// offsets are asserted behind this header.
+#pragma once
+#include "types.cuh"
+
+// NVRTC has no offsetof; its front end has a constant address instead.
+#ifdef __CUDACC_RTC__
+#define OFFSET_OF(type, member) (u64)(__INTADDR__(&((type*)0)->member))
+#else
+#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
+#endif
+
+// An array (batch, seqlen, num_heads, head_dim) whose last axis is contiguous; packed: batch stride 0.
+template <class T>
+struct Tensor {
+  T* data;
+  i64 batch_stride, row_stride, head_stride;  // in elements
+
+  __device__ __forceinline__ T* at(i64 batch, i64 row, i64 head) const {
+    return data + batch * batch_stride + row * row_stride + head * head_stride;
+  }
+};
+
+// An array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k): the stride of a broadcast axis is 0.
+template <class T>
+struct ScoreTensor {
+  T* data;
+  i64 batch_stride, head_stride, row_stride, column_stride;  // in elements
+  i64 num_rows, num_columns;                                 // index limits; 2^31 - 1 on a broadcast axis
+};
+
+struct AttentionParams {
+  Tensor<const Element> q;     // (batch, seqlen_q, num_heads_q, head_dim)
+  Tensor<const Element> k;     // (batch, seqlen_k, num_heads_kv, head_dim)
+  Tensor<const Element> v;     // (batch, seqlen_k, num_heads_kv, head_dim_v)
+  Tensor<Element> out;         // (batch, seqlen_q, num_heads_q, head_dim_v)
+  Tensor<const Element> dout;  // like out
+  Tensor<Element> dq;          // like q
+  Tensor<Element> dk;          // like k
+  Tensor<Element> dv;          // like v
+  Tensor<Accum> lse;           // (batch, num_heads_q, seqlen_q), natural logarithm
+  Tensor<const Accum> dlse;    // like lse, or null
+  Tensor<Accum> delta;         // like lse: rowsum(dout * out) - dlse
+  Tensor<Accum> dslope_rows;   // like lse: each row's part of the slopes' gradient, or null
+  ScoreTensor<const BiasElement> bias;
+  ScoreTensor<BiasElement> dbias;
+  ScoreTensor<const u8> mask;
+  Accum* dbias_parts;         // (splits, *dbias) contiguous, or null with one split
+  Accum* dsink;               // (num_heads_q,)
+  Accum* dalibi_slopes;       // (batch | 1, num_heads_q)
+  const Accum* alibi_slopes;  // (batch | 1, num_heads_q)
+  const Accum* sink;          // (num_heads_q,), or null
+  const int* q_lengths;       // (batch,), or null
+  const int* kv_lengths;      // (batch,), or null
+  const int* cu_seqlens_q;    // (batch + 1,), or null: not packed
+  const int* cu_seqlens_k;    // (batch + 1,), or null
+  const u64* dropout_seed;    // one element, or null: dropout_key
+  const int* block_list;      // visited tiles of each row or column of tiles: (.., num_lists, list_capacity)
+  const int* block_count;     // (.., num_lists)
+  const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
+  const u32* block_bits;      // (num_partial, 64, 2)
+  u64 dropout_key;
+  i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
+  double softmax_scale, softcap;
+  double dropout_rescale;  // 1 / (1 - p)
+  u32 dropout_threshold;   // floor(p * 2^32)
+  int batch, seqlen_q, seqlen_k;
+  int num_heads_q, num_heads_kv, head_dim, head_dim_v;
+  int window_left, window_right;
+  int alibi_batch_stride, dalibi_batch_stride;  // 0 if all sequences share the slopes
+  int dbias_batches, dbias_heads, dbias_rows, dbias_columns;  // shape of dbias
+  int num_lists, list_capacity;    // of block_list
+  int slot_rows, slot_columns;     // of block_slots
+  int num_tiles;                   // tiles (packed: tile slots) of one head
+  int splits;                      // of the loop behind one tile of dbias
+};

@@ -1,0 +1,73 @@
+// The last sums of the backward pass, each in a fixed order: gradients of sink and slopes from rows, of bias from parts.
+#include "softmax.cuh"
+#include "sequence.cuh"
+
+constexpr int THREADS = 256;
+
+// Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
+__device__ __forceinline__ double sum_of_block(double x) {
+  __shared__ double sums[THREADS];
+  sums[threadIdx.x] = x;
+  __syncthreads();
+  for (int step = THREADS / 2; step > 0; step /= 2) {
+    if (threadIdx.x < step) sums[threadIdx.x] += sums[threadIdx.x + step];
+    __syncthreads();
+  }
+  return sums[0];
+}
+
+// dsink = -sum of the sink's weight times delta, over all rows of a head. One block a head.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
+  const int head = blockIdx.x;
+  const Accum sink = p.sink[head];
+  const i64 batches = p.cu_seqlens_q == nullptr ? p.batch : 1, rows = batches * p.seqlen_q;
+  double sum = 0;
+  for (i64 index = threadIdx.x; index < rows; index += THREADS) {
+    const i64 batch = index / p.seqlen_q, row = index % p.seqlen_q;
+    const Accum lse = *p.lse.at(batch, row, head);
+    // Padded rows hold anything; their delta is 0.
+    const Accum delta = *p.delta.at(batch, row, head);
+    if (delta != 0) sum -= static_cast<double>(weight(sink, lse)) * static_cast<double>(delta);
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) p.dsink[head] = static_cast<Accum>(sum);
+}
+
+// Gradient of the slopes from its rows. One block a (slope batch, head).
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
+  const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
+  const bool shared_slopes = p.alibi_batch_stride == 0;
+  i64 begin = 0, end = p.seqlen_q, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
+  if (p.cu_seqlens_q != nullptr) {
+    first_batch = 0;
+    batches = 1;
+    if (!shared_slopes) {
+      const Sequence s = sequence_of(p, batch);
+      begin = s.row_q;
+      end = s.row_q + s.rows_q;
+    }
+  }
+  const i64 rows = end - begin;
+  double sum = 0;
+  for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
+    sum += static_cast<double>(*p.dslope_rows.at(first_batch + index / rows, begin + index % rows, head));
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
+}
+
+// dbias from the parts that backward_bias left. One thread an element.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
+  const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
+  const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= size) return;
+  Accum sum = 0;
+  for (int split = 0; split < p.splits; split++) sum += p.dbias_parts[split * size + index];
+  i64 rest = index;
+  const i64 column = rest % p.dbias_columns;
+  rest /= p.dbias_columns;
+  const i64 row = rest % p.dbias_rows;
+  rest /= p.dbias_rows;
+  p.dbias.data[rest / p.dbias_heads * p.dbias.batch_stride + rest % p.dbias_heads * p.dbias.head_stride +
+               row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
+}

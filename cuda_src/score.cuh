@@ -1,0 +1,53 @@
+// From q.k to the score of an element, and back: DESIGN's order is scale, softcap, bias, alibi. Shared by all families.
+#pragma once
+#include "sequence.cuh"
+
+// One (sequence, query head): everything a score needs beside the product.
+struct Score {
+  Accum scale, softcap, slope;
+  const BiasElement* bias;  // at (batch, head)
+  i64 bias_row_stride, bias_column_stride;
+  int bias_last_row, bias_last_column;
+  int diagonal;
+
+  __device__ __forceinline__ Score(const AttentionParams& p, const Sequence& s, int head) {
+    scale = static_cast<Accum>(p.softmax_scale);
+    softcap = static_cast<Accum>(p.softcap);
+    diagonal = s.diagonal();
+    if constexpr (HAS_ALIBI) slope = p.alibi_slopes[s.batch_or_0() * p.alibi_batch_stride + head];
+    if constexpr (HAS_BIAS) {
+      bias = p.bias.data + s.batch_or_0() * p.bias.batch_stride + head * p.bias.head_stride;
+      bias_row_stride = p.bias.row_stride;
+      bias_column_stride = p.bias.column_stride;
+      bias_last_row = static_cast<int>(p.bias.num_rows - 1);
+      bias_last_column = static_cast<int>(p.bias.num_columns - 1);
+    }
+  }
+
+  // d score / d (q.k) is the returned slope times scale; 1 without softcap.
+  __device__ __forceinline__ Accum derivative(Accum product) const {
+    if constexpr (HAS_SOFTCAP) {
+      const Accum t = tanh_of(product * scale / softcap);
+      return 1 - t * t;
+    }
+    return 1;
+  }
+
+  __device__ __forceinline__ Accum distance(int i, int j) const {
+    const int d = i + diagonal - j;
+    return static_cast<Accum>(d < 0 ? -d : d);
+  }
+
+  // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN.
+  __device__ __forceinline__ Accum value(Accum product, int i, int j) const {
+    Accum s = product * scale;
+    if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
+    if constexpr (HAS_BIAS) {
+      const Accum b = to_accum(bias[smaller(i, bias_last_row) * bias_row_stride +
+                                    smaller(j, bias_last_column) * bias_column_stride]);
+      s = b == -infinity() ? b : s + b;
+    }
+    if constexpr (HAS_ALIBI) s -= slope * distance(i, j);
+    return s;
+  }
+};

@@ -1,0 +1,275 @@
+// Products of tiles by plain multiply-adds: register tiles, operands streamed from global memory through two buffers.
+//
+// A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
+// come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (philox.cuh).
+#pragma once
+#include "params.cuh"
+
+constexpr int SIDE = 16;
+constexpr int NUM_THREADS = SIDE * SIDE;
+// Keeps the transposing stores below two-way bank conflicts and rows aligned to 16 bytes.
+constexpr int PAD = 16 / sizeof(Accum);
+
+__device__ __forceinline__ int thread_row() { return threadIdx.x / SIDE; }
+__device__ __forceinline__ int thread_column() { return threadIdx.x % SIDE; }
+
+// Index within the tile of element e of thread t's PER = SIZE / 16.
+template <int PER>
+__device__ __forceinline__ int owned_index(int t, int e) {
+  constexpr int HALF = PER / 2;            // consecutive elements on either side of bit 3
+  constexpr int SHARING = 8 / HALF;        // threads that share a group of 16
+  return t / SHARING * 16 + e / HALF * 8 + t % SHARING * HALF + e % HALF;
+}
+
+// Where shared memory keeps element e of thread t: groups of four per thread, so that 16 threads read 256 bytes in a
+// row. Reads are vectors of `min(PER, 4)`.
+template <int PER>
+__device__ __forceinline__ int stored_at(int t, int e) {
+  constexpr int GROUP = PER < 4 ? PER : 4;
+  return e / GROUP * (GROUP * SIDE) + t * GROUP + e % GROUP;
+}
+
+// stored_at of the tile's index: the inverse of owned_index first.
+template <int PER>
+__device__ __forceinline__ int stored_index(int index) {
+  constexpr int HALF = PER / 2, SHARING = 8 / HALF;
+  return stored_at<PER>(index / 16 * SHARING + index % 8 / HALF, index / 8 % 2 * HALF + index % HALF);
+}
+
+template <int N>
+struct alignas(N * sizeof(Accum) < 16 ? N * sizeof(Accum) : 16) Group {
+  Accum x[N];
+};
+
+template <int PER>
+__device__ __forceinline__ void read_owned(Accum (&x)[PER], const Accum* row, int t) {
+  constexpr int GROUP = PER < 4 ? PER : 4;
+#pragma unroll
+  for (int g = 0; g < PER / GROUP; g++) {
+    const Group<GROUP> values = *reinterpret_cast<const Group<GROUP>*>(row + stored_at<PER>(t, g * GROUP));
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) x[g * GROUP + i] = values.x[i];
+  }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear(Accum (&x)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) x[r][c] = 0;
+  }
+}
+
+// x[r][c] += sum over k < BLOCK_K of a[k][r] * b[k][c]
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b,
+                                               int b_stride) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_K; k++) {
+    Accum left[ROWS], right[COLUMNS];
+    read_owned(left, a + k * a_stride, thread_row());
+    read_owned(right, b + k * b_stride, thread_column());
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) x[r][c] += left[r] * right[c];
+    }
+  }
+}
+
+// Rows of one (sequence, head) in global memory. What lies outside reads as 0, whatever is there.
+struct Rows {
+  const Element* data;
+  i64 stride;
+  int num_rows, num_columns;
+  bool vectors;  // 16-byte accesses are aligned
+
+  __device__ __forceinline__ Rows(const Element* data, i64 stride, int num_rows, int num_columns)
+      : data(data), stride(stride), num_rows(num_rows), num_columns(num_columns) {
+    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
+  }
+
+  __device__ __forceinline__ Vector read(int row, int column) const {
+    Vector x;
+    const Element* from = data + row * stride + column;
+    const bool inside = row >= 0 && row < num_rows;
+    if (vectors && inside && column + VECTOR <= num_columns) return *reinterpret_cast<const Vector*>(from);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) x.e[i] = inside && column + i < num_columns ? from[i] : from_accum<Element>(0);
+    return x;
+  }
+};
+
+// A chunk of BLOCK_K columns of N rows on its way to shared memory, where it lies transposed: [k][stored row].
+template <int N>
+struct TransposedChunk {
+  static constexpr int STRIDE = N + PAD;
+  static constexpr int PER_ROW = BLOCK_K / VECTOR;
+  static constexpr int VECTORS = N * PER_ROW;
+  static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
+  static_assert(BLOCK_K % VECTOR == 0, "a chunk is whole vectors");
+  Vector held[PER_THREAD];
+
+  __device__ __forceinline__ void fetch(const Rows& rows, int first_row, int k) {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      const int v = threadIdx.x + i * NUM_THREADS;
+      if (VECTORS % NUM_THREADS == 0 || v < VECTORS) held[i] = rows.read(first_row + v / PER_ROW, k + v % PER_ROW * VECTOR);
+    }
+  }
+
+  __device__ __forceinline__ void commit(Accum* to) const {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      const int v = threadIdx.x + i * NUM_THREADS;
+      if (VECTORS % NUM_THREADS != 0 && v >= VECTORS) continue;
+      const int row = stored_index<N / SIDE>(v / PER_ROW);
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) to[(v % PER_ROW * VECTOR + e) * STRIDE + row] = to_accum(held[i].e[e]);
+    }
+  }
+};
+
+// A chunk of BLOCK_K rows of N columns, as it lies. Row k of the tile's product is the key (or query) with
+// owned_index(k % 16, k / 16): the order in which write_transposed leaves the other factor.
+template <int N, int DEPTH>
+struct Chunk {
+  static constexpr int STRIDE = N;
+  static constexpr int PER_ROW = N / VECTOR;
+  static constexpr int VECTORS = BLOCK_K * PER_ROW;
+  static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
+  Vector held[PER_THREAD];
+
+  static __device__ __forceinline__ int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
+
+  __device__ __forceinline__ void fetch(const Rows& rows, int first_row, int k) {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      const int v = threadIdx.x + i * NUM_THREADS;
+      if (VECTORS % NUM_THREADS == 0 || v < VECTORS) {
+        held[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), v % PER_ROW * VECTOR);
+      }
+    }
+  }
+
+  // Rows that no element of the tile sees count as 0: they may hold anything, and 0 * NaN is NaN.
+  __device__ __forceinline__ void commit(Accum* to, int k, const u8* seen) const {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+      const int v = threadIdx.x + i * NUM_THREADS;
+      if (VECTORS % NUM_THREADS != 0 && v >= VECTORS) continue;
+      const bool zero = seen != nullptr && seen[row_in_tile(k + v / PER_ROW)] == 0;
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) to[v * VECTOR + e] = zero ? Accum(0) : to_accum(held[i].e[e]);
+    }
+  }
+};
+
+// Stores x for use as the left factor of multiply_rows: [column in the order of Chunk][stored row].
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
+  constexpr int GROUP = ROWS < 4 ? ROWS : 4;
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++) {
+    Accum* column = to + (c * SIDE + thread_column()) * (ROWS * SIDE + PAD);
+#pragma unroll
+    for (int g = 0; g < ROWS / GROUP; g++) {
+      Group<GROUP> values;
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) values.x[i] = x[g * GROUP + i][c];
+      *reinterpret_cast<Group<GROUP>*>(column + stored_at<ROWS>(thread_row(), g * GROUP)) = values;
+    }
+  }
+}
+
+// The two buffers, used in turn by every product of a kernel: one barrier a chunk is enough, since whoever fills a
+// buffer has passed the barrier behind its last use.
+template <int SIZE>
+struct Buffers {
+  Accum* base;
+  int turn = 0;
+
+  __device__ __forceinline__ explicit Buffers(Accum* base) : base(base) {}
+  __device__ __forceinline__ Accum* next() { return base + (turn ^= 1) * SIZE; }
+};
+
+// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights.
+template <int SIZE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Rows& a,
+                                                    int first_a, const Rows& b, int first_b) {
+  TransposedChunk<ROWS * SIDE> chunk_a;
+  TransposedChunk<COLUMNS * SIDE> chunk_b;
+  static_assert(SIZE >= BLOCK_K * (chunk_a.STRIDE + chunk_b.STRIDE), "both chunks fit a buffer");
+  chunk_a.fetch(a, first_a, 0);
+  chunk_b.fetch(b, first_b, 0);
+  for (int k = 0; k < a.num_columns; k += BLOCK_K) {
+    Accum* buffer_a = buffers.next();
+    Accum* buffer_b = buffer_a + BLOCK_K * chunk_a.STRIDE;
+    chunk_a.commit(buffer_a);
+    chunk_b.commit(buffer_b);
+    __syncthreads();
+    if (k + BLOCK_K < a.num_columns) {
+      chunk_a.fetch(a, first_a, k + BLOCK_K);
+      chunk_b.fetch(b, first_b, k + BLOCK_K);
+    }
+    multiply_chunk(x, buffer_a, chunk_a.STRIDE, buffer_b, chunk_b.STRIDE);
+  }
+}
+
+// x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it: out, dq, dk, dv.
+template <int DEPTH, int SIZE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
+                                              const Rows& b, int first_b, const u8* seen) {
+  Chunk<COLUMNS * SIDE, DEPTH> chunk;
+  static_assert(SIZE >= BLOCK_K * chunk.STRIDE, "the chunk fits a buffer");
+  chunk.fetch(b, first_b, 0);
+  for (int k = 0; k < DEPTH; k += BLOCK_K) {
+    Accum* buffer = buffers.next();
+    chunk.commit(buffer, k, seen);
+    __syncthreads();
+    if (k + BLOCK_K < DEPTH) chunk.fetch(b, first_b, k + BLOCK_K);
+    multiply_chunk(x, a + k * (ROWS * SIDE + PAD), ROWS * SIDE + PAD, buffer, chunk.STRIDE);
+  }
+}
+
+// Column of the result in which element e of thread t lies: stored as Chunk stores its columns.
+template <int PER>
+__device__ __forceinline__ int result_column(int t, int e) {
+  return stored_at<PER>(t, e);
+}
+
+// Writes x * factor as rows [first, first + 16 * ROWS) of a tensor; rows from `used` to `limit` become 0.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
+                                           const Accum (&x)[ROWS][COLUMNS], const Accum (&factor)[ROWS]) {
+  constexpr int GROUP = COLUMNS < 4 ? COLUMNS : 4;
+  constexpr int BYTES = GROUP * sizeof(Element);
+  struct alignas(BYTES < 16 ? BYTES : 16) Store {
+    Element e[GROUP];
+  };
+  const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % alignof(Store) == 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int row = first + owned_index<ROWS>(thread_row(), r);
+    if (row >= limit) continue;
+#pragma unroll
+    for (int g = 0; g < COLUMNS / GROUP; g++) {
+      const int column = result_column<COLUMNS>(thread_column(), g * GROUP);
+      Store values;
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) {
+        values.e[i] = from_accum<Element>(row < used ? x[r][g * GROUP + i] * factor[r] : Accum(0));
+      }
+      Element* to = data + row * stride + column;
+      if (vectors && column + GROUP <= num_columns) {
+        *reinterpret_cast<Store*>(to) = values;
+      } else {
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+          if (column + i < num_columns) to[i] = values.e[i];
+        }
+      }
+    }
+  }
+}

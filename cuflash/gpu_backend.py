@@ -1,0 +1,257 @@
+"""The GPU path: a problem and its arrays become parameter structs and kernel launches on the current stream."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cuflash import kernels
+from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS
+from cuflash.plan import KERNEL_FILES, Config, plan
+from cuflash.problem import Array, AttentionProblem, Operands
+
+# Beyond every index, and far enough from 2^31 that adding an index to it is safe.
+_UNBOUNDED = 1 << 30
+_NO_LIMIT = (1 << 31) - 1
+# Rows of one block of delta.cu, threads of one block of reduce.cu.
+_DELTA_ROWS = 8
+_REDUCE_THREADS = 256
+
+# Kernels whose tiles are keys, and those that read a block mask's lists of columns.
+_TILES_OF_KEYS = ("backward_dkv",)
+
+Arrays = dict[str, Array]
+
+
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
+    """Write the result and lse of a problem."""
+    arrays = _inputs(operands)
+    arrays["out"] = out
+    arrays["lse"] = lse
+    _launch("forward", problem, operands, arrays, kernels.device_of(out))
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    grads: dict[str, Array],
+) -> None:
+    """Write the wanted gradients of a problem."""
+    device = kernels.device_of(out)
+    launch = partial(_launch, problem=problem, operands=operands, device=device)
+    delta = device.empty(problem.lse_shape, problem.accum_dtype)
+    arrays = {**_inputs(operands), "dout": dout, "out": out, "lse": lse, "delta": delta}
+    launch("delta", arrays=arrays if dlse is None else {**arrays, "dlse": dlse})
+
+    by_rows = {"dq": grads["q"]} if "q" in grads else {}
+    if "alibi_slopes" in grads:
+        by_rows["dslope_rows"] = device.empty(problem.lse_shape, problem.accum_dtype)
+    if by_rows:
+        launch("backward_dq", arrays={**arrays, **by_rows})
+    by_columns = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    if by_columns:
+        launch("backward_dkv", arrays={**arrays, **by_columns})
+    if "bias" in grads:
+        _backward_bias(launch, problem, {**arrays, "dbias": grads["bias"]}, device)
+    if "sink" in grads:
+        launch("reduce_sink", arrays={**arrays, "dsink": grads["sink"]})
+    if "alibi_slopes" in grads:
+        launch("reduce_slopes", arrays={**arrays, **by_rows, "dalibi_slopes": grads["alibi_slopes"]})
+
+
+def _backward_bias(launch: Any, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
+    """dbias; a small one is the sum of parts, so that its long walks fill the GPU."""
+    dbias = arrays["dbias"]
+    config = plan(problem, "backward_bias")
+    splits = min(max(2 * device.num_sms // max(_bias_tiles(problem, config), 1), 1), _bias_walk(problem, config))
+    if splits > 1:
+        arrays["dbias_parts"] = device.empty((splits, *dbias.shape), problem.accum_dtype)
+    launch("backward_bias", arrays=arrays)
+    if splits > 1:
+        launch("reduce_bias", arrays=arrays)
+
+
+def _bias_axes(problem: AttentionProblem, config: Config) -> list[tuple[int, int]]:
+    """(tiles, walk) of each axis of dbias, as Axis of backward_bias.cu counts them."""
+    assert problem.bias is not None
+    scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+    blocks = (1, 1, config.block_m, config.block_n)
+    return [
+        (1, math.ceil(score / block)) if size == 1 and score != 1 else (math.ceil(size / block), 1)
+        for size, score, block in zip(problem.bias, scores, blocks, strict=True)
+    ]
+
+
+def _bias_tiles(problem: AttentionProblem, config: Config) -> int:
+    return math.prod(tiles for tiles, _ in _bias_axes(problem, config))
+
+
+def _bias_walk(problem: AttentionProblem, config: Config) -> int:
+    return max(math.prod(walk for _, walk in _bias_axes(problem, config)), 1)
+
+
+def _inputs(operands: Operands) -> Arrays:
+    arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
+    # A call without extras is the common one, and the cheapest test of it is of all of them at once.
+    if operands[3:12] != _NO_EXTRAS:
+        for name, x in zip(operands._fields[3:12], operands[3:12], strict=True):
+            if x is not None:
+                arrays[name] = x
+    return arrays
+
+
+_NO_EXTRAS = (None,) * 9
+
+
+class _Launch:
+    """A kernel with everything of its launch that does not change from call to call."""
+
+    def __init__(self, entry: str, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
+        config = plan(problem, entry) if entry in _TILED else plan(problem, "forward")
+        file = KERNEL_FILES.get(entry, entry)
+        self.kernel = kernels.get(file, entry, config, device, config.smem_bytes if entry in _TILED else 0)
+        self.smem_bytes = config.smem_bytes if entry in _TILED else 0
+        self.block = (config.threads,)
+        self.device = device
+        params = _fixed_params(problem, arrays)
+        tiles, blocks = _grid(entry, problem, config, arrays)
+        params["num_tiles"] = tiles
+        self.grid = (blocks,)
+        self.words = params.view(np.uint64)
+        self.slots = [_word_of(name) for name in arrays]
+
+    def __call__(self, arrays: Arrays) -> None:
+        if self.grid[0] == 0:
+            return
+        pointer = self.device.pointer
+        words = self.words.copy()
+        words[self.slots] = [x if isinstance(x, int) else pointer(x) for x in arrays.values()]
+        self.kernel(self.grid, self.block, (kernels.struct_argument(words),), shared_mem=self.smem_bytes)
+
+
+_TILED = ("forward", "backward_dq", "backward_dkv", "backward_bias")
+# The bound keeps a program with ever new shapes from growing without end.
+_MAX_LAUNCHES = 4096
+_launches: dict[Any, _Launch] = {}
+
+
+def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device) -> None:
+    if operands.block_mask is not None and entry in _TILED:
+        arrays = {**arrays, **_block_arrays(entry, problem, operands, device)}
+    seed = operands.dropout_seed
+    if seed is not None and problem.dropout_p > 0:
+        arrays = {**arrays, ("dropout_key" if isinstance(seed, (int, np.integer)) else "dropout_seed"): seed}
+        if "dropout_key" in arrays:
+            arrays["dropout_key"] = int(seed)
+    key = (entry, problem, device, tuple((name, getattr(x, "strides", None)) for name, x in arrays.items()))
+    if operands.block_mask is not None and entry in _TILED:
+        key += (arrays["block_list"].shape, arrays["block_slots"].shape)
+    if "dbias_parts" in arrays:
+        key += (arrays["dbias_parts"].shape,)
+    launch = _launches.get(key)
+    if launch is None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        launch = _launches[key] = _Launch(entry, problem, arrays, device)
+    launch(arrays)
+
+
+def _block_arrays(entry: str, problem: AttentionProblem, operands: Operands, device: kernels.Device) -> Arrays:
+    """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
+    block_mask = operands.block_mask
+    assert block_mask is not None
+    config = plan(problem, entry)
+    get = partial(kernels.get, device=device)
+    lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
+    slots, bits = block_mask.arrays(device.namespace)
+    by_columns = entry in _TILES_OF_KEYS
+    return {
+        "block_list": lists.col_index if by_columns else lists.row_index,
+        "block_count": lists.col_count if by_columns else lists.row_count,
+        "block_slots": slots,
+        "block_bits": bits,
+    }
+
+
+def _grid(entry: str, problem: AttentionProblem, config: Config, arrays: Arrays) -> tuple[int, int]:
+    """(tiles of one head, thread blocks of the launch)."""
+    if entry == "reduce_sink":
+        return 0, problem.num_heads_q
+    if entry == "reduce_slopes":
+        assert problem.alibi is not None
+        return 0, math.prod(problem.alibi)
+    if entry == "reduce_bias":
+        return 0, math.ceil(arrays["dbias"].size / _REDUCE_THREADS)
+    if entry == "backward_bias":
+        splits = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+        return 0, _bias_tiles(problem, config) * splits
+    of_keys = entry in _TILES_OF_KEYS
+    rows = problem.seqlen_k if of_keys else problem.seqlen_q
+    block = _DELTA_ROWS if entry == "delta" else config.block_n if of_keys else config.block_m
+    heads = problem.num_heads_kv if of_keys else problem.num_heads_q
+    if problem.packed:
+        # Slots for every sequence and the padding before and behind them: work_of in sequence.cuh.
+        tiles = rows // block + problem.batch + 2
+        return tiles, tiles * heads
+    tiles = math.ceil(rows / block)
+    return tiles, tiles * heads * problem.batch
+
+
+def _fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
+    """The struct of a launch without pointers and seed."""
+    params = np.zeros(1, PARAMS)
+    p = params[0]
+    for name in TENSORS:
+        if name in arrays:
+            p[name] = (0, *_tensor_strides(name, arrays[name], problem.packed))
+    for name in SCORE_TENSORS:
+        if name in arrays:
+            x = arrays[name]
+            strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+            p[name] = (0, *strides, *(_NO_LIMIT if n == 1 else n for n in x.shape[2:]))
+    left, right = problem.window_left, problem.window_right
+    p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
+    p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
+    p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
+    p["dropout_rescale"] = 1.0 / (1.0 - problem.dropout_p)
+    p["dropout_threshold"] = math.floor(problem.dropout_p * 2.0**32)
+    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
+        p[name] = getattr(problem, name)
+    if problem.alibi is not None:
+        p["alibi_batch_stride"] = _batch_stride(arrays.get("alibi_slopes"))
+        p["dalibi_batch_stride"] = _batch_stride(arrays.get("dalibi_slopes"))
+    if "dbias" in arrays:
+        p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
+        p["splits"] = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+    if "block_list" in arrays:
+        slots, lists = arrays["block_slots"], arrays["block_list"]
+        p["slot_rows"], p["slot_columns"] = slots.shape[2:]
+        p["num_lists"], p["list_capacity"] = lists.shape[2:]
+        p["block_batch_stride"] = slots.shape[1] if slots.shape[0] > 1 else 0
+        p["block_head_stride"] = 1 if slots.shape[1] > 1 else 0
+    return params
+
+
+def _batch_stride(slopes: Array | None) -> int:
+    return 0 if slopes is None or slopes.shape[0] == 1 else slopes.strides[0] // slopes.dtype.itemsize
+
+
+def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
+    """(batch, row, head) strides in elements; 0 on axes of size 1, whose stride means nothing."""
+    strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    if name in ("lse", "dlse", "delta", "dslope_rows"):
+        return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
+    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
+
+
+def _word_of(name: str) -> int:
+    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
+    assert PARAMS.fields is not None
+    return int(PARAMS.fields[name][1]) // 8

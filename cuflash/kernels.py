@@ -1,0 +1,180 @@
+"""Constants + headers + entry -> one source text -> a loaded module -> launch. The only module that compiles or launches.
+
+A kernel's source is self-contained: every header is inlined once, behind a `#line` that keeps the real file name in
+messages. CuPy's disk cache, keyed by source text and options, is then right, and an edited header is a new kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+import numpy as np
+
+from cuflash.params import layout_asserts
+
+Array = Any
+OPTIONS = ("--std=c++17",)
+_INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
+_SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+# Shared memory that every kernel may use without asking for more.
+_DEFAULT_SMEM_BYTES = 48 * 1024
+
+
+class Kernel(Protocol):
+    """A loaded entry: call it with the grid, the block, the arguments and the dynamic shared memory in bytes."""
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0
+    ) -> None: ...
+
+
+class Device(Protocol):
+    """What the GPU backend needs of a device; CuPy's is below, and the tests have one that runs on the CPU."""
+
+    num_sms: int
+
+    def load(self, source: str, entry: str, smem_bytes: int) -> Kernel:
+        """Compile `source` and return its entry."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised array in C order."""
+
+    def pointer(self, x: Array) -> int:
+        """Address of an array's first element."""
+
+    @property
+    def namespace(self) -> Any:
+        """The array module, numpy or cupy."""
+
+
+class CupyDevice:
+    """One GPU under CuPy."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.namespace = cupy
+        self.index = index
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name: str = properties["name"].decode()
+        self.num_sms: int = properties["multiProcessorCount"]
+        self.capability: tuple[int, int] = (properties["major"], properties["minor"])
+        self.empty = cupy.empty
+
+    def load(self, source: str, entry: str, smem_bytes: int) -> Kernel:
+        """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
+        cupy = self.namespace
+        try:
+            kernel = cupy.RawModule(code=source, options=OPTIONS).get_function(entry)
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
+        if smem_bytes > _DEFAULT_SMEM_BYTES:
+            kernel.max_dynamic_shared_size_bytes = smem_bytes
+        return kernel  # type: ignore[no-any-return]
+
+    def pointer(self, x: Array) -> int:
+        """Address of an array's first element."""
+        return x.data.ptr  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=None)
+def _cupy_device(index: int) -> CupyDevice:
+    return CupyDevice(index)
+
+
+def _current_gpu() -> int:
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()  # type: ignore[no-any-return]
+
+
+def device_of(x: Array) -> Device:
+    """The device of an array of the GPU backend."""
+    return _cupy_device(x.device.id)
+
+
+def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> Kernel:
+    """The kernel `entry` of cuda_src/<entry_file>.cu with its constants, loaded once per process and device.
+
+    Parameters
+    ----------
+    entry_file, entry : str
+        File without its ending, and name of the ``extern "C"`` function in it.
+    constants : dataclass or mapping
+        Emitted in front of the source: ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias.
+    device : Device, optional
+        By default the current GPU.
+    smem_bytes : int
+        Dynamic shared memory that launches will ask for.
+    """
+    device = device or _cupy_device(_current_gpu())
+    key = (entry_file, entry, tuple(constants.items()) if isinstance(constants, Mapping) else constants, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = device.load(source_of(entry_file, constants), entry, smem_bytes)
+    return kernel
+
+
+_kernels: dict[Any, Kernel] = {}
+
+
+def source_of(entry_file: str, constants: Any) -> str:
+    """The self-contained source text of one kernel."""
+    text = _SYSTEM_HEADERS + _constants_text(constants) + inlined(f"{entry_file}.cu")
+    # Kernels that take the parameter struct check that host and device agree on it.
+    return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
+
+
+def _constants_text(constants: Any) -> str:
+    if is_dataclass(constants):
+        values = {f.name: getattr(constants, f.name) for f in fields(constants) if f.name != "entry"}
+    else:
+        values = dict(constants)
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            lines.append(f"[[maybe_unused]] constexpr bool {name.upper()} = {str(value).lower()};")
+        elif isinstance(value, int):
+            lines.append(f"[[maybe_unused]] constexpr int {name.upper()} = {value};")
+        elif isinstance(value, str):
+            lines.append(f"using {name.title().replace('_', '')} = {value};")
+        else:
+            raise TypeError(f"constant {name}: expected bool, int or str, got {type(value).__name__}")
+    return "\n".join(lines) + "\n"
+
+
+def inlined(path: str) -> str:
+    """The text of cuda_src/<path> with every quoted include inlined where it is first met."""
+    return _inlined(path, set())
+
+
+def _inlined(path: str, seen: set[str]) -> str:
+    seen.add(path)
+    text = _read(path).replace("#pragma once\n", "\n")
+    folder = path.rpartition("/")[0]
+    pieces = [f'#line 1 "cuda_src/{path}"\n']
+    end = 0
+    for match in _INCLUDE.finditer(text):
+        pieces.append(text[end : match.start()])
+        target = f"{folder}/{match[1]}" if folder and not match[1].startswith("../") else match[1].removeprefix("../")
+        if target not in seen:
+            pieces.append(_inlined(target, seen))
+        end = match.end()
+        line = text.count("\n", 0, end) + 1
+        pieces.append(f'\n#line {line} "cuda_src/{path}"')
+    pieces.append(text[end:])
+    return "".join(pieces)
+
+
+def _read(path: str) -> str:
+    return files("cuflash.cuda_src").joinpath(*path.split("/")).read_text(encoding="utf-8")
+
+
+def struct_argument(params: np.ndarray) -> np.ndarray:
+    """A parameter struct as CuPy passes one by value: an array of one opaque element."""
+    return params.view(f"V{params.nbytes}")
