@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
     add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
     add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
+    add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
     add("--host", action="store_true", help="instead, the microseconds that a repeated small call costs the host")
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what `args` ask for; 1 if a result of cuflash was wrong or missing."""
     xp = _namespace(args.device)
-    facts = report.environment(xp)
+    facts = report.environment(xp, args.commit)
     _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
     if args.host:
         costs = print_host_costs(xp)

@@ -75,12 +75,13 @@ def naive_calls(inputs: Inputs) -> Calls:
     needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
     if needed > _free_memory(xp):
         raise Unavailable(f"its score matrices need {needed >> 30} GiB")
-    dtype = inputs["q"].dtype
+    # CuPy 14 multiplies no bfloat16 matrices; float16 takes the same time.
+    dtype = np.dtype("float16" if cell.dtype == "bfloat16" else cell.dtype)
     accum = np.dtype("float64" if cell.dtype == "float64" else "float32")
     scale = default_scale(cell)
     group = cell.num_heads_q // cell.num_heads_kv
-    q, dout = (inputs[name].swapaxes(1, 2) for name in ("q", "dout"))
-    k, v = (xp.repeat(inputs[name].swapaxes(1, 2), group, axis=1) for name in ("k", "v"))
+    q, k, v, dout = (inputs[name].astype(dtype, copy=False).swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
+    k, v = (xp.repeat(x, group, axis=1) for x in (k, v))
     hidden = None
     if cell.causal or cell.restricted:
         hidden = xp.asarray(~cell.visible(np.arange(cell.seqlen_q)))
@@ -125,10 +126,11 @@ def _free_memory(xp: ModuleType) -> int:
 def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
     """torch.nn.functional.scaled_dot_product_attention with one of its backends, or its own choice on the CPU."""
     torch = _import("torch")
+    _import("torch.nn.attention")
     cell = inputs.cell
     if cell.lengths:
         raise Unavailable("torch's SDPA takes no packed sequences without a padded copy")
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attention, attend = torch.nn.attention, torch.nn.functional.scaled_dot_product_attention
     q, k, v = (inputs.torch(name).transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
     dout = inputs.torch("dout").transpose(1, 2)
     options: dict[str, Any] = {"is_causal": cell.causal, "enable_gqa": cell.num_heads_q != cell.num_heads_kv}
@@ -139,7 +141,7 @@ def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
     def call() -> Any:
         if backend == "default":
             return attend(q, k, v, **options)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[backend]):
+        with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
             return attend(q, k, v, **options)
 
     def forward() -> Any:

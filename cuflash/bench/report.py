@@ -68,8 +68,8 @@ class Result:
         }
 
 
-def environment(xp: ModuleType) -> dict[str, Any]:
-    """Where and with what a run is made."""
+def environment(xp: ModuleType, commit: str | None) -> dict[str, Any]:
+    """Where and with what a run is made; `commit` if given, else that of the checkout."""
     versions = {"cuflash": cuflash.__version__}
     for name in LIBRARIES:
         try:
@@ -78,7 +78,7 @@ def environment(xp: ModuleType) -> dict[str, Any]:
             continue
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "versions": versions,
