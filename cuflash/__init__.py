@@ -8,10 +8,13 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
+from cuflash.block_mask import BlockMask
+from cuflash.merge import merge, merge_backward
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "__version__",
     "attention",
     "attention_backward",
@@ -19,4 +22,6 @@ __all__ = [
     "attention_varlen_backward",
     "attention_varlen_vjp",
     "attention_vjp",
+    "merge",
+    "merge_backward",
 ]

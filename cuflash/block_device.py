@@ -16,7 +16,7 @@ Array = Any
 Made = TypeVar("Made")
 GetKernel = Callable[[str, str, dict[str, int]], Callable[..., Any]]
 
-_SOURCE = "block_sparse.cu"
+_SOURCE = "block_sparse"
 _CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}
 _WARP = 32
 _WARPS = 8  # per thread block, where each works on its own: a usual size, nothing depends on it

@@ -64,6 +64,8 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
     batch, heads, seqlen_q, seqlen_k = shape
     columns = num_blocks(seqlen_k)
     slots = np.full((batch, heads, num_blocks(seqlen_q), columns), HIDDEN, np.int32)
+    if slots.size == 0:
+        return make_store(slots, [])
     in_array = words_below(np.array([seqlen_k]), seqlen_k)
     partial: list[Words] = []
     count = 0
@@ -91,7 +93,8 @@ def intersect(a: Store, b: Store) -> Store:
     # Blocks often share their bits (a pattern is the same in every head), so each pair of table rows is met once.
     rows_a, rows_b = (store.slots % np.int64(len(store.table)) for store in (a, b))
     pairs, where = np.unique(rows_a * len(b.table) + rows_b, return_inverse=True)
-    bits = a.table[pairs // len(b.table)] & b.table[pairs % len(b.table)]
+    bits = a.table[pairs // len(b.table)]
+    bits &= b.table[pairs % len(b.table)]
     is_visible = (bits == _ONES).all(axis=1)
     is_partial = bits.any(axis=1) & ~is_visible
     slot = np.full(len(pairs), HIDDEN, np.int32)
@@ -115,6 +118,8 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
     """The bool array of `shape`, in the namespace of slots and bits."""
     batch, heads, _, seqlen_k = shape
     dense = xp.empty(shape, bool)
+    if dense.size == 0:
+        return dense
     constants = xp.zeros((2, CANONICAL), xp.uint64)
     constants[VISIBLE] = _ONES
     table = xp.concatenate([bits.reshape(-1, 2 * CANONICAL).view(xp.uint64), constants])

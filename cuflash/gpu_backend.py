@@ -97,17 +97,12 @@ def _bias_walk(problem: AttentionProblem, config: Config) -> int:
     return max(math.prod(walk for _, walk in _bias_axes(problem, config)), 1)
 
 
+# The operands that are plain arrays stand first.
+_INPUTS = Operands._fields[: Operands._fields.index("dropout_seed")]
+
+
 def _inputs(operands: Operands) -> Arrays:
-    arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
-    # A call without extras is the common one, and the cheapest test of it is of all of them at once.
-    if operands[3:12] != _NO_EXTRAS:
-        for name, x in zip(operands._fields[3:12], operands[3:12], strict=True):
-            if x is not None:
-                arrays[name] = x
-    return arrays
-
-
-_NO_EXTRAS = (None,) * 9
+    return {name: x for name, x in zip(_INPUTS, operands, strict=False) if x is not None}
 
 
 class _Launch:

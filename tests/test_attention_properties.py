@@ -1,5 +1,7 @@
-"""What holds for every attention problem, on every device: agreement with the reference, gradients that are the
-gradients of the function, invariances, bitwise promises, and data that nobody may see.
+"""What holds for every attention problem, on every device.
+
+Agreement with the reference, gradients that are the gradients of the function, invariances, bitwise promises, and data
+that nobody may see.
 """
 
 from __future__ import annotations

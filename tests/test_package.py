@@ -48,7 +48,7 @@ def sources(folder: str, *suffixes: str) -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel that pip builds from a clean copy of the sources."""
     clean = tmp_path_factory.mktemp("sources")
-    for folder in ("cuflash", "cuda_src"):
+    for folder in ("cuflash", "cuda_src", "examples"):
         shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / file, clean)
@@ -63,6 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_wheel_holds_all_sources_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     expected = {f"cuflash/{name}" for name in sources("cuflash", ".py", ".typed") | {"py.typed"}}
     expected |= {f"cuflash/cuda_src/{name}" for name in sources("cuda_src", ".py", ".cu", ".cuh")}
+    expected |= {f"cuflash/examples/{name}" for name in sources("examples", ".py") if "/" not in name}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == expected
 

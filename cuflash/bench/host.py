@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 import cuflash
+from cuflash import gpu_backend, kernels
 from cuflash.bench.cells import Cell
-from cuflash.bench.inputs import Inputs
+from cuflash.bench.inputs import Array, Inputs
 from cuflash.bench.peers import Unavailable, sdpa_calls
+from cuflash.call import Call
 
 # One small problem: its kernels take less time than their launch, so that the host never waits for the GPU.
 SMALL = Cell("small", "float16", 1, 64, 64, 2, 2, 64, 64)
@@ -21,10 +23,10 @@ CALLS, CHUNKS = 100, 20
 
 
 def host_costs(xp: ModuleType) -> dict[str, float]:
-    """Microseconds of one repeated call: ``{forward,backward}_{checks,before_launch,total}`` and torch's SDPA.
+    """Microseconds of one repeated call: ``{forward,backward}_{before_launch,total}`` and torch's SDPA.
 
-    ``checks`` ends where the backend begins, ``before_launch`` where its first kernel is launched. On NumPy arrays,
-    which launch nothing, only ``checks`` is measured.
+    ``before_launch`` is all but the launches: checks, plan, parameters, and the allocation of results. Without a GPU
+    it is that of the GPU path on NumPy arrays, and there is no total.
     """
     inputs = Inputs(SMALL, xp)
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
@@ -35,16 +37,12 @@ def host_costs(xp: ModuleType) -> dict[str, float]:
     }
     costs: dict[str, float] = {}
     for name, call in calls.items():
-        call()
-        with _without(_backend(xp), name):
-            costs[f"{name}_checks"] = _microseconds(call, xp)
-        if xp is np:
-            continue
-        from cuflash import kernels
-
-        with _without(kernels, "launch"):
+        with _without_launches(xp):
+            call()
             costs[f"{name}_before_launch"] = _microseconds(call, xp)
-        costs[f"{name}_total"] = _microseconds(call, xp)
+        if xp is not np:
+            call()
+            costs[f"{name}_total"] = _microseconds(call, xp)
     if xp is not np:
         with contextlib.suppress(Unavailable):
             costs["torch_sdpa_forward_total"] = _microseconds(sdpa_calls(inputs, "default").forward, xp)
@@ -59,25 +57,34 @@ def print_host_costs(xp: ModuleType) -> dict[str, float]:
     return costs
 
 
-def _backend(xp: ModuleType) -> ModuleType:
-    if xp is np:
-        from cuflash import numpy_backend
+class _NoLaunches:
+    """A device whose kernels do nothing."""
 
-        return numpy_backend
-    from cuflash import gpu_backend
+    num_sms = 132
 
-    return gpu_backend
+    def __init__(self, xp: ModuleType) -> None:
+        self.namespace = xp
+        self.empty = xp.empty
+
+    def load(self, source: str, entry: str, smem_bytes: int) -> Callable[..., None]:
+        return lambda *args, **keywords: None
+
+    def pointer(self, x: Array) -> int:
+        return x.__array_interface__["data"][0] if self.namespace is np else x.data.ptr
 
 
 @contextlib.contextmanager
-def _without(module: ModuleType, function: str) -> Iterator[None]:
-    """Let a module's function do nothing for a while."""
-    real = getattr(module, function)
-    setattr(module, function, lambda *args, **keywords: None)
+def _without_launches(xp: ModuleType) -> Iterator[None]:
+    """Send every call to the GPU path, on a device whose kernels do nothing."""
+    device = _NoLaunches(xp)
+    device_of, backend = kernels.device_of, vars(Call)["_backend"]
+    kernels.device_of = lambda x: device
+    Call._backend = property(lambda call: gpu_backend)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        setattr(module, function, real)
+        kernels.device_of = device_of
+        Call._backend = backend  # type: ignore[method-assign]
 
 
 def _microseconds(call: Callable[[], Any], xp: ModuleType) -> float:

@@ -22,8 +22,20 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-NO_COMPILER = "the CPU test device needs a C++17 compiler for x86-64: install the system's g++ (apt install g++), or set CXX"
-FLAGS = ("-std=c++17", "-O1", "-g1", "-march=native", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-Wno-attributes", "-w")
+NO_COMPILER = (
+    "the CPU test device needs a C++17 compiler for x86-64: install the system's g++ (apt install g++), or set CXX"
+)
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-march=native",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-fwrapv",
+    "-Wno-attributes",
+    "-w",
+)
 MAX_PARAMETERS = 256
 
 
