@@ -99,11 +99,11 @@ def pack(
     )
     grid, block = (num_blocks(slots.size, _WARPS),), (_WARPS * _WARP,)
     count = xp.empty(1, np.int32)
-    get_kernel(_SOURCE, "classify_blocks", _CONSTANTS)(grid, block, (*source, slots), 0)
-    get_kernel(_SOURCE, "number_blocks", _CONSTANTS)((1,), (_SCAN_THREADS,), (np.int64(slots.size), slots, count), 0)
+    get_kernel(_SOURCE, "classify_blocks", _CONSTANTS)(grid, block, (*source, slots))
+    get_kernel(_SOURCE, "number_blocks", _CONSTANTS)((1,), (_SCAN_THREADS,), (np.int64(slots.size), slots, count))
     bits = xp.empty((int(count[0]), CANONICAL, CANONICAL // 32), np.uint32)
     if bits.size:
-        get_kernel(_SOURCE, "pack_blocks", _CONSTANTS)(grid, block, (*source, slots, bits), 0)
+        get_kernel(_SOURCE, "pack_blocks", _CONSTANTS)(grid, block, (*source, slots, bits))
     return slots, bits
 
 
@@ -131,5 +131,5 @@ def list_tiles(
         sizes = (num_images, seqlen_q, seqlen_k, block_m, block_n, num_m, num_n)
         args = (slots, bits, *(np.int32(size) for size in sizes), *lists)
         grid, block = (num_blocks(num_lists, _WARPS),), (_WARPS * _WARP,)
-        get_kernel(_SOURCE, "list_tiles", _CONSTANTS)(grid, block, args, 0)
+        get_kernel(_SOURCE, "list_tiles", _CONSTANTS)(grid, block, args)
     return lists

@@ -29,7 +29,9 @@ from cuflash.block_store import (
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
 
-Seed = int | Sequence[int] | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
+    # numpy.random is slow to import: it is touched only where something is drawn.
+    Seed = int | Sequence[int] | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
+
 Rows = NDArray[np.int64]
 
 
