@@ -252,9 +252,7 @@ class BlockMask(Patterns):
         store = intersect(self._store, other._store)
         rows, columns = (math.gcd(a, b) for a, b in zip(self.block_size, other.block_size, strict=True))
         shape = (*store.slots.shape[:2], *self.shape[2:])
-        result = BlockMask(shape, (rows, columns), store, release=self._release)
-        result._home = self._home
-        return result
+        return BlockMask(shape, (rows, columns), store, self._home, self._release)
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -343,7 +341,7 @@ class BlockMask(Patterns):
 
             with cupy.cuda.Device(self._home):
                 slots, bits = (cupy.asnumpy(x) for x in self._on_device[self._home].get())
-            self._host = make_store(slots, [bits.reshape(-1, 2 * CANONICAL).view(np.uint64)])
+            self._host = make_store(slots, [bits.reshape(len(bits), 2 * CANONICAL).view(np.uint64)])
         return self._host
 
 

@@ -122,7 +122,7 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
         return dense
     constants = xp.zeros((2, CANONICAL), xp.uint64)
     constants[VISIBLE] = _ONES
-    table = xp.concatenate([bits.reshape(-1, 2 * CANONICAL).view(xp.uint64), constants])
+    table = xp.concatenate([bits.reshape(len(bits), 2 * CANONICAL).view(xp.uint64), constants])
     strip = _strip_rows(seqlen_k) // CANONICAL
     for b, h, block in product(range(batch), range(heads), range(0, slots.shape[2], strip)):
         words = xp.ascontiguousarray(table[slots[b, h, block : block + strip]].transpose(0, 2, 1))

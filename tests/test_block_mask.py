@@ -1,0 +1,528 @@
+"""BlockMask: every constructor and pattern against its literal definition, and the store that the kernels read."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import Device
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from strategies import examples
+
+import cuflash
+from cuflash import BlockMask, block_mask, block_store
+
+Dense = NDArray[np.bool_]
+
+LENGTHS = st.one_of(st.integers(0, 10), st.sampled_from([15, 63, 64, 65, 100, 127, 128, 129, 200]))
+BLOCK_SIZES = st.one_of(
+    st.sampled_from([(1, 1), (16, 16), (64, 64), (128, 128), (64, 16), (48, 80), (1000, 1000)]),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def grid(seqlen_q: int, seqlen_k: int) -> tuple[Any, Any]:
+    """Index arrays i (seqlen_q, 1) and j (1, seqlen_k)."""
+    i, j = np.ogrid[:seqlen_q, :seqlen_k]
+    return i, j
+
+
+def dense_of(bm: BlockMask) -> Dense:
+    """The mask as a host array, after a check of all that goes without saying."""
+    dense = np.asarray(bm.to_dense())
+    assert dense.dtype == bool
+    assert dense.shape == bm.shape
+    assert bm.density == (dense.mean() if dense.size else 0.0)
+    return dense
+
+
+def expect(bm: BlockMask, dense: Dense, heads: int, block_size: tuple[int, int], causal: bool) -> None:
+    """`bm` is a pattern that is `dense`, and causal if so, in every head."""
+    seqlen_q, seqlen_k = dense.shape[-2:]
+    i, j = grid(seqlen_q, seqlen_k)
+    if causal:
+        dense = dense & (j <= i + seqlen_k - seqlen_q)
+    assert bm.block_size == block_size
+    np.testing.assert_array_equal(dense_of(bm), np.broadcast_to(dense, (1, heads, seqlen_q, seqlen_k)))
+
+
+def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
+    """Bools in which 64 x 64 blocks of each kind occur: hidden, visible and partial."""
+    coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(block_store.num_blocks(size) for size in shape[-2:])))
+    fine = np.repeat(np.repeat(coarse, 64, axis=-2), 64, axis=-1)[..., : shape[-2], : shape[-1]]
+    return rng.random(shape) < fine
+
+
+PATTERN_OPTIONS = {"heads": st.integers(1, 3), "block_size": BLOCK_SIZES, "causal": st.booleans()}
+
+
+@examples(200)
+@given(
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    left=st.one_of(st.none(), st.integers(0, 210)),
+    right=st.one_of(st.none(), st.integers(0, 210)),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_sliding_window(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, options: dict[str, Any]
+) -> None:
+    i, j = grid(seqlen_q, seqlen_k)
+    center = i + seqlen_k - seqlen_q
+    dense = np.ones((seqlen_q, seqlen_k), bool)
+    if left is not None:
+        dense &= center - left <= j
+    if right is not None:
+        dense &= j <= center + right
+    expect(BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    local=st.integers(0, 210),
+    stride=st.integers(1, 210),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_strided(seqlen: int, local: int, stride: int, options: dict[str, Any]) -> None:
+    i, j = grid(seqlen, seqlen)
+    dense = (abs(i - j) <= local) | ((i - j) % stride == 0)
+    expect(BlockMask.strided(seqlen, local, stride, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    lengths=st.integers(1, 210).flatmap(lambda local: st.tuples(st.just(local), st.integers(0, local))),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_fixed(seqlen: int, lengths: tuple[int, int], options: dict[str, Any]) -> None:
+    local, summary = lengths
+    i, j = grid(seqlen, seqlen)
+    dense = (i // local == j // local) | (j % local >= local - summary)
+    expect(BlockMask.fixed(seqlen, local, summary, **options), dense, **options)
+
+
+@examples(200)
+@given(data=st.data(), seqlen=LENGTHS, window=st.integers(0, 210), options=st.fixed_dictionaries(PATTERN_OPTIONS))
+def test_longformer(data: st.DataObject, seqlen: int, window: int, options: dict[str, Any]) -> None:
+    positions = st.lists(st.integers(0, max(seqlen - 1, 0)), max_size=5 if seqlen else 0)
+    tokens = data.draw(st.one_of(st.integers(0, 12), positions, positions.map(lambda x: np.array(x, np.int32))))
+    is_global = np.zeros(seqlen, bool)
+    is_global[slice(tokens) if isinstance(tokens, int) else np.asarray(tokens, int)] = True
+    i, j = grid(seqlen, seqlen)
+    dense = (abs(i - j) <= window // 2) | is_global[i] | is_global[j]
+    expect(BlockMask.longformer(seqlen, window, tokens, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    size=st.sampled_from([1, 7, 16, 64, 128]),
+    window=st.integers(0, 6),
+    num_global=st.integers(0, 4),
+    num_random=st.integers(0, 4),
+    seed=SEEDS,
+    heads=st.integers(1, 3),
+    causal=st.booleans(),
+)
+def test_bigbird(
+    seqlen: int, size: int, window: int, num_global: int, num_random: int, seed: int, heads: int, causal: bool
+) -> None:
+    arguments = (seqlen, window, num_global, num_random, seed)
+    bm = BlockMask.bigbird(*arguments, heads=heads, block_size=(size, size))
+    i, j = (index // size for index in grid(seqlen, seqlen))
+    known = (abs(i - j) <= window // 2) | (i < num_global) | (j < num_global)
+    dense = dense_of(bm)
+    assert (dense | ~known).all()
+    # What remains are whole blocks, as many in each row of blocks as were asked for or are left.
+    blocks, rest = (x[..., ::size, ::size] for x in (dense & ~known, ~known))
+    np.testing.assert_array_equal(dense & ~known, (blocks[..., i, j]) & ~known)
+    expected = np.minimum(num_random, rest.sum(axis=-1))
+    np.testing.assert_array_equal(blocks.sum(axis=-1), np.broadcast_to(expected, (1, heads, len(expected))))
+    again = BlockMask.bigbird(*arguments, heads=heads, block_size=(size, size), causal=causal)
+    expect(again, dense, heads, (size, size), causal)
+
+
+def test_bigbird_rectangular_blocks_keep_the_diagonal_and_the_widths() -> None:
+    bm = BlockMask.bigbird(90, 3, 1, 0, 0, block_size=(10, 15))
+    i, j = grid(90, 90)
+    rows, columns = i // 10, j // 15
+    band = (columns >= rows * 10 // 15 - 1) & (columns <= (rows * 10 + 9) // 15 + 1)
+    np.testing.assert_array_equal(dense_of(bm)[0, 0], band | (rows < 1) | (columns < 1))
+
+
+@examples(200)
+@given(
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    density=st.floats(0, 1),
+    seed=SEEDS,
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_random(seqlen_q: int, seqlen_k: int, density: float, seed: int, options: dict[str, Any]) -> None:
+    rows, columns = options["block_size"]
+    heads, causal = options["heads"], options["causal"]
+    bm = BlockMask.random(seqlen_q, seqlen_k, density, seed, **{**options, "causal": False})
+    dense = dense_of(bm)
+    blocks = dense[..., ::rows, ::columns]
+    i, j = grid(seqlen_q, seqlen_k)
+    np.testing.assert_array_equal(dense, blocks[..., i // rows, j // columns])
+    assert (blocks.sum(axis=(0, 2, 3)) == round(density * blocks[0, 0].size)).all()
+    if blocks.size:
+        assert (np.ptp(blocks.sum(axis=-1), axis=-1) <= 1).all()
+    expect(BlockMask.random(seqlen_q, seqlen_k, density, seed, **options), dense, heads, (rows, columns), causal)
+
+
+def test_random_patterns_differ_by_head_and_seed_and_accept_a_generator() -> None:
+    makers: list[Callable[[Any], BlockMask]] = [
+        lambda seed: BlockMask.random(1024, 1024, 0.3, seed, heads=2, block_size=(32, 64)),
+        lambda seed: BlockMask.bigbird(1024, 1, 1, 3, seed, heads=2, block_size=(32, 32)),
+    ]
+    for make in makers:
+        dense = dense_of(make(5))
+        assert (dense[0, 0] != dense[0, 1]).any()
+        assert (dense != dense_of(make(6))).any()
+        np.testing.assert_array_equal(dense, dense_of(make(np.random.default_rng(5))))
+
+
+def test_random_blocks_are_uniform() -> None:
+    heads = 400
+    blocks = dense_of(BlockMask.random(10, 7, 0.3, 1, heads=heads, block_size=(1, 1)))[0]
+    # Each block is a Bernoulli(0.3) over the heads: five standard deviations.
+    assert abs(blocks.mean(axis=0) - 0.3).max() < 5 * np.sqrt(0.3 * 0.7 / heads)
+    others = dense_of(BlockMask.bigbird(12, 1, 2, 3, 1, heads=heads, block_size=(1, 1)))[0, :, 6]
+    chosen = np.delete(others.mean(axis=0), [0, 1, 6])
+    assert abs(chosen - 3 / 9).max() < 5 * np.sqrt(2 / 9 / heads)
+
+
+@examples(200)
+@given(
+    data=st.data(),
+    leading=st.sampled_from([(), (2,), (1, 1), (2, 3), (2, 1), (0, 2)]),
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    block_size=BLOCK_SIZES,
+    seed=SEEDS,
+    layout=st.sampled_from(["plain", "transposed", "reversed", "sliced", "broadcast"]),
+)
+def test_from_dense_round_trip(
+    device: Device,
+    data: st.DataObject,
+    leading: tuple[int, ...],
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int],
+    seed: int,
+    layout: str,
+) -> None:
+    mask = random_dense(np.random.default_rng(seed), (*leading, seqlen_q, seqlen_k))
+    if layout == "transposed":
+        mask = np.ascontiguousarray(mask.swapaxes(-1, -2)).swapaxes(-1, -2)
+    elif layout == "reversed":
+        mask = mask[..., ::-1, ::-1]
+    elif layout == "sliced":
+        mask = np.repeat(mask, 3, axis=-1)[..., 1::3]
+    elif layout == "broadcast":
+        mask = np.broadcast_to(mask[..., :1, :], mask.shape)
+    bm = BlockMask.from_dense(device.put(mask), block_size=block_size)
+    assert bm.block_size == block_size
+    assert bm.shape == (1,) * (4 - mask.ndim) + mask.shape
+    dense = device.get(bm.to_dense())
+    np.testing.assert_array_equal(dense[(0,) * (4 - mask.ndim)], mask)
+    check_store(device, bm, dense)
+    i0, j0 = data.draw(st.integers(0, seqlen_q)), data.draw(st.integers(0, seqlen_k))
+    check_tile(bm, dense, i0, data.draw(st.integers(i0, seqlen_q)), j0, data.draw(st.integers(j0, seqlen_k)))
+
+
+def check_store(device: Device, bm: BlockMask, dense: Dense) -> None:
+    """Slots and bits say, element by element, what the agreement between the modules has them say."""
+    for xp in {np, device.xp}:
+        slots, bits = (device.get(x) if xp is device.xp else x for x in bm.arrays(xp))
+        assert (slots.dtype, bits.dtype) == (np.int32, np.uint32)
+        assert bits.shape[1:] == (64, 2)
+        assert slots.shape == (*dense.shape[:2], -(-dense.shape[2] // 64), -(-dense.shape[3] // 64))
+        for b, h, bi, bj in np.ndindex(slots.shape):
+            block = dense[b, h, bi * 64 : bi * 64 + 64, bj * 64 : bj * 64 + 64]
+            slot = slots[b, h, bi, bj]
+            if not block.any() or block.all():
+                assert slot == (-2 if block.all() else -1)
+                continue
+            i, j = np.ogrid[:64, :64]
+            unpacked = bits[slot][i, j // 32] >> (j % 32).astype(np.uint32) & 1 == 1
+            whole = np.zeros((64, 64), bool)
+            whole[: block.shape[0], : block.shape[1]] = block
+            np.testing.assert_array_equal(unpacked, whole)
+
+
+def check_tile(bm: BlockMask, dense: Dense, i0: int, i1: int, j0: int, j1: int) -> None:
+    batch, heads = bm.shape[:2]
+    for b, h in np.ndindex(batch, heads):
+        tile = dense[b, h, i0:i1, j0:j1]
+        # A mask of one head or batch entry serves every one.
+        got = bm.tile_visible(b if batch > 1 else 7, h if heads > 1 else 7, i0, i1, j0, j1)
+        if tile.size == 0:
+            continue
+        if not tile.any():
+            assert got is None
+        elif tile.all():
+            assert got is True
+        else:
+            assert isinstance(got, np.ndarray)
+            np.testing.assert_array_equal(got, tile, strict=True)
+
+
+@examples(200)
+@given(
+    leading=st.sampled_from([(), (2,), (1, 1), (2, 3)]),
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    block_size=BLOCK_SIZES,
+    seed=SEEDS,
+)
+def test_from_blocks(
+    device: Device, leading: tuple[int, ...], seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], seed: int
+) -> None:
+    rows, columns = block_size
+    counts = (-(-seqlen_q // rows), -(-seqlen_k // columns))
+    blocks = np.random.default_rng(seed).random((*leading, *counts)) < 0.5
+    bm = BlockMask.from_blocks(device.put(blocks), seqlen_q, seqlen_k, block_size=block_size)
+    i, j = grid(seqlen_q, seqlen_k)
+    expected = blocks[..., i // rows, j // columns]
+    dense = device.get(bm.to_dense())
+    np.testing.assert_array_equal(dense[(0,) * (4 - blocks.ndim)], expected)
+    check_store(device, bm, dense)
+
+
+@examples(100)
+@given(seqlen_q=LENGTHS, seqlen_k=LENGTHS, batch=st.integers(0, 2), heads=st.integers(1, 2), block_size=BLOCK_SIZES)
+def test_from_function(seqlen_q: int, seqlen_k: int, batch: int, heads: int, block_size: tuple[int, int]) -> None:
+    tables = np.random.default_rng(0).random((2, 2, 200, 200)) < 0.5
+    rules: list[Callable[[Any, Any, Any, Any], Any]] = [
+        lambda b, h, i, j: tables[b, h, i, j],
+        lambda b, h, i, j: (i >= j) & ~(h == 1) | (j % 3 == b),
+        lambda b, h, i, j: j < 70,
+        lambda b, h, i, j: i < 70,
+        lambda b, h, i, j: h == 1,
+        lambda b, h, i, j: True,
+        lambda b, h, i, j: [False, True][h],
+    ]
+    b, h, i, j = np.ogrid[:batch, :heads, :seqlen_q, :seqlen_k]
+    for rule in rules[:-1]:
+        bm = BlockMask.from_function(rule, seqlen_q, seqlen_k, batch, heads, block_size)
+        expected = np.broadcast_to(rule(b, h, i, j), (batch, heads, seqlen_q, seqlen_k))
+        np.testing.assert_array_equal(dense_of(bm), expected)
+    # The head is an index of Python's too.
+    bm = BlockMask.from_function(rules[-1], seqlen_q, seqlen_k, heads=heads)
+    assert (dense_of(bm) == (np.arange(heads) == 1)[:, None, None]).all()
+
+
+def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> list[Dense]:
+        masks = [
+            BlockMask.from_function(lambda b, h, i, j: (i * 7 + j * 3) % 11 < 5, 300, 700),
+            BlockMask.bigbird(700, 3, 1, 2, 3, heads=2, block_size=(48, 80)),
+            BlockMask.random(300, 700, 0.2, 3, heads=2, block_size=(100, 30)),
+            BlockMask.strided(500, 30, 70),
+            BlockMask.longformer(500, 31, [3, 400]),
+        ]
+        return [dense_of(bm) for bm in masks]
+
+    whole = make()
+    monkeypatch.setattr(block_store, "STRIP_ELEMENTS", 1)
+    monkeypatch.setattr(block_mask, "FUNCTION_ELEMENTS", 1)
+    for strips, at_once in zip(make(), whole, strict=True):
+        np.testing.assert_array_equal(strips, at_once)
+
+
+@examples(200)
+@given(
+    shapes=st.sampled_from([((), ()), ((2,), ()), ((2, 3), (3,)), ((2, 1), (1, 3)), ((1, 1), (0, 2))]),
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    seed=SEEDS,
+)
+def test_and(
+    device: Device, shapes: tuple[tuple[int, ...], tuple[int, ...]], seqlen_q: int, seqlen_k: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = (random_dense(rng, (*leading, seqlen_q, seqlen_k)) for leading in shapes)
+    bm = BlockMask.from_dense(device.put(a), (64, 48)) & BlockMask.from_dense(device.put(b), (16, 72))
+    dense = device.get(bm.to_dense())
+    assert bm.block_size == (16, 24)
+    assert bm.shape == (1,) * (4 - (a & b).ndim) + (a & b).shape
+    np.testing.assert_array_equal(dense[(0,) * (4 - (a & b).ndim)], a & b)
+    check_store(device, bm, dense)
+
+
+def test_and_of_a_host_and_a_device_mask(device: Device) -> None:
+    dense = random_dense(np.random.default_rng(0), (150, 200))
+    window = BlockMask.sliding_window(150, 200, 20, 20)
+    for bm in (window & BlockMask.from_dense(device.put(dense)), BlockMask.from_dense(device.put(dense)) & window):
+        np.testing.assert_array_equal(
+            bm.arrays(np)[0] == -1, (window & BlockMask.from_dense(dense)).arrays(np)[0] == -1
+        )
+        assert bm.density == (window & BlockMask.from_dense(dense)).density
+
+
+def test_a_mask_keeps_what_it_was_made_from() -> None:
+    mask = np.tri(100, dtype=bool)
+    bm = BlockMask.from_dense(mask)
+    mask[...] = False
+    bm.to_dense()[...] = True
+    np.testing.assert_array_equal(bm.to_dense()[0, 0], np.tri(100, dtype=bool))
+
+
+def test_heads_of_equal_patterns_share_their_bits() -> None:
+    one, many = (BlockMask.strided(1000, 10, 7, heads=heads) for heads in (1, 32))
+    assert many.arrays(np)[1].nbytes == one.arrays(np)[1].nbytes
+
+
+SEQLEN = 8192
+LARGE: dict[str, Callable[[], BlockMask]] = {
+    "sliding_window": lambda: BlockMask.sliding_window(SEQLEN, SEQLEN, 1000, 10),
+    "strided": lambda: BlockMask.strided(SEQLEN, 100, 100, causal=True),
+    "fixed": lambda: BlockMask.fixed(SEQLEN, 128, 8),
+    "longformer": lambda: BlockMask.longformer(SEQLEN, 512, 4),
+    "bigbird": lambda: BlockMask.bigbird(SEQLEN, 3, 2, 3, 0, heads=2),
+    "bigbird elements": lambda: BlockMask.bigbird(SEQLEN, 3, 2, 3, 0, block_size=(1, 1)),
+    "random": lambda: BlockMask.random(SEQLEN, SEQLEN, 0.1, 0, heads=2),
+    "random elements": lambda: BlockMask.random(SEQLEN, SEQLEN, 0.1, 0, block_size=(1, 1)),
+    "from_blocks": lambda: BlockMask.from_blocks(np.eye(64, dtype=bool), SEQLEN, SEQLEN),
+    "from_function": lambda: BlockMask.from_function(lambda b, h, i, j: (i - j) % 3 == 0, SEQLEN, SEQLEN),
+    "and": lambda: BlockMask.strided(SEQLEN, 100, 100) & BlockMask.fixed(SEQLEN, 128, 8),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_dense_array_is_made(name: str) -> None:
+    LARGE[name]()  # what is imported and cached does not count
+    tracemalloc.start()
+    try:
+        bm = LARGE[name]()
+        bm.density  # noqa: B018
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The bits of every element, the most that a mask keeps, take an eighth of the dense bools; a few copies are made.
+    assert peak < SEQLEN * SEQLEN / 2
+
+
+def test_long_sequences() -> None:
+    seqlen = 1 << 17
+    bm = BlockMask.sliding_window(seqlen, seqlen, 1000, 0)
+    assert bm.density == pytest.approx((1001 * seqlen - 1000 * 1001 / 2) / seqlen**2, rel=1e-12)
+    last = seqlen - 1
+    np.testing.assert_array_equal(
+        bm.tile_visible(0, 0, last, seqlen, last - 1010, seqlen), [[False] * 10 + [True] * 1001]
+    )
+
+
+def test_repr_says_what_the_mask_is() -> None:
+    bm = BlockMask.sliding_window(100, 200, 9, 0, heads=4, block_size=(32, 64))
+    text = repr(bm)
+    assert text == ("BlockMask(batch=1, heads=4, seqlen_q=100, seqlen_k=200, block_size=(32, 64), density=0.05)")
+
+
+def test_density_of_nothing_is_zero() -> None:
+    assert BlockMask.sliding_window(0, 5, None, None).density == 0.0
+
+
+def test_torch_and_jax_masks_come_back_as_such() -> None:
+    mask = random_dense(np.random.default_rng(0), (2, 70, 130))
+    torch = pytest.importorskip("torch")
+    bm = BlockMask.from_dense(torch.from_numpy(mask))
+    assert isinstance(bm.to_dense(), torch.Tensor)
+    np.testing.assert_array_equal(bm.to_dense()[0].numpy(), mask)
+    rule = BlockMask.from_function(lambda b, h, i, j: torch.from_numpy(mask)[h, i, j], 70, 130, heads=2)
+    np.testing.assert_array_equal(rule.to_dense()[0], mask)
+    jax = pytest.importorskip("jax")
+    bm = BlockMask.from_blocks(jax.numpy.asarray(mask), 700, 1300, block_size=(10, 10))
+    assert isinstance(bm.to_dense(), jax.Array)
+    np.testing.assert_array_equal(np.asarray(bm.to_dense())[0, :, ::10, ::10], mask)
+
+
+BOOLS = np.ones((3, 4), bool)
+Untyped: Any = BlockMask  # what a type checker would refuse
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list": (lambda: Untyped.from_dense([[True]]), TypeError, "mask: expected an array .* got list"),
+    "ints": (lambda: Untyped.from_dense(np.ones((3, 4), int)), TypeError, "mask: expected dtype bool.* got int64"),
+    "one axis": (lambda: Untyped.from_dense(np.ones(3, bool)), ValueError, r"mask: expected 2, 3 or 4 axes .*\(3,\)"),
+    "five axes": (lambda: Untyped.from_dense(np.ones((1,) * 5, bool)), ValueError, "mask: expected 2, 3 or 4 axes"),
+    "block size 0": (lambda: Untyped.from_dense(BOOLS, (0, 1)), ValueError, r"block_size\[0\]: .* >= 1, got 0"),
+    "block size": (lambda: Untyped.from_dense(BOOLS, 64), TypeError, "block_size: expected a pair .* got int"),
+    "block sizes": (lambda: Untyped.from_dense(BOOLS, (1, 2, 3)), ValueError, "block_size: .* got 3 entries"),
+    "float block size": (lambda: Untyped.from_dense(BOOLS, (64.0, 64)), TypeError, "an integer, got float"),
+    "blocks": (
+        lambda: Untyped.from_blocks(BOOLS, 300, 600),
+        ValueError,
+        r"blocks: .* \(\.\.\., 3, 5\), got \(3, 4\)",
+    ),
+    "float blocks": (
+        lambda: Untyped.from_blocks(np.ones((3, 4)), 300, 500),
+        TypeError,
+        "blocks: expected dtype bool",
+    ),
+    "length": (lambda: Untyped.from_blocks(BOOLS, -1, 500), ValueError, "seqlen_q: expected an integer >= 0, got -1"),
+    "no function": (lambda: Untyped.from_function(BOOLS, 3, 4), TypeError, "function: expected a callable"),
+    "int result": (
+        lambda: Untyped.from_function(lambda b, h, i, j: i - j, 3, 4),
+        TypeError,
+        "bools .* got dtype int64",
+    ),
+    "shape": (
+        lambda: Untyped.from_function(lambda b, h, i, j: np.ones((2, 2), bool), 3, 4),
+        ValueError,
+        r"broadcasts to .* \(3, 4\), got \(2, 2\)",
+    ),
+    "None result": (lambda: Untyped.from_function(lambda b, h, i, j: None, 3, 4), TypeError, "result.* got NoneType"),
+    "heads": (lambda: Untyped.from_function(lambda b, h, i, j: i < j, 3, 4, heads=0), ValueError, "heads: .* >= 1"),
+    "left": (lambda: Untyped.sliding_window(8, 8, -1, 0), ValueError, "left: .*None for unbounded, got -1"),
+    "right": (lambda: Untyped.sliding_window(8, 8, 1, 0.5), TypeError, "right: expected an integer, got float"),
+    "no heads": (lambda: Untyped.strided(8, 1, 2, heads=0), ValueError, "heads: expected an integer >= 1, got 0"),
+    "stride": (lambda: Untyped.strided(8, 1, 0), ValueError, "stride: expected an integer >= 1, got 0"),
+    "local": (lambda: Untyped.fixed(8, 0, 0), ValueError, "local: expected an integer >= 1, got 0"),
+    "summary": (lambda: Untyped.fixed(8, 2, 3), ValueError, "summary: expected an integer <= local = 2, got 3"),
+    "causal": (lambda: Untyped.fixed(8, 2, 1, causal=1), TypeError, "causal: expected a bool, got int"),
+    "global": (lambda: Untyped.longformer(8, 2, [8]), ValueError, "global_tokens: expected positions from 0 to 7"),
+    "last": (lambda: Untyped.longformer(8, 2, [-1]), ValueError, "global_tokens: expected positions from 0 to 7"),
+    "global mask": (lambda: Untyped.longformer(8, 2, BOOLS[0]), TypeError, "global_tokens: .* got 1-D bool"),
+    "fewer than none": (lambda: Untyped.longformer(8, 2, -1), ValueError, "global_tokens: .* >= 0, got -1"),
+    "random blocks": (lambda: Untyped.bigbird(8, 1, 1, -1, 0), ValueError, "random_blocks: .* >= 0, got -1"),
+    "density": (lambda: Untyped.random(8, 8, 1.5, 0), ValueError, "density: expected a number from 0 to 1, got 1.5"),
+    "NaN density": (lambda: Untyped.random(8, 8, float("nan"), 0), ValueError, "density: .* got nan"),
+    "text density": (lambda: Untyped.random(8, 8, "0.1", 0), TypeError, "density: expected a real number, got str"),
+    "and lengths": (
+        lambda: Untyped.fixed(8, 2, 1) & Untyped.fixed(9, 2, 1),
+        ValueError,
+        r"same .* got \(1, 1, 8, 8\) and \(1, 1, 9, 9\)",
+    ),
+    "and heads": (
+        lambda: Untyped.fixed(8, 2, 1, heads=2) & Untyped.fixed(8, 2, 1, heads=3),
+        ValueError,
+        r"\(1, 2, 8, 8\) and \(1, 3, 8, 8\)",
+    ),
+    "and array": (lambda: Untyped.fixed(3, 2, 1) & BOOLS, TypeError, "unsupported operand"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    attempt, error, message = BAD[name]
+    with pytest.raises(error, match=message) as caught:
+        attempt()
+    assert caught.type is error
+
+
+def test_gpu_masks_stay_on_their_device(device: Device) -> None:
+    mask = random_dense(np.random.default_rng(0), (2, 100, 300))
+    bm = BlockMask.from_dense(device.put(mask))
+    assert isinstance(bm.to_dense(), device.xp.ndarray)
+    assert isinstance((bm & bm).to_dense(), device.xp.ndarray)
+    assert cuflash.BlockMask is BlockMask
