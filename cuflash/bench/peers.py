@@ -157,6 +157,11 @@ def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
     return Calls(forward, backward)
 
 
+def sdpa_flash_calls(inputs: Inputs) -> Calls:
+    """FlashAttention-2 as torch carries it."""
+    return sdpa_calls(inputs, "FLASH_ATTENTION")
+
+
 def fa3_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
     """FlashAttention-3 for Hopper, through its module ``flash_attn_interface``."""
     fa3 = _import("flash_attn_interface")
@@ -199,12 +204,10 @@ def _fa3_packed_calls(torch: Any, inputs: Inputs, deterministic: bool) -> Calls:
 
 
 def torch_varlen_calls(inputs: Inputs) -> Calls:
-    """torch's own attention over packed sequences (FlashAttention-2's kernels)."""
+    """FlashAttention-2 over packed sequences as torch carries it."""
     torch = _import("torch")
     varlen = _import("torch.nn.attention.varlen")
     cell = inputs.cell
-    if not cell.lengths:
-        raise Unavailable("measured on packed sequences only")
     q, k, v = (inputs.torch(name).requires_grad_() for name in ("q", "k", "v"))
     dout = inputs.torch("dout")
     cu_seqlens = as_torch(_cu_seqlens(inputs))
@@ -235,9 +238,8 @@ def gpu_peers(deterministic: bool) -> dict[str, Peer]:
         US: lambda inputs: cuflash_calls(inputs, deterministic),
         "fa3": lambda inputs: fa3_calls(inputs, deterministic),
         "cudnn": lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"),
-        "flash": lambda inputs: sdpa_calls(inputs, "FLASH_ATTENTION"),
+        "flash": lambda inputs: (torch_varlen_calls if inputs.cell.lengths else sdpa_flash_calls)(inputs),
         "efficient": lambda inputs: sdpa_calls(inputs, "EFFICIENT_ATTENTION"),
-        "varlen": torch_varlen_calls,
         "naive": naive_calls,
     }
 
