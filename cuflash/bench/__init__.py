@@ -103,9 +103,10 @@ def measure(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of every backend that refuses a cell
         for name, prepare in contenders.items():
+            calls: peers.Calls | None = None
             for direction, result in results.items():
                 try:
-                    calls = prepare(inputs)
+                    calls = calls or prepare(inputs)
                     call = calls.forward if direction == FORWARD else calls.backward
                     error_of = sample.forward_error if direction == FORWARD else sample.backward_error
                     result.errors[name] = error_of(call())
