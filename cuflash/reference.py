@@ -195,20 +195,23 @@ def _precision(round_to: DTypeLike | None, work: DTypeLike) -> tuple[Any, Callab
     return accumulator, lambda x: x.astype(dtype).astype(accumulator)
 
 
-def _lse(s: _Scores, sink: Array | None) -> Array:
-    """(batch, num_heads_q, seqlen_q): log of the softmax denominator, -inf for an empty row."""
+def _softmax(s: _Scores, sink: Array | None) -> tuple[Array, Array]:
+    """Probabilities, and lse (batch, num_heads_q, seqlen_q): the log of their denominator, -inf for an empty row."""
     top = s.scores.max(axis=-1, initial=-np.inf)
     if sink is not None:
         wide_sink = np.asarray(sink).astype(top.dtype).reshape(-1, 1)
         top = np.maximum(top, wide_sink)
     shift = np.where(top == -np.inf, 0, top)
-    total = np.exp(s.scores - shift[..., None]).sum(axis=-1)
+    weights = np.exp(s.scores - shift[..., None])
+    total = weights.sum(axis=-1)
     if sink is not None:
         total = total + np.exp(wide_sink - shift)
-    return np.where(s.real_rows, shift + np.log(total), -np.inf)
+    lse = np.where(s.real_rows, shift + np.log(total), -np.inf)
+    return np.where(weights == 0, 0, weights / total[..., None]), lse
 
 
 def _probabilities(s: _Scores, lse: Array) -> Array:
+    """Probabilities from a given lse, which may count other keys too."""
     seen = s.visible & (lse != -np.inf)[..., None]
     return np.exp(np.where(seen, s.scores - np.where(lse == -np.inf, 0, lse)[..., None], -np.inf))
 
@@ -235,8 +238,8 @@ def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **opti
     """
     with np.errstate(all="ignore"):
         s = _scores(q, k, v, sink=sink, **options)
-        lse = _lse(s, sink)
-        p = s.round(_probabilities(s, lse) * s.dropout_factor)
+        p, lse = _softmax(s, sink)
+        p = s.round(p * s.dropout_factor)
         return s.round(p @ s.v).transpose(0, 2, 1, 3), lse
 
 
@@ -250,6 +253,7 @@ def attention_backward(
     out: Array | None = None,
     lse: Array | None = None,
     sink: Array | None = None,
+    magnitudes: bool = False,
     **options: Any,
 ) -> dict[str, Array]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)``.
@@ -260,6 +264,9 @@ def attention_backward(
     dlse : (batch, num_heads_q, seqlen_q) or None
     out, lse
         What `attention` returned, or a merged pair; computed here where None.
+    magnitudes : bool
+        Give the sums of absolute values of all terms instead: rounding errors are measured by these where terms
+        cancel, as in the gradient of a softmax over one key.
     q, k, v, sink, **options
         As for `attention`.
 
@@ -268,9 +275,8 @@ def attention_backward(
     dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given: each of its input's shape, in the type of
     the computation.
     """
-    if out is None or lse is None:
-        own_out, own_lse = attention(q, k, v, sink=sink, **options)
-        out, lse = (own_out if out is None else out), (own_lse if lse is None else lse)
+    if out is None:
+        out = attention(q, k, v, sink=sink, **options)[0]
     with np.errstate(all="ignore"):
         s = _scores(q, k, v, sink=sink, **options)
         work = s.scores.dtype
@@ -281,14 +287,22 @@ def attention_backward(
             return np.where(real, x.astype(work), fill)
 
         wide_dout = rows(dout.transpose(0, 2, 1, 3))
-        lse = rows(lse, -np.inf)
+        if lse is None:
+            p, lse = _softmax(s, sink)
+        else:
+            lse = rows(lse, -np.inf)
+            p = _probabilities(s, lse)
+        p = s.round(p)
         delta = (wide_dout * rows(out.transpose(0, 2, 1, 3))).sum(axis=-1)
         if dlse is not None:
             delta = delta - rows(dlse)
 
-        p = s.round(_probabilities(s, lse))
         dp = s.round((wide_dout @ s.v.swapaxes(-1, -2)) * s.dropout_factor)
         ds = np.where(p == 0, 0, p * (dp - delta[..., None]))
+        if magnitudes:
+            s = s._replace(q=abs(s.q), k=abs(s.k), v=abs(s.v), scale=abs(s.scale))
+            wide_dout, delta = abs(wide_dout), abs(delta)
+            ds = p * ((wide_dout @ s.v.swapaxes(-1, -2)) * s.dropout_factor + delta[..., None])
         # Before softcap, the gradient of the products q.k.
         ds, dproduct = s.round(ds), s.round(ds * s.softcap_slope)
         grads = {
@@ -306,7 +320,7 @@ def attention_backward(
         if options.get("alibi_slopes") is not None:
             per_head = -(ds * s.distance).sum(axis=(2, 3))
             grads["alibi_slopes"] = _sum_to_shape(per_head, np.shape(options["alibi_slopes"]))
-        return grads
+        return {name: abs(grad) for name, grad in grads.items()} if magnitudes else grads
 
 
 def _sum_group(x: Array, num_heads_kv: int) -> Array:

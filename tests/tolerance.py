@@ -3,6 +3,9 @@
 A result may be ``FORWARD_FACTOR`` times (gradients: ``GRADIENT_FACTOR`` times) as far from the float64 reference as
 plain attention in the same type is, plus a few roundings of the largest value; its mean error may be ``MEAN_FACTOR``
 times that of plain attention, plus the same few roundings. inf and NaN must stand in the same places.
+
+Terms of a gradient may cancel, even to exactly 0 (a softmax over one key has none). So a gradient may also be a few
+roundings of the type of accumulation away, relative to the sum of its terms' absolute values.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ def assert_close(
     *,
     gradient: bool = False,
     dtype: Any = None,
+    magnitude: NDArray[Any] | None = None,
     name: str = "result",
 ) -> None:
     """Check `actual` by the rule.
@@ -44,6 +48,8 @@ def assert_close(
     gradient : bool
         Whether the factor for gradients holds.
     dtype : dtype of the inputs, that of `actual` by default (an lse is float32 for 16-bit inputs)
+    magnitude : array, optional
+        The sums of absolute values of the terms that `actual` is a sum of (``magnitudes=True`` of the reference).
     name : str
         What it is, for the message.
     """
@@ -53,6 +59,7 @@ def assert_close(
     if actual.size == 0:
         return
     eps = EPS[np.dtype(actual.dtype if dtype is None else dtype).name]
+    sum_eps = EPS["float64" if actual.dtype == np.float64 else "float32"]
     actual, expected, naive = (x.astype(np.longdouble) for x in (actual, expected, naive))
 
     for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
@@ -69,6 +76,8 @@ def assert_close(
     usable = finite & np.isfinite(naive)
     naive_error = np.abs(_zeroed(naive, usable) - _zeroed(expected, usable))
     floor = ROUNDINGS * eps * np.abs(expected[finite]).max()
+    if magnitude is not None:
+        floor += ROUNDINGS * sum_eps * np.nanmax(magnitude)
     factor = GRADIENT_FACTOR if gradient else FORWARD_FACTOR
     limit = factor * naive_error.max() + floor
     assert error.max() <= limit, (
