@@ -7,9 +7,10 @@ messages. CuPy's disk cache, keyed by source text and options, is then right, an
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -82,7 +83,7 @@ class CupyDevice:
         return x.data.ptr  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cupy_device(index: int) -> CupyDevice:
     return CupyDevice(index)
 
@@ -121,6 +122,45 @@ def get(entry_file: str, entry: str, constants: Any, device: Device | None = Non
 
 
 _kernels: dict[Any, Kernel] = {}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the assembler says of one kernel that was compiled for an architecture, with or without a GPU."""
+
+    registers: int
+    spill_bytes: int
+    static_smem_bytes: int
+    warnings: tuple[str, ...]
+    seconds: float
+    cubin: bytes
+
+
+def compile_for(arch: str, source: str, name: str) -> Report:
+    """Compile a source text for `arch` (``"sm_90a"``, ...) by NVRTC alone; RuntimeError with the log if it fails."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    headers = find_nvidia_header_directory("cudart")
+    include = () if headers is None else (f"-I{headers}",)
+    start = time.perf_counter()
+    program = nvrtc.createProgram(source, f"{name}.cu", (), ())
+    try:
+        # -ftz=true is what CuPy adds behind the options of a RawModule.
+        nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v", *include))
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error
+    log: str = nvrtc.getProgramLog(program)
+    cubin = nvrtc.getCUBIN(program)
+    nvrtc.destroyProgram(program)
+    return Report(
+        registers=max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0),
+        spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        static_smem_bytes=max((int(n) for n in re.findall(r"(\d+) bytes smem", log)), default=0),
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower()),
+        seconds=time.perf_counter() - start,
+        cubin=cubin,
+    )
 
 
 def source_of(entry_file: str, constants: Any) -> str:

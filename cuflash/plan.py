@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from cuflash.problem import AttentionProblem
 
@@ -94,6 +94,11 @@ class Config:
     has_block_mask: bool
 
     @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return _SIDE * _SIDE
@@ -125,7 +130,7 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
     return (2 * chunk + factor) * size + math.ceil(seen / 16) * 16
 
 
-@lru_cache(maxsize=None)
+@cache
 def config_of(
     entry: str, dtype: str, bias_dtype: str | None, head_dim: int, head_dim_v: int, flags: tuple[str, ...]
 ) -> Config:
@@ -171,11 +176,11 @@ def plan(problem: AttentionProblem, entry: str) -> Config:
     return config_of(entry, problem.dtype, bias_dtype, head_dim, head_dim_v, flags)
 
 
-def table() -> Iterator[Config]:
-    """Every row of the table in every dtype, plain and with all flags."""
+def table() -> Iterator[tuple[Config, str]]:
+    """Every row of the table in every dtype (returned beside it), plain, with a window, and with all flags."""
     for entry, accum, widest in PORTABLE:
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
             head_dim = widest if entry in ("backward_dq", "backward_dkv") else 0
             head_dim_v = widest if entry in ("forward", "backward_dkv") else 0
-            for flags in ((), FLAGS):
-                yield config_of(entry, dtype, None, head_dim, head_dim_v, flags)
+            for flags in ((), ("has_window",), FLAGS):
+                yield config_of(entry, dtype, None, head_dim, head_dim_v, flags), dtype

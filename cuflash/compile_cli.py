@@ -1,0 +1,114 @@
+"""``python -m cuflash compile``: fill the cache for this GPU, or check every kernel for GPUs that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from cuflash import kernels
+from cuflash.plan import KERNEL_FILES, PORTABLE, Config, table
+from cuflash.problem import DTYPES
+
+# What one thread block may use where it is least (sm_75); see the table in plan.py.
+SMEM_LIMIT_BYTES = 64 * 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        metavar="sm_XX",
+        help="compile for these architectures without a GPU and print registers, spills and shared memory",
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
+    parser.add_argument("--kernel", nargs="+", choices=sorted({k for k, *_ in PORTABLE}), help="only these kernels")
+    parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if every kernel compiled, without spills where that can be seen; else 1."""
+    try:
+        import cupy
+    except ImportError:
+        print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
+        return 1
+    if args.arch:
+        return _check(args)
+    if not cupy.cuda.is_available():
+        print("no GPU here: name architectures to compile for, as in --arch sm_80 sm_90a", file=sys.stderr)
+        return 1
+    return _warm(args)
+
+
+def configs(args: argparse.Namespace) -> Iterator[Config]:
+    """The rows of the table that the arguments select."""
+    for config, dtype in table():
+        if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
+            yield config
+
+
+def describe(config: Config) -> str:
+    """One kernel in a few words."""
+    dims = "/".join(str(d) for d in (config.head_dim, config.head_dim_v) if d) or "any"
+    return f"{config.entry} {config.element} d{dims} {config.block_m}x{config.block_n}x{config.block_k} {config.flags}"
+
+
+def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(work, items)
+
+
+def _check(args: argparse.Namespace) -> int:
+    def compile_one(item: tuple[str, Config]) -> kernels.Report:
+        arch, config = item
+        return kernels.compile_for(
+            arch, kernels.source_of(KERNEL_FILES.get(config.entry, config.entry), config), config.entry
+        )
+
+    items = [(arch, config) for arch in args.arch for config in configs(args)]
+    failed = 0
+    for (arch, config), report in zip(items, _in_parallel(args.jobs, compile_one, items), strict=True):
+        good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= SMEM_LIMIT_BYTES
+        failed += not good
+        if args.json:
+            numbers = {name: value for name, value in asdict(report).items() if name != "cubin"}
+            print(json.dumps({"arch": arch, "kernel": config.entry, "config": asdict(config), **numbers, "good": good}))
+        else:
+            print(
+                f"{arch:8} {describe(config):60} {report.registers:4} registers {report.spill_bytes:4} bytes spilled "
+                f"{config.smem_bytes + report.static_smem_bytes:6} bytes shared {report.seconds:5.2f} s"
+                f"{''.join(chr(10) + '    ' + line for line in report.warnings)}",
+                flush=True,
+            )
+    if not args.json:
+        print(f"{len(items)} kernels compiled, {failed} with spills, warnings or too much shared memory")
+    return 1 if failed else 0
+
+
+def _warm(args: argparse.Namespace) -> int:
+    import cupy
+
+    device = kernels.device_of(cupy.empty(0))
+    selected = list(configs(args))
+    start = time.perf_counter()
+
+    def load(config: Config) -> None:
+        kernels.get(KERNEL_FILES.get(config.entry, config.entry), config.entry, config, device, config.smem_bytes)
+
+    for done, _ in enumerate(_in_parallel(args.jobs, load, selected), 1):
+        if not args.json and sys.stderr.isatty():
+            print(f"\r{done}/{len(selected)} kernels", end="", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    if args.json:
+        print(json.dumps({"kernels": len(selected), "seconds": seconds}))
+    else:
+        print(f"\r{len(selected)} kernels are in CuPy's cache ({seconds:.1f} s)")
+    return 0

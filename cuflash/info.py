@@ -1,0 +1,111 @@
+"""``python -m cuflash info``: versions, GPU, what is missing, and which kernel a given problem takes and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+from cuflash import __version__
+from cuflash.plan import Config, plan
+from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
+
+_PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    problem = parser.add_argument_group("a problem, to see which kernels it takes")
+    problem.add_argument("--dtype", choices=DTYPES, default="float32")
+    problem.add_argument("--head-dim", type=int, default=64)
+    problem.add_argument("--head-dim-v", type=int, help="default: --head-dim")
+    problem.add_argument("--causal", action="store_true")
+    for option in ("window", "softcap", "bias", "mask", "alibi", "dropout", "block-mask"):
+        problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0; 2 for a head dimension that there are no kernels for."""
+    head_dim_v = args.head_dim_v or args.head_dim
+    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
+        print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}")
+        return 2
+    facts = {"cuflash": __version__, "python": platform.python_version(), **_versions(), **_gpu()}
+    chosen = _chosen(args, head_dim_v)
+    if args.json:
+        print(json.dumps({**facts, "kernels": chosen}))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:16} {value}")
+    print()
+    for name, reason in chosen.items():
+        print(f"{name:16} {reason}")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, str]:
+    try:
+        import cupy
+    except ImportError:
+        return {
+            "GPU": 'not used: CuPy is not installed (pip install "cuflash[cuda13]", or "cuflash[cuda12]" for a '
+            "CUDA 12 driver); NumPy arrays run on the CPU"
+        }
+    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    if not cupy.cuda.is_available():
+        return {"nvrtc": nvrtc, "GPU": "none found (no NVIDIA driver, or no device); NumPy arrays run on the CPU"}
+    driver = cupy.cuda.runtime.driverGetVersion()
+    gpus = {}
+    for index in range(cupy.cuda.runtime.getDeviceCount()):
+        p = cupy.cuda.runtime.getDeviceProperties(index)
+        gpus[f"GPU {index}"] = (
+            f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']}, "
+            f"{p['multiProcessorCount']} multiprocessors, {p['totalGlobalMem'] / 2**30:.0f} GiB, "
+            f"{p['sharedMemPerBlockOptin'] // 1024} KB shared memory a block"
+        )
+    return {"nvrtc": nvrtc, "driver's CUDA": f"{driver // 1000}.{driver % 1000 // 10}", **gpus}
+
+
+def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
+    problem = AttentionProblem(
+        batch=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=args.head_dim,
+        head_dim_v=head_dim_v,
+        dtype=args.dtype,
+        window_left=0 if args.window else None,
+        window_right=0 if args.causal or args.window else None,
+        softcap=1.0 if args.softcap else 0.0,
+        bias=(1, 1, 1, 1) if args.bias else None,
+        bias_dtype=args.dtype if args.bias else None,
+        mask=(1, 1, 1, 1) if args.mask else None,
+        alibi=(1, 1) if args.alibi else None,
+        dropout_p=0.5 if args.dropout else 0.0,
+        block_mask=args.block_mask,
+    )
+    entries = ["forward", "backward_dq", "backward_dkv", *(["backward_bias"] if args.bias else [])]
+    return {"on the CPU": "NumPy, tiled", **{entry: _reason(plan(problem, entry)) for entry in entries}}
+
+
+def _reason(config: Config) -> Any:
+    return (
+        f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
+        f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
+        f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
+    )
