@@ -2,6 +2,26 @@
 // The CPU test device has functions of the same names and types in their place.
 #pragma once
 #include "../sm80/ptx.cuh"
+
+namespace ptx {
+
+// What the host encodes of a tensor for TMA.
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// Describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8 rows (1024 bytes,
+// so aligned). K contiguous: leading is unused, stride the bytes from 8 rows to the next; add 32 bytes a step of 16
+// in k. M or N contiguous (the transposing products): leading is the bytes from 64 columns to the next, stride those
+// from 8 rows of k to the next.
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
+    return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
+           static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
+           1ull << 62;
+}
+
+}  // namespace ptx
+
 #ifndef CUFLASH_CPU_DEVICE
 
 namespace ptx {
@@ -64,10 +84,6 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- TMA: tiles of a tensor of 3 to 5 dimensions; the innermost coordinate comes first. One thread issues.
-
-struct alignas(64) TensorMap {
-    unsigned long long opaque[16];
-};
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -275,16 +291,6 @@ __device__ __forceinline__ void wgmma_wait_group() {
 // No instruction: keeps the compiler from moving accesses to registers across it.
 __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// Describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8 rows (1024 bytes,
-// so aligned). K contiguous: leading is unused, stride the bytes from 8 rows to the next; add 32 bytes a step of 16
-// in k. M or N contiguous (the transposing products): leading is the bytes from 64 columns to the next, stride those
-// from 8 rows of k to the next.
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
-    return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
-           static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
-           1ull << 62;
-}
-
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.
 // d: N / 2 registers, which pick N; d[4 i .. 4 i + 3] are columns 8 i to 8 i + 7, laid out as for mma_m16n8k16.
@@ -334,23 +340,22 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
                  "." TYPE " {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}" \
                  : CUFLASH_D_##R                                                                                  \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)), "n"(TRANS_B))
-#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                    \
-    template <class T, int TRANS_A, int TRANS_B>                                                           \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b,    \
-                                             bool accumulate) {                                            \
-        if constexpr (is_bfloat16<T>)                                                                      \
-            CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                            \
-        else                                                                                               \
-            CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                             \
-    }                                                                                                      \
-    template <class T, int TRANS_B>                                                                        \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[R], const unsigned& a0, const unsigned& a1,        \
-                                             const unsigned& a2, const unsigned& a3, unsigned long long b, \
-                                             bool accumulate) {                                            \
-        if constexpr (is_bfloat16<T>)                                                                      \
-            CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                    \
-        else                                                                                               \
-            CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                     \
+#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                         \
+    template <class T, int TRANS_A, int TRANS_B>                                                                \
+    __device__ __forceinline__ void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b,         \
+                                             bool accumulate) {                                                 \
+        if constexpr (is_bfloat16<T>)                                                                           \
+            CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                 \
+        else                                                                                                    \
+            CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                  \
+    }                                                                                                           \
+    template <class T, int TRANS_B>                                                                             \
+    __device__ __forceinline__ void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, \
+                                             unsigned long long b, bool accumulate) {                           \
+        if constexpr (is_bfloat16<T>)                                                                           \
+            CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                         \
+        else                                                                                                    \
+            CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                          \
     }
 CUFLASH_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 CUFLASH_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

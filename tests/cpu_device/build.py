@@ -1,0 +1,151 @@
+"""Compiling for the CPU test device: the system's C++ compiler, a cache, and the flags of each kind of check."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+NO_COMPILER = (
+    "the CPU test device needs a C++17 compiler on x86-64 Linux: install the system's g++ (apt install g++), "
+    "or clang++, or set CXX"
+)
+
+
+class DeviceError(RuntimeError):
+    """A kernel that does not compile, or a defect that the device met while it ran one."""
+
+
+class Check(Enum):
+    """What the device looks for, beside deadlocks, divergence and wrong operands of instructions."""
+
+    NONE = "none"  # nothing more: the fastest
+    SHARED = "shared"  # races, uninitialised reads, red zones in shared memory; undefined behaviour
+    ADDRESS = "address"  # accesses beyond global arrays, local arrays and shared arrays (AddressSanitizer)
+
+
+BASE_FLAGS = ("-std=c++17", "-g1", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
+KERNEL_FLAGS = {
+    Check.NONE: ("-O1", "-fwrapv"),
+    Check.SHARED: ("-O1", "-fsanitize=thread", "-fsanitize=undefined"),
+    Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", "-fsanitize=undefined"),
+}
+RUNTIME_FLAGS = {False: ("-O3", "-pthread"), True: ("-O1", "-pthread", "-fsanitize=address")}
+RUNTIME_PARTS = (
+    "fibers", "sync", "shared", "shadow", "undefined", "mbarrier", "copies", "tensor_map", "fragments", "wgmma",
+    "launch",
+)  # fmt: skip
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use, or None where there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def available() -> bool:
+    """Whether this machine can run the CPU test device; else tests skip with ``NO_COMPILER``."""
+    return compiler() is not None and platform.machine() == "x86_64" and platform.system() == "Linux"
+
+
+@functools.cache
+def sanitizer_library() -> str:
+    """AddressSanitizer's library, which must be preloaded into the process that launches kernels under it."""
+    run = subprocess.run([str(compiler()), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+@functools.cache
+def cuda_include() -> tuple[str, ...]:
+    """The folders of the CUDA headers: those of the NVIDIA wheels, or of an installed toolkit."""
+    try:
+        import nvidia
+
+        roots = [Path(p) for p in nvidia.__path__]
+    except ImportError:
+        roots = []
+    folders = [h.parent for root in roots for h in (*root.glob("*/include/cuda_fp16.h"), *root.glob("*/include/crt"))]
+    toolkit = Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"
+    if not folders and (toolkit / "cuda_fp16.h").exists():
+        folders = [toolkit]
+    if not folders:
+        raise DeviceError('no CUDA headers: pip install "cuda-toolkit[nvrtc,cudart,crt,cccl]==13.*"')
+    return tuple(dict.fromkeys(str(f) for folder in folders for f in (folder, folder / "cccl") if f.is_dir()))
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled libraries are kept, outside of the repository."""
+    default = Path(tempfile.gettempdir()) / f"cuflash-cpu-device-{os.getuid()}"
+    folder = Path(os.environ.get("CUFLASH_CPU_DEVICE_CACHE", default))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _own_digest() -> str:
+    """Of the device's sources and the machine: part of every cache key."""
+    parts = [f.read_bytes() for f in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])]
+    parts.append(Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].partition(b"flags")[2].partition(b"\n")[0])
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def build(texts: Mapping[str, str], flags: Sequence[str], name: str) -> Path:
+    """Compile texts, by name, into one shared library, or find it in the cache; returns its path."""
+    compile_command = [str(compiler()), *BASE_FLAGS, *flags, f"-I{FOLDER}", *(f"-I{f}" for f in cuda_include())]
+    key_parts = [*texts.values(), _own_digest(), *compile_command]
+    key = hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:24]
+    library = cache_folder() / f"{name}-{key}.so"
+    if library.exists():
+        return library
+    # The runtime has its own handlers for all sanitizers but AddressSanitizer: no library of theirs is linked.
+    link_flags = [f for f in flags if f in ("-fsanitize=address", "-pthread")]
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        for part, text in texts.items():
+            Path(folder, f"{part}.cpp").write_text(text)
+            _run([*compile_command, "-c", f"{part}.cpp"], folder)
+        objects = [f"{part}.o" for part in texts]
+        _run([str(compiler()), "-shared", *link_flags, "-o", "out.so", *objects, "-ldl"], folder)
+        os.replace(Path(folder, "out.so"), library)
+    return library
+
+
+def _run(command: Sequence[str], folder: str) -> None:
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    if run.returncode:
+        raise DeviceError(f"{command[-1]} does not compile:\n{run.stderr[:8000]}")
+
+
+@functools.cache
+def runtime(address_sanitizer: bool) -> ctypes.CDLL:
+    """The runtime library, compiled once; its symbols are visible to the kernels' libraries."""
+    if address_sanitizer and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise DeviceError(f"AddressSanitizer is not loaded: start Python with LD_PRELOAD={sanitizer_library()}")
+    texts = {part: f'#include "{FOLDER / part}.cpp"\n' for part in RUNTIME_PARTS}
+    library = ctypes.CDLL(str(build(texts, RUNTIME_FLAGS[address_sanitizer], "runtime")), mode=ctypes.RTLD_GLOBAL)
+    library.cpu_device_launch.restype = ctypes.c_int
+    return library
+
+
+def with_lines(message: str) -> str:
+    """The message with each ``{library+offset}`` in it replaced by the lines of source that it stands for."""
+
+    def line(match: re.Match[str]) -> str:
+        command = ["addr2line", "-i", "-e", match[1], match[2]]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return match[0]
+        places = [place.split(" (")[0] for place in run.stdout.split("\n") if place]
+        return ", inlined at ".join(re.sub(r"^.*/(?=kernel:)", "", place) for place in places)
+
+    return re.sub(r"\{([^{}+]+)\+(0x[0-9a-f]+)\}", line, message)

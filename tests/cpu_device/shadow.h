@@ -1,0 +1,85 @@
+// What the checked mode knows of each byte of shared memory: whether it holds a value, and who touched it last.
+//
+// Order among threads is kept in vector clocks (FastTrack, Flanagan and Freund 2009, with one reader remembered a
+// cell). Asynchronous operations have clocks of their own, so that a program is wrong until it has waited for them.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace cpu_device {
+
+struct Where;
+struct Block;
+struct Thread;
+
+namespace shadow {
+
+using Clock = std::vector<uint32_t>;  // by id: the threads of the cluster, then their asynchronous operations
+using Place = uint64_t;               // a Where or a return address, packed
+
+enum State : uint8_t { kUnwritten, kValid, kInFlight, kRedZone };
+
+// Four bytes of shared memory. Masks say which of the four.
+struct Cell {
+    Place write_place, read_place;
+    uint32_t write_clock, read_clock;
+    uint16_t writer, reader;
+    uint8_t write_mask, read_mask;
+    uint16_t fence;  // the writer's count of proxy fences when it wrote
+};
+
+struct BlockState {
+    std::vector<uint8_t> states;
+    std::vector<Cell> cells;
+};
+
+struct ClusterState {
+    bool enabled = false;
+    unsigned threads = 0;
+};
+
+// A write that met another thread's unordered write: a defect unless it stores the value that stands there.
+struct DoubtfulWrite {
+    const void* pointer = nullptr;
+    size_t bytes = 0;
+    unsigned char old[16];
+    Place place = 0, other = 0;
+};
+
+struct ThreadState {
+    Clock clock;
+    uint32_t asynchronous_clock = 0;
+    uint16_t fence = 0;
+    DoubtfulWrite doubtful;
+};
+
+// One asynchronous operation of a thread.
+struct Ticket {
+    unsigned id = 0;
+    uint32_t clock = 0;
+};
+
+bool enabled();
+void begin_block(Block& block);  // all of it unwritten, red zones set
+void begin_thread(Thread& thread);
+void add_variable(Block& block, size_t offset, size_t bytes);  // a static variable with red zones around it
+
+void release(Thread& thread, Clock& into);
+void acquire(Thread& thread, const Clock& from);
+Ticket issue(Thread& thread);
+void release(Ticket ticket, Clock& into);
+void acquire(Thread& thread, Ticket ticket);
+
+void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place);
+void settle(Thread& thread);  // decides about its doubtful write
+// An asynchronous operation: checked against what its issuer knows, recorded as of the ticket.
+void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);
+void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);
+void end_write(Block& block, size_t offset, size_t bytes);
+
+Place place_of(const Where& where);
+Place place_of(const void* return_address);
+
+}  // namespace shadow
+}  // namespace cpu_device
