@@ -188,4 +188,4 @@ def _namespace(x: Array) -> ModuleType:
         return np
     import cupy
 
-    return cupy  # type: ignore[no-any-return]
+    return cupy

@@ -141,44 +141,44 @@ def _scores(
     first_batch: int = 0,
 ) -> _Scores:
     """Every option of the interface; `sink`, `deterministic` and `precision` do not change scores."""
-    work, rounding = _precision(round_to, work)
+    real, rounding = _precision(round_to, work)
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k, num_heads_kv = k.shape[1:3]
     shape = (batch, num_heads_q, seqlen_q, seqlen_k)
     group_size = num_heads_q // max(num_heads_kv, 1)
 
     visible, real_rows, distance = _visible(shape, causal, window, q_lengths, kv_lengths)
-    visible = np.broadcast_to(visible, shape).copy()
+    visible = np.array(np.broadcast_to(visible, shape))
     for extra in (mask, block_mask):
         if extra is not None:
             visible &= extra
     if bias is not None:
-        bias = np.asarray(bias).astype(work)
+        bias = np.asarray(bias).astype(real)
         visible &= bias != -np.inf
 
     # What nobody may see cannot change anything: zero it, whatever it holds.
-    seen_keys = visible.any(axis=(1, 2))[:, None, :, None]
-    wide_q = np.where(real_rows, q.astype(work).transpose(0, 2, 1, 3), 0)
-    wide_k = np.where(seen_keys, np.repeat(k.astype(work), group_size, axis=2).transpose(0, 2, 1, 3), 0)
-    wide_v = np.where(seen_keys, np.repeat(v.astype(work), group_size, axis=2).transpose(0, 2, 1, 3), 0)
+    seen_keys = np.any(visible, axis=(1, 2))[:, None, :, None]
+    wide_q = np.where(real_rows, q.astype(real).transpose(0, 2, 1, 3), 0)
+    wide_k = np.where(seen_keys, np.repeat(k.astype(real), group_size, axis=2).transpose(0, 2, 1, 3), 0)
+    wide_v = np.where(seen_keys, np.repeat(v.astype(real), group_size, axis=2).transpose(0, 2, 1, 3), 0)
 
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    scores = work(scale) * (wide_q @ wide_k.swapaxes(-1, -2))
+    scores = real(scale) * (wide_q @ wide_k.swapaxes(-1, -2))
     slope: Array | float = 1.0
     if softcap:
-        tanh = np.tanh(scores / work(softcap))
-        scores, slope = work(softcap) * tanh, 1 - tanh * tanh
+        tanh = np.tanh(scores / real(softcap))
+        scores, slope = real(softcap) * tanh, 1 - tanh * tanh
     if bias is not None:
         scores = scores + np.where(visible, bias, 0)
     if alibi_slopes is not None:
-        slopes = np.asarray(alibi_slopes).astype(work)
+        slopes = np.asarray(alibi_slopes).astype(real)
         scores = scores - slopes.reshape(-1, num_heads_q, 1, 1) * distance
     scores = np.where(visible, rounding(scores), -np.inf)
 
     factor: Array | float = 1.0
     if dropout_p:
         keep = dropout_keep(*shape, dropout_p, dropout_seed, first_batch)
-        factor = keep / work(1 - dropout_p)
+        factor = keep / real(1 - dropout_p)
     return _Scores(wide_q, wide_k, wide_v, scale, scores, visible, real_rows[..., 0], slope, distance, factor, rounding)
 
 

@@ -1,0 +1,156 @@
+"""Workers of the CPU path: one thread a core, each with single-threaded BLAS and its own scratch memory.
+
+NumPy releases the lock in matrix products and in elementwise loops, so plain threads scale. BLAS's own threads would
+only fight them, and would split sums in a way that depends on their number; so while a call runs they are set to one,
+and set back when the last concurrent call ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import glob
+import importlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# (get, set) of the BLAS libraries that NumPy is built with: its own wheels (64-bit integers or not), then OpenBLAS and
+# MKL as distributions ship them.
+_THREAD_FUNCTIONS = (
+    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
+    ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
+    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
+)
+
+
+@functools.cache
+def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """How to read and set the number of threads of NumPy's BLAS; None if it is none that we know."""
+    extension = importlib.import_module("numpy._core._multiarray_umath").__file__
+    # A symbol of a library that the extension module links to is found through it; on Windows only in its own file.
+    beside = os.path.join(os.path.dirname(os.path.dirname(np.__file__)), "numpy.libs", "*openblas*")
+    for path in (extension, *sorted(glob.glob(beside))):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        for getter, setter in _THREAD_FUNCTIONS:
+            with contextlib.suppress(AttributeError):
+                return getattr(library, getter), getattr(library, setter)
+    return None
+
+
+class _BlasThreads:
+    """Counts the calls in flight: the first sets BLAS to one thread, the last restores what was set before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._before = 1
+
+    @contextlib.contextmanager
+    def single(self) -> Iterator[int]:
+        """Single-threaded BLAS within; gives the number of workers that the caller may run instead."""
+        functions = _blas_functions()
+        if functions is None:
+            yield os.cpu_count() or 1
+            return
+        get, set_ = functions
+        with self._lock:
+            if self._calls == 0:
+                self._before = get()
+                set_(1)
+            self._calls += 1
+            workers = self._before
+        try:
+            yield workers
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._calls == 0:
+                    set_(self._before)
+
+
+_BLAS_THREADS = _BlasThreads()
+
+
+class Workspace:
+    """Scratch arrays of one worker, by name; an array's contents last until its name is asked for again."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, str], NDArray[Any]] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """An array with anything in it."""
+        size = math.prod(shape)
+        memory = self._memory.get((name, dtype))
+        if memory is None or memory.size < size:
+            memory = self._memory[name, dtype] = np.empty(size, dtype)
+        return memory[:size].reshape(shape)
+
+
+class InOrder:
+    """Runs actions in the order of their numbers, whatever the order in which they arrive.
+
+    Sums over tasks are made so: their bits do not depend on the number of threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Callable[[], None]] = {}
+        self._next = 0
+
+    def submit(self, number: int, action: Callable[[], None]) -> None:
+        """Run `action` now if all before it are done, else when they are; numbers start at 0 and leave no gap."""
+        with self._lock:
+            self._waiting[number] = action
+            while self._next in self._waiting:
+                self._waiting.pop(self._next)()
+                self._next += 1
+
+
+def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
+    """Call ``task(number, workspace)`` for each number below `count`, started in order, on all cores if `parallel`.
+
+    What a task computes must not depend on which worker runs it.
+    """
+    lock = threading.Lock()
+    numbers = iter(range(count))
+
+    def worker() -> None:
+        workspace = Workspace()
+        # Hidden elements may overflow or be NaN before they are masked; errstate holds for one thread only.
+        with np.errstate(all="ignore"):
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                try:
+                    task(number, workspace)
+                except BaseException:
+                    with lock:  # nobody starts another task
+                        for _ in numbers:
+                            pass
+                    raise
+
+    with _BLAS_THREADS.single() as workers:
+        others = min(workers, count) - 1 if parallel else 0
+        if others <= 0:
+            worker()
+            return
+        with ThreadPoolExecutor(others, thread_name_prefix="cuflash") as pool:
+            futures = [pool.submit(worker) for _ in range(others)]
+            worker()
+            for future in futures:
+                future.result()
