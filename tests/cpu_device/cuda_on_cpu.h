@@ -44,12 +44,18 @@
 #define gridDim (::cpu_device::shape->grid)
 #define warpSize 32
 
-// device.py rewrites `__shared__ T name[n];` and `extern __shared__ T name[];` into these two.
-#define CPU_DEVICE_STATIC_SHARED(name, alignment, ...)              \
-    static const int name##_slot = ::cpu_device::new_static_slot(); \
-    using name##_type = __VA_ARGS__;                                \
-    auto& name = *static_cast<name##_type*>(::cpu_device::static_shared(name##_slot, sizeof(name##_type), alignment))
+// translate.py rewrites `__shared__ T name[n];` and `extern __shared__ T name[];` into these two.
+#define CPU_DEVICE_STATIC_SHARED(name, alignment, ...)                                                        \
+    struct name##_identity {};                                                                                \
+    using name##_type = __VA_ARGS__;                                                                          \
+    auto& name = *static_cast<name##_type*>(                                                                  \
+        ::cpu_device::static_shared(::cpu_device::static_slot<name##_identity>, sizeof(name##_type), alignment))
 #define CPU_DEVICE_DYNAMIC_SHARED(name, ...) auto* name = static_cast<__VA_ARGS__*>(::cpu_device::dynamic_shared())
+
+namespace cpu_device {
+template <class Identity>
+const int static_slot = new_static_slot();  // initialised when the kernel is loaded
+}
 
 using cpu_device::Where;
 
