@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from cuflash.problem import (
     OPTION_NAMES,
     Array,
     AttentionProblem,
+    Operands,
     Options,
     check_grads,
     check_like,
@@ -26,11 +27,21 @@ from cuflash.problem import (
 Gradients = tuple[Any, ...]
 
 _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+_NO_EXTRAS = (None,) * (len(Operands._fields) - 3)
 
-# A problem depends on metadata only, so the checks run once for each combination of shapes, dtypes and options.
-# The bound keeps a program with ever new shapes from growing without end.
-_MAX_PROBLEMS = 4096
-_problems: dict[Any, AttentionProblem] = {}
+
+class _Checked(NamedTuple):
+    """What the checks found for one combination of shapes, strides, dtypes, devices and options."""
+
+    problem: AttentionProblem
+    library: interop.Library
+    plain: bool  # q, k, v are operands as they are, and there are no others
+
+
+# Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up. The bound keeps a
+# program with ever new shapes from growing without end.
+_MAX_CHECKED = 4096
+_checked: dict[Any, _Checked] = {}
 
 
 class Call:
@@ -46,35 +57,36 @@ class Call:
         cu_seqlens_q and cu_seqlens_k of packed sequences.
     """
 
+    __slots__ = ("inputs", "library", "operands", "problem")
+
     def __init__(
-        self, q: Array, k: Array, v: Array, keywords: Any, cu_seqlens: tuple[Array, Array] | None = None
+        self, q: Array, k: Array, v: Array, keywords: dict[str, Any], cu_seqlens: tuple[Array, Array] | None = None
     ) -> None:
-        unknown = keywords.keys() - OPTION_NAMES
-        if unknown:
-            raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
-        options = Options(**keywords)
-        self.library = interop.library_of("q", q)
-        arrays = {"q": q, "k": k, "v": v}
+        self.inputs = inputs = {"q": q, "k": k, "v": v}
+        library = None
         if cu_seqlens is not None:
-            for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
-                if x is None:
-                    raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
-                arrays[name] = x
-        seed_is_array = hasattr(options.dropout_seed, "__dlpack__") or hasattr(
-            options.dropout_seed, "__cuda_array_interface__"
+            inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
+        if type(q).__module__ not in ("numpy", "cupy"):
+            library = interop.library_of("q", q)
+            self.inputs = inputs = interop.adopt_all(library, _arrays(inputs, keywords))
+            keywords = {name: inputs.get(name, x) for name, x in keywords.items()}
+        key = (
+            tuple([_signature(x) for x in inputs.values()]),
+            tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
         )
-        for name in (*_ARRAY_OPTIONS, "dropout_seed") if seed_is_array else _ARRAY_OPTIONS:
-            x = getattr(options, name)
-            if x is not None:
-                arrays[name] = x
-        adopted = interop.adopt_all(self.library, arrays)
-        for name in adopted.keys() - ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"):
-            setattr(options, name, adopted[name])
-        inputs = (adopted["q"], adopted["k"], adopted["v"])
-        cu_seqlens = (adopted.get("cu_seqlens_q"), adopted.get("cu_seqlens_k"))
-        self.problem = _problem_of(inputs, options, cu_seqlens)
-        self.operands = make_operands(*inputs, options, *cu_seqlens)
-        self.adopted = adopted
+        checked = _checked.get(key)
+        if checked is None:
+            checked = _check(inputs, keywords)
+            if len(_checked) >= _MAX_CHECKED:
+                _checked.clear()
+            _checked[key] = checked
+        self.problem = checked.problem
+        self.library = library or checked.library
+        if checked.plain:
+            self.operands = Operands(inputs["q"], inputs["k"], inputs["v"], *_NO_EXTRAS)
+        else:
+            self.inputs = _arrays(inputs, keywords)
+            self.operands = make_operands(self.inputs, Options(**keywords))
 
     def adopt(self, name: str, x: Any) -> Array | None:
         """A further argument of this call, checked to be of the same library and device."""
@@ -95,7 +107,7 @@ class Call:
             if out is None:
                 target = self._empty(problem.out_shape, q.dtype)
             else:
-                target = self._target("out", out, problem.out_shape, self.adopted)
+                target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype)
             self._backend.forward(problem, self.operands, target, lse)
             return (self.release(target) if out is None else out), lse
@@ -119,13 +131,13 @@ class Call:
         wanted = check_grads(grads, problem)
         names = ("q", "k", "v", *problem.extra_grads)
         given = _check_outs(out, names)
-        inputs = {**self.adopted, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
+        inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
         with interop.on_stream_of(self.library, operands.q):
             targets: dict[str, Array] = {}
             for name in names:
                 if name not in wanted:
                     continue
-                like = self.adopted[name]
+                like = self.inputs[name]
                 if given[name] is None:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
@@ -172,34 +184,46 @@ class Call:
         return target
 
 
-def _problem_of(
-    inputs: tuple[Array, Array, Array], options: Options, cu_seqlens: tuple[Array | None, Array | None]
-) -> AttentionProblem:
-    """`make_problem`, remembered by everything that it looks at."""
-    arrays = (*inputs, *cu_seqlens, *(getattr(options, name) for name in _ARRAY_OPTIONS))
-    o = options
-    key = (
-        tuple(None if x is None else (x.shape, x.dtype) for x in arrays),
-        o.causal,
-        # 1.0 == True and 1.0 == 1 as keys: text and type keep a wrong kind from passing as a checked one.
-        repr(o.window),
-        (type(o.softmax_scale), o.softmax_scale),
-        (type(o.softcap), o.softcap),
-        (type(o.dropout_p), o.dropout_p),
-        (type(o.block_mask), getattr(o.block_mask, "shape", None)),
-        o.deterministic,
-        o.precision,
+def _arrays(inputs: dict[str, Array], keywords: dict[str, Any]) -> dict[str, Array]:
+    """All arrays of a call by name."""
+    arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
+    seed = keywords.get("dropout_seed")
+    if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
+        arrays["dropout_seed"] = seed
+    return arrays
+
+
+def _signature(x: Any) -> tuple[Any, ...]:
+    """Everything about an argument that the checks look at, as a dictionary key."""
+    kind = type(x)
+    if isinstance(x, np.ndarray):
+        return kind, x.shape, x.strides, x.dtype
+    if kind.__module__ == "cupy":
+        return kind, x.shape, x.strides, x.dtype, x.data.device_id
+    if kind is bool or kind is float or x is None:
+        return kind, x
+    # The text tells apart what compares equal, such as (1, 0) and (1.0, False); a BlockMask counts by its shape.
+    return kind, getattr(x, "shape", None) or repr(x)
+
+
+def _check(inputs: dict[str, Array], keywords: dict[str, Any]) -> _Checked:
+    unknown = keywords.keys() - OPTION_NAMES
+    if unknown:
+        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in inputs and inputs[name] is None:
+            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+    library = interop.library_of("q", inputs["q"])
+    arrays = interop.adopt_all(library, _arrays(inputs, keywords))
+    problem = make_problem(arrays, Options(**keywords))
+    plain = (
+        len(arrays) == 3
+        and keywords.get("block_mask") is None
+        and keywords.get("dropout_seed") is None
+        and problem.dropout_p == 0
+        and all(with_contiguous_rows(x) is x for x in arrays.values())
     )
-    try:
-        problem = _problems.get(key)
-    except TypeError:  # an unhashable option: the checks say what is wrong with it
-        return make_problem(*inputs, options, *cu_seqlens)
-    if problem is None:
-        problem = make_problem(*inputs, options, *cu_seqlens)
-        if len(_problems) >= _MAX_PROBLEMS:
-            _problems.clear()
-        _problems[key] = problem
-    return problem
+    return _Checked(problem, library, plain)
 
 
 def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:

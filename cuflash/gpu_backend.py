@@ -105,6 +105,17 @@ def _inputs(operands: Operands) -> Arrays:
     return {name: x for name, x in zip(_INPUTS, operands, strict=False) if x is not None}
 
 
+def _word_of(name: str) -> int:
+    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
+    assert PARAMS.fields is not None
+    return int(PARAMS.fields[name][1]) // 8
+
+
+_SEED_WORD = _word_of("dropout_key")
+# CuPy passes a struct by value as an array of one opaque element.
+_STRUCT = np.dtype(f"V{PARAMS.itemsize}")
+
+
 class _Launch:
     """A kernel with everything of its launch that does not change from call to call."""
 
@@ -120,15 +131,17 @@ class _Launch:
         params["num_tiles"] = tiles
         self.grid = (blocks,)
         self.words = params.view(np.uint64)
-        self.slots = [_word_of(name) for name in arrays]
+        self.pointer_words = np.array([_word_of(name) for name in arrays])
 
-    def __call__(self, arrays: Arrays) -> None:
+    def __call__(self, arrays: Arrays, seed: int | None) -> None:
         if self.grid[0] == 0:
             return
         pointer = self.device.pointer
         words = self.words.copy()
-        words[self.slots] = [x if isinstance(x, int) else pointer(x) for x in arrays.values()]
-        self.kernel(self.grid, self.block, (kernels.struct_argument(words),), shared_mem=self.smem_bytes)
+        words[self.pointer_words] = [pointer(x) for x in arrays.values()]
+        if seed is not None:
+            words[_SEED_WORD] = seed
+        self.kernel(self.grid, self.block, (words.view(_STRUCT),), shared_mem=self.smem_bytes)
 
 
 _TILED = ("forward", "backward_dq", "backward_dkv", "backward_bias")
@@ -138,24 +151,23 @@ _launches: dict[Any, _Launch] = {}
 
 
 def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device) -> None:
+    seed = operands.dropout_seed
+    key: tuple[Any, ...] = ()
     if operands.block_mask is not None and entry in _TILED:
         arrays = {**arrays, **_block_arrays(entry, problem, operands, device)}
-    seed = operands.dropout_seed
-    if seed is not None and problem.dropout_p > 0:
-        arrays = {**arrays, ("dropout_key" if isinstance(seed, (int, np.integer)) else "dropout_seed"): seed}
-        if "dropout_key" in arrays:
-            arrays["dropout_key"] = int(seed)
-    key = (entry, problem, device, tuple((name, getattr(x, "strides", None)) for name, x in arrays.items()))
-    if operands.block_mask is not None and entry in _TILED:
-        key += (arrays["block_list"].shape, arrays["block_slots"].shape)
+        key = (arrays["block_list"].shape, arrays["block_slots"].shape)
     if "dbias_parts" in arrays:
         key += (arrays["dbias_parts"].shape,)
+    if seed is not None and not isinstance(seed, (int, np.integer)):
+        arrays = {**arrays, "dropout_seed": seed}
+        seed = None
+    key += (entry, problem, device, tuple(arrays), tuple([x.strides for x in arrays.values()]))
     launch = _launches.get(key)
     if launch is None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         launch = _launches[key] = _Launch(entry, problem, arrays, device)
-    launch(arrays)
+    launch(arrays, seed)
 
 
 def _block_arrays(entry: str, problem: AttentionProblem, operands: Operands, device: kernels.Device) -> Arrays:
@@ -244,9 +256,3 @@ def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     if name in ("lse", "dlse", "delta", "dslope_rows"):
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
-
-
-def _word_of(name: str) -> int:
-    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
-    assert PARAMS.fields is not None
-    return int(PARAMS.fields[name][1]) // 8

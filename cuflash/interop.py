@@ -74,7 +74,7 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
 
 
 def _device_id(x: Array) -> int:
-    return -1 if isinstance(x, np.ndarray) else x.device.id
+    return -1 if isinstance(x, np.ndarray) else x.data.device_id
 
 
 def device_name(x: Array) -> str:
@@ -82,17 +82,20 @@ def device_name(x: Array) -> str:
     return "the CPU" if isinstance(x, np.ndarray) else f"GPU {x.device.id}"
 
 
+_HERE: AbstractContextManager[None] = contextlib.nullcontext()
+
+
 def on_stream_of(library: Library, x: Array) -> AbstractContextManager[Any]:
     """Make the caller's current device and stream CuPy's current ones while work on `x` is enqueued."""
     if isinstance(x, np.ndarray):
-        return contextlib.nullcontext()
+        return _HERE
     import cupy
 
     if library.name == "torch":
         return _torch_stream(x.device.id)
-    if x.device.id == cupy.cuda.runtime.getDevice():
-        return contextlib.nullcontext()
-    return cupy.cuda.Device(x.device.id)
+    if x.data.device_id == cupy.cuda.runtime.getDevice():
+        return _HERE
+    return cupy.cuda.Device(x.data.device_id)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Constants + headers + entry -> one source text -> a loaded module -> launch. The only module that compiles or launches.
+"""Constants + headers + entry -> one source text -> a loaded module -> launch. Nothing else compiles or launches.
 
 A kernel's source is self-contained: every header is inlined once, behind a `#line` that keeps the real file name in
 messages. CuPy's disk cache, keyed by source text and options, is then right, and an edited header is a new kernel.
@@ -14,7 +14,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
-import numpy as np
 
 from cuflash.params import layout_asserts
 
@@ -96,7 +95,7 @@ def _current_gpu() -> int:
 
 def device_of(x: Array) -> Device:
     """The device of an array of the GPU backend."""
-    return _cupy_device(x.device.id)
+    return _cupy_device(x.data.device_id)
 
 
 def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> Kernel:
@@ -213,8 +212,3 @@ def _inlined(path: str, seen: set[str]) -> str:
 
 def _read(path: str) -> str:
     return files("cuflash.cuda_src").joinpath(*path.split("/")).read_text(encoding="utf-8")
-
-
-def struct_argument(params: np.ndarray) -> np.ndarray:
-    """A parameter struct as CuPy passes one by value: an array of one opaque element."""
-    return params.view(f"V{params.nbytes}")

@@ -99,11 +99,17 @@ class AttentionProblem:
     dropout_p: float = 0.0
     deterministic: bool | None = None
     precision: str | None = None
+    # What every call needs is computed once.
     _hash: int = field(init=False, repr=False, compare=False)
+    out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the result and of dout
+    lse_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of lse and dlse
 
     def __post_init__(self) -> None:
-        # Problems key the caches of every call, so the hash over all fields is taken once.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare)))
+        batch = () if self.packed else (self.batch,)
+        compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(compared))
+        object.__setattr__(self, "out_shape", (*batch, self.seqlen_q, self.num_heads_q, self.head_dim_v))
+        object.__setattr__(self, "lse_shape", (*batch, self.num_heads_q, self.seqlen_q))
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,27 +125,13 @@ class AttentionProblem:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def out_shape(self) -> tuple[int, ...]:
-        """Shape of the result and of dout."""
-        rows = (self.seqlen_q,) if self.packed else (self.batch, self.seqlen_q)
-        return (*rows, self.num_heads_q, self.head_dim_v)
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        """Shape of lse and dlse."""
-        heads = (self.num_heads_q,) if self.packed else (self.batch, self.num_heads_q)
-        return (*heads, self.seqlen_q)
-
-    @property
     def extra_grads(self) -> tuple[str, ...]:
         """Names of the differentiable extras that were given, in the order in which their gradients are returned."""
         given = {"bias": self.bias is not None, "sink": self.sink, "alibi_slopes": self.alibi is not None}
         return tuple(name for name in EXTRA_GRADS if given[name])
 
 
-def make_problem(
-    q: Array, k: Array, v: Array, options: Options, cu_seqlens_q: Array | None = None, cu_seqlens_k: Array | None = None
-) -> AttentionProblem:
+def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:
     """Check a call's metadata and describe it.
 
     Raises
@@ -151,7 +143,8 @@ def make_problem(
     NotImplementedError
         For a head dimension above 256.
     """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    packed = "cu_seqlens_q" in arrays
     q_axes, k_axes = ("total_q", "total_k") if packed else ("batch, seqlen_q", "batch, seqlen_k")
     rank = 3 if packed else 4
     q_form, k_form = f"({q_axes}, num_heads_q, head_dim)", f"({k_axes}, num_heads_kv, head_dim)"
@@ -176,7 +169,7 @@ def make_problem(
             f"got num_heads_q = {num_heads_q}, num_heads_kv = {num_heads_kv}"
         )
     if packed:
-        batch = _check_cu_seqlens(cu_seqlens_q, cu_seqlens_k)
+        batch = _check_cu_seqlens(arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
         score_shape: tuple[int | None, ...] = (batch, num_heads_q, None, None)
     else:
         batch = q.shape[0]
@@ -233,26 +226,28 @@ def make_problem(
     )
 
 
-def make_operands(q: Array, k: Array, v: Array, o: Options, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Operands:
+def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
     """Bring checked arrays to the full rank of `Operands`; copies only where a last axis is not contiguous.
 
     The seed is checked here and not in `make_problem`: it changes from call to call, the problem does not.
     """
-    _check_seed(o.dropout_seed, o.dropout_p)
+    seed = arrays.get("dropout_seed", options.dropout_seed)
+    _check_seed(seed, options.dropout_p)
+    get = arrays.get
     return Operands(
-        with_contiguous_rows(q),
-        with_contiguous_rows(k),
-        with_contiguous_rows(v),
-        to_full_rank("bias", o.bias),
-        to_full_rank("mask", o.mask),
-        to_full_rank("alibi_slopes", o.alibi_slopes),
-        o.sink,
-        o.q_lengths,
-        o.kv_lengths,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        o.dropout_seed if o.dropout_p > 0 else None,
-        o.block_mask,
+        with_contiguous_rows(arrays["q"]),
+        with_contiguous_rows(arrays["k"]),
+        with_contiguous_rows(arrays["v"]),
+        to_full_rank("bias", get("bias")),
+        to_full_rank("mask", get("mask")),
+        to_full_rank("alibi_slopes", get("alibi_slopes")),
+        get("sink"),
+        get("q_lengths"),
+        get("kv_lengths"),
+        get("cu_seqlens_q"),
+        get("cu_seqlens_k"),
+        seed if options.dropout_p > 0 else None,
+        options.block_mask,
     )
 
 
@@ -373,15 +368,12 @@ def _check_lengths(name: str, x: Array | None, batch: int) -> None:
         raise ValueError(f"{name}: expected shape (batch,) = ({batch},), got {tuple(x.shape)}")
 
 
-def _check_cu_seqlens(cu_q: Array | None, cu_k: Array | None) -> int:
+def _check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if x is None:
-            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
         if x.dtype.name != "int32":
             raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
         if len(x.shape) != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(x.shape)}")
-    assert cu_q is not None and cu_k is not None
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected as many entries as cu_seqlens_q = {cu_q.shape[0]}, got {cu_k.shape[0]}"
