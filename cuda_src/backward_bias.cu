@@ -23,8 +23,8 @@ struct Axis {
   }
 };
 
-__device__ __forceinline__ void write_dbias(const AttentionParams& p, int split, int batch, int head, int row, int column,
-                                            Accum value) {
+__device__ __forceinline__ void write_dbias(const AttentionParams& p, int split, int batch, int head, int row,
+                                            int column, Accum value) {
   if (p.dbias_parts != nullptr) {
     const i64 part = static_cast<i64>(split) * p.dbias_batches + batch;
     p.dbias_parts[((part * p.dbias_heads + head) * p.dbias_rows + row) * p.dbias_columns + column] = value;

@@ -63,9 +63,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backwar
     scale_v[r] = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : Accum(1);
   }
   if (p.dk.data != nullptr) {
-    write_rows(p.dk.at(batch, s.row_k, head_kv), p.dk.row_stride, first_key, s.len_k, s.rows_k, p.head_dim, dk, scale_k);
+    write_rows(p.dk.at(batch, s.row_k, head_kv), p.dk.row_stride, first_key, s.len_k, s.rows_k, p.head_dim, dk,
+               scale_k);
   }
   if (p.dv.data != nullptr) {
-    write_rows(p.dv.at(batch, s.row_k, head_kv), p.dv.row_stride, first_key, s.len_k, s.rows_k, p.head_dim_v, dv, scale_v);
+    write_rows(p.dv.at(batch, s.row_k, head_kv), p.dv.row_stride, first_key, s.len_k, s.rows_k, p.head_dim_v, dv,
+               scale_v);
   }
 }

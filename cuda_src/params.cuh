@@ -67,10 +67,10 @@ struct AttentionParams {
   int batch, seqlen_q, seqlen_k;
   int num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int window_left, window_right;
-  int alibi_batch_stride, dalibi_batch_stride;  // 0 if all sequences share the slopes
+  int alibi_batch_stride, dalibi_batch_stride;                // 0 if all sequences share the slopes
   int dbias_batches, dbias_heads, dbias_rows, dbias_columns;  // shape of dbias
-  int num_lists, list_capacity;    // of block_list
-  int slot_rows, slot_columns;     // of block_slots
-  int num_tiles;                   // tiles (packed: tile slots) of one head
-  int splits;                      // of the loop behind one tile of dbias
+  int num_lists, list_capacity;                               // of block_list
+  int slot_rows, slot_columns;                                // of block_slots
+  int num_tiles;                                              // tiles (packed: tile slots) of one head
+  int splits;                                                 // of the loop behind one tile of dbias
 };

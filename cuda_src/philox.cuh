@@ -18,7 +18,8 @@ __device__ __forceinline__ uint4 philox(uint4 counter, u32 key_low, u32 key_high
 struct Dropout {
   u32 key_low, key_high, threshold, head, batch;
 
-  __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& s, int head) : head(head), batch(s.batch) {
+  __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& s, int head)
+      : head(head), batch(s.batch) {
     const u64 key = p.dropout_seed == nullptr ? p.dropout_key : *p.dropout_seed;
     key_low = static_cast<u32>(key);
     key_high = static_cast<u32>(key >> 32);

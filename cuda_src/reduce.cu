@@ -1,4 +1,5 @@
-// The last sums of the backward pass, each in a fixed order: gradients of sink and slopes from rows, of bias from parts.
+// The last sums of the backward pass, each in a fixed order: gradients of sink and slopes from rows, of bias from
+// parts.
 #include "softmax.cuh"
 #include "sequence.cuh"
 

@@ -43,8 +43,8 @@ struct Score {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
     if constexpr (HAS_BIAS) {
-      const Accum b = to_accum(bias[smaller(i, bias_last_row) * bias_row_stride +
-                                    smaller(j, bias_last_column) * bias_column_stride]);
+      const Accum b = to_accum(
+          bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
       s = b == -infinity() ? b : s + b;
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);

@@ -16,8 +16,8 @@ __device__ __forceinline__ int thread_column() { return threadIdx.x % SIDE; }
 // Index within the tile of element e of thread t's PER = SIZE / 16.
 template <int PER>
 __device__ __forceinline__ int owned_index(int t, int e) {
-  constexpr int HALF = PER / 2;            // consecutive elements on either side of bit 3
-  constexpr int SHARING = 8 / HALF;        // threads that share a group of 16
+  constexpr int HALF = PER / 2;      // consecutive elements on either side of bit 3
+  constexpr int SHARING = 8 / HALF;  // threads that share a group of 16
   return t / SHARING * 16 + e / HALF * 8 + t % SHARING * HALF + e % HALF;
 }
 
@@ -115,7 +115,8 @@ struct TransposedChunk {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
-      if (VECTORS % NUM_THREADS == 0 || v < VECTORS) held[i] = rows.read(first_row + v / PER_ROW, k + v % PER_ROW * VECTOR);
+      if (VECTORS % NUM_THREADS == 0 || v < VECTORS)
+        held[i] = rows.read(first_row + v / PER_ROW, k + v % PER_ROW * VECTOR);
     }
   }
 

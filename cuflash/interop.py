@@ -62,13 +62,13 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
     for name, x in names_and_arrays.items():
         its = library_of(name, x)
         if its.name != library.name:
-            raise TypeError(f"{name}: expected an array of {library.name}, as q is, got one of {its.name}")
+            raise TypeError(f"{name}: expected an array of {library.name}, as the first one is, got one of {its.name}")
         adopted[name] = array = library.adopt(name, x)
         if beside is None:
             beside = array
         elif _device_id(array) != _device_id(beside):
             raise ValueError(
-                f"{name}: expected an array on {device_name(beside)}, as q is, got one on {device_name(array)}"
+                f"{name}: expected an array on {device_name(beside)}, as the first one is, got one on {device_name(array)}"
             )
     return adopted
 
