@@ -73,6 +73,17 @@ def test_pack_makes_the_host_s_store(
 
 
 @needs_compiler
+@pytest.mark.parametrize("rest", [False, True])
+def test_one_element_makes_a_block_partial(rest: bool) -> None:
+    heads = np.arange(64)
+    dense = np.full((1, 64, 64, 64), rest)
+    dense[0, heads, heads, heads * 37 % 64] = not rest
+    slots, bits = block_device.pack(np, get_kernel, dense, (1, 1), 64, 64)
+    np.testing.assert_array_equal(slots.ravel(), heads)
+    np.testing.assert_array_equal(bits, BlockMask.from_dense(dense).arrays(np)[1])
+
+
+@needs_compiler
 def test_partial_blocks_are_numbered_over_many_rounds() -> None:
     rng = np.random.default_rng(0)
     # One thread block numbers 8192 slots a round.
