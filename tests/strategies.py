@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from cases import DTYPES, Case, accum_dtype, gaussian, np_dtype
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from layouts import layouts
 from numpy.typing import NDArray
@@ -65,6 +65,7 @@ def examples(quick: int) -> Callable[[Test], Test]:
         database=None,
         deadline=None,
         print_blob=True,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),  # explaining a failure takes longer than finding it
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
 

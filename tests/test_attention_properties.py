@@ -77,9 +77,8 @@ def test_order_of_keys_does_not_matter(device: Device, case: Case, seed: int) ->
     """Permuting keys permutes dk, dv and the columns of dbias, and changes nothing else."""
     order = np.random.default_rng(seed).permutation(case.k.shape[1])
     moved = case.with_inputs(k=case.k[:, order], v=case.v[:, order])
-    columns = {name: case.options.get(name) for name in ("bias", "mask", "block_mask")}
-    wide = {name: x for name, x in columns.items() if x is not None and x.ndim and x.shape[-1] == len(order)}
-    moved = moved.with_options(**{name: x[..., order] for name, x in wide.items()})
+    wide = [name for name in ("bias", "mask", "block_mask") if _has_columns(case, name)]
+    moved = moved.with_options(**{name: case.options[name][..., order] for name in wide})
 
     on_device = moved.on(device)
     out, lse = on_device.forward()
@@ -92,15 +91,20 @@ def test_order_of_keys_does_not_matter(device: Device, case: Case, seed: int) ->
     case.assert_gradients(grads)
 
 
+def _has_columns(case: Case, name: str) -> bool:
+    """Whether a bias or mask is there and has an entry for every key."""
+    extra = case.options.get(name)
+    return extra is not None and extra.ndim > 0 and extra.shape[-1] == case.k.shape[1]
+
+
 def _split_keys(case: Case, at: list[int]) -> list[Case]:
     """The problems over each range of keys; a sink joins the first."""
     parts = []
     for index, (first, last) in enumerate(zip([0, *at], [*at, case.k.shape[1]], strict=True)):
         own = replace(case, k=case.k[:, first:last], v=case.v[:, first:last])
         for name in ("bias", "mask", "block_mask"):
-            extra = case.options.get(name)
-            if extra is not None and extra.ndim and extra.shape[-1] == case.k.shape[1]:
-                own = own.with_options(**{name: extra[..., first:last]})
+            if _has_columns(case, name):
+                own = own.with_options(**{name: case.options[name][..., first:last]})
         parts.append(own if index == 0 else own.with_options(sink=None))
     return parts
 
@@ -122,23 +126,23 @@ def test_split_keys_merge_to_the_whole(device: Device, case: Case, data: st.Data
 
     # Each part's gradients from the merged result, and from its own result through the gradient of the merge.
     direct = [part.backward(out, lse) for part in on_device]
-    case.assert_gradients(_join(case, parts, direct))
+    case.assert_gradients(_join(case, direct))
     dout, dlse = device.put((case.dout, case.dlse))
     douts, dlses = device.get(cuflash.merge_backward(dout, dlse, outs, lses, *merged))
     chained = [
         replace(part, dout=own_dout, dlse=own_dlse).on(device).backward(*result)
         for part, own_dout, own_dlse, result in zip(parts, douts, dlses, results, strict=True)
     ]
-    case.assert_gradients(_join(case, parts, chained))
+    case.assert_gradients(_join(case, chained))
 
 
-def _join(case: Case, parts: list[Case], grads: list[dict[str, Array]]) -> dict[str, Array]:
+def _join(case: Case, grads: list[dict[str, Array]]) -> dict[str, Array]:
     """The gradients of the whole from those of its ranges of keys."""
     whole: dict[str, Array] = {}
     for name in case.grad_names:
         if name in ("k", "v"):
             whole[name] = np.concatenate([own[name] for own in grads], axis=1)
-        elif name == "bias" and parts[0].options["bias"].shape != case.options["bias"].shape:
+        elif name == "bias" and _has_columns(case, name):
             whole[name] = np.concatenate([own[name] for own in grads], axis=-1)
         elif name == "sink":
             whole[name] = grads[0][name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from cases import np_dtype
 from devices import Device
 
 import cuflash
+
+Row = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_KV, DIM, DIM_V = 2, 6, 8, 4, 2, 16, 12
 TOTAL_Q, TOTAL_K = 10, 14
@@ -41,8 +44,8 @@ def call(device: Device, form: str, packed: bool = False, **changes: Any) -> Any
             "lse": zeros(BATCH, HEADS_Q, SEQLEN_Q),
         }
     arguments["dout"] = arguments["forward_out"]
-    names = ("dout", "q", "k", "v", "forward_out", "lse") if form == "_backward" else ("q", "k", "v")
-    names += ("cu_seqlens_q", "cu_seqlens_k") if packed else ()
+    names = ["dout", "q", "k", "v", "forward_out", "lse"] if form == "_backward" else ["q", "k", "v"]
+    names += ["cu_seqlens_q", "cu_seqlens_k"] if packed else []
     changes = {name: value() if callable(value) else value for name, value in changes.items()}
     arguments.update({name: changes.pop(name) for name in arguments.keys() & changes.keys()})
     function = getattr(cuflash, ("attention_varlen" if packed else "attention") + form)
@@ -63,7 +66,7 @@ def block_mask(*shape: int) -> Callable[[], cuflash.BlockMask]:
     return lambda: cuflash.BlockMask.from_dense(np.ones(shape, bool))
 
 
-INPUTS = {
+INPUTS: dict[str, Row] = {
     "k head dim": (
         {"k": zeros(2, 8, 2, 80)},
         ValueError,
@@ -119,7 +122,7 @@ INPUTS = {
     ),
 }
 
-OPTIONS = {
+OPTIONS: dict[str, Row] = {
     "unknown": ({"casual": True}, TypeError, ("casual",)),
     "causal string": ({"causal": "no"}, TypeError, ("causal", "bool", "str")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
@@ -178,7 +181,7 @@ OPTIONS = {
     "precision number": ({"precision": 32}, TypeError, ("precision", "tf32", "int")),
 }
 
-PACKED = {
+PACKED: dict[str, Row] = {
     "q padded": (
         {"q": zeros(2, 6, 4, 16)},
         ValueError,
@@ -202,7 +205,7 @@ PACKED = {
     "alibi": ({"alibi_slopes": zeros(3, 4)}, ValueError, ("alibi_slopes", "(2, 4)", "(3, 4)")),
 }
 
-BACKWARD = {
+BACKWARD: dict[str, Row] = {
     "dout dtype": ({"dout": zeros(2, 6, 4, 12, dtype="float16")}, TypeError, ("dout", "float32", "float16")),
     "dout shape": ({"dout": zeros(2, 6, 4, 16)}, ValueError, ("dout", "(2, 6, 4, 12)", "(2, 6, 4, 16)")),
     "dout none": ({"dout": None}, TypeError, ("dout", "None")),
@@ -231,15 +234,13 @@ BACKWARD = {
     ),
 }
 
-OUT = {
+OUT: dict[str, Row] = {
     "dtype": ({"out": zeros(2, 6, 4, 12, dtype="float16")}, TypeError, ("out", "float32", "float16")),
     "shape": ({"out": zeros(2, 6, 4, 16)}, ValueError, ("out", "(2, 6, 4, 12)", "(2, 6, 4, 16)")),
     "rows": ({"out": lambda: zeros(2, 6, 4, 24)[..., ::2]}, ValueError, ("out", "contiguous", "8")),
     "backwards": ({"out": lambda: zeros(2, 6, 4, 12)[..., ::-1]}, ValueError, ("out", "contiguous", "-4")),
     "list": ({"out": [0.0]}, TypeError, ("out", "list")),
 }
-
-Row = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 
 
 def table(rows: dict[str, Row]) -> Any:
@@ -304,12 +305,12 @@ def test_dtypes_beside_each_input_dtype(device: Device, dtype: str) -> None:
         if bias_dtype in (dtype, "float32"):
             call(device, "", **inputs, bias=zeros(6, 8, dtype=bias_dtype))
         else:
-            attempt = {**inputs, "bias": zeros(6, 8, dtype=bias_dtype)}
-            check(TypeError, ("bias", dtype, bias_dtype), lambda attempt=attempt: call(device, "", **attempt))
+            wrong = {**inputs, "bias": zeros(6, 8, dtype=bias_dtype)}
+            check(TypeError, ("bias", dtype, bias_dtype), partial(call, device, "", **wrong))
     call(device, "", **inputs, sink=zeros(4, dtype=accum), alibi_slopes=zeros(4, dtype=accum))
     for name in ("sink", "alibi_slopes"):
         wrong = {**inputs, name: zeros(4, dtype=other)}
-        check(TypeError, (name, accum, other), lambda wrong=wrong: call(device, "", **wrong))
+        check(TypeError, (name, accum, other), partial(call, device, "", **wrong))
     out = zeros(2, 6, 4, 12, dtype=dtype)
     residuals = {"dout": out, "forward_out": out, "lse": zeros(2, 4, 6, dtype=other)}
     check(TypeError, ("lse", accum, other), lambda: call(device, "_backward", **inputs, **residuals))
@@ -317,8 +318,9 @@ def test_dtypes_beside_each_input_dtype(device: Device, dtype: str) -> None:
 
 def test_options_are_keyword_only(device: Device) -> None:
     arrays = device.put((zeros(2, 6, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, 2, 12)))
-    check(TypeError, ("positional",), lambda: cuflash.attention(*arrays, True))
-    check(TypeError, ("positional",), lambda: cuflash.attention_vjp(*arrays, True))
+    functions: list[Callable[..., Any]] = [cuflash.attention, cuflash.attention_vjp]
+    for function in functions:
+        check(TypeError, ("positional",), partial(function, *arrays, True))
 
 
 def test_a_valid_call_before_hides_no_error(device: Device) -> None:
