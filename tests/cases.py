@@ -168,6 +168,28 @@ class Case:
                 check(actual, exact[name], naive[name], dtype=self._coarser(actual))
 
 
+def gaussian_case(
+    seed: int,
+    dtype: str,
+    seqlens: tuple[int, int],
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (32, 32),
+    batch: int = 2,
+    **options: Any,
+) -> Case:
+    """A padded problem of normal random numbers; pairs are of (q, k), (q, kv) and (q and k, v)."""
+    rng = np.random.default_rng(seed)
+    (seqlen_q, seqlen_k), (heads_q, heads_kv), (head_dim, head_dim_v) = seqlens, heads, dims
+    return Case(
+        q=gaussian(rng, (batch, seqlen_q, heads_q, head_dim), dtype),
+        k=gaussian(rng, (batch, seqlen_k, heads_kv, head_dim), dtype),
+        v=gaussian(rng, (batch, seqlen_k, heads_kv, head_dim_v), dtype),
+        dout=gaussian(rng, (batch, seqlen_q, heads_q, head_dim_v), dtype),
+        dlse=gaussian(rng, (batch, heads_q, seqlen_q), accum_dtype(np_dtype(dtype))),
+        options=options,
+    )
+
+
 @dataclass
 class OnDevice:
     """A case whose arrays are on a device, and the library's calls with them. Results come back to the host."""

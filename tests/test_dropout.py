@@ -1,0 +1,207 @@
+"""Dropout: which weights are kept follows from the contract's formula alone, everywhere and for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, assert_same_bits, gaussian_case, np_dtype, same_bits
+from devices import Device
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from strategies import cases, examples
+
+import cuflash
+from cuflash import reference
+
+Array = NDArray[Any]
+
+MASK32 = 0xFFFFFFFF
+
+
+def philox4x32(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 of Salmon et al. 2011, as its paper writes it, one counter at a time in Python's integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) & MASK32, (k[1] + 0xBB67AE85) & MASK32]
+    return c
+
+
+def keep(seed: int, p: float, batch: int, head: int, i: int, j: int) -> bool:
+    """The contract's keep decision of one weight, to the letter."""
+    words = philox4x32([i & ~8, j & ~8, head, batch], [seed & MASK32, seed >> 32])
+    bit3_i, bit3_j = i >> 3 & 1, j >> 3 & 1
+    return words[2 * bit3_i + bit3_j] >= int(np.floor(p * 2.0**32))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([MASK32] * 4, [MASK32] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
+    """The known answers that come with the authors' Random123, of this generator and of the reference's."""
+    assert philox4x32(counter, key) == words
+    first, second, third, fourth = counter
+    assert reference.philox4x32((first, second, third, fourth), key[0] | key[1] << 32).tolist() == words
+
+
+def kept_weights(device: Device, dtype: str, seed: Any, p: float, sizes: tuple[int, int, int, int]) -> Array:
+    """bool (batch, heads, rows, keys): weights that the library kept, read off by one-hot values."""
+    batch, heads, rows, keys = sizes
+    q = np.zeros((batch, rows, heads, 8), np_dtype(dtype))
+    k = np.zeros((batch, keys, 1, 8), np_dtype(dtype))
+    kept = np.zeros(sizes, bool)
+    for first in range(0, keys, 256):
+        width = min(256, keys - first)
+        v = np.zeros((batch, keys, 1, width), np_dtype(dtype))
+        v[:, first : first + width, 0] = np.eye(width)
+        arrays = device.put((q, k, v))
+        # Weights are 1 / keys each; times keys, a kept one is 1 / (1 - p).
+        out = device.get(cuflash.attention(*arrays, dropout_p=p, dropout_seed=device.put(seed)))
+        weights = out.astype(np.float64).swapaxes(1, 2) * keys * (1 - p)
+        assert np.all((weights == 0) | (np.abs(weights - 1) < 0.02)), "kept weights are scaled by 1 / (1 - p)"
+        kept[..., first : first + width] = weights != 0
+    return kept
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 0x0123456789ABCDEF, 2**64 - 1])
+def test_bits_follow_the_formula(device: Device, dtype: str, seed: int) -> None:
+    sizes = (2, 3, 21, 37)
+    kept = kept_weights(device, dtype, seed, 0.3, sizes)
+    for index in np.ndindex(*sizes):
+        assert kept[index] == keep(seed, 0.3, *index), f"batch, head, i, j = {index}"
+
+
+def test_bits_do_not_depend_on_tiles(device: Device) -> None:
+    """Positions far beyond one tile, in rows and in keys."""
+    sizes = (1, 1, 300, 520)
+    kept = kept_weights(device, "float32", 77, 0.5, sizes)
+    for i in (0, 7, 8, 63, 64, 127, 128, 255, 256, 299):
+        for j in range(520):
+            assert kept[0, 0, i, j] == keep(77, 0.5, 0, 0, i, j), (i, j)
+    assert np.array_equal(kept, reference.dropout_keep(1, 1, 300, 520, 0.5, 77))
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0**-33, 2.0**-32, 1e-3, 0.1, 1 / 3, 0.5, 0.75, 0.999])
+def test_threshold(device: Device, p: float) -> None:
+    """keep iff word >= floor(p * 2^32); p below 2^-32 drops nothing."""
+    kept = kept_weights(device, "float32", 5, p, (1, 2, 40, 64))
+    expected = np.array([[[keep(5, p, 0, h, i, j) for j in range(64)] for i in range(40)] for h in range(2)])
+    assert np.array_equal(kept[0], expected)
+    if p < 2.0**-32:
+        assert kept.all()
+
+
+@pytest.mark.parametrize("shape", [None, (), (1,), (1, 1)])
+def test_seed_as_int_and_as_array(device: Device, shape: tuple[int, ...] | None) -> None:
+    seed = 0xFEDCBA9876543210
+    as_given: Any = seed if shape is None else np.full(shape, seed, np.uint64)
+    kept = kept_weights(device, "float32", as_given, 0.4, (1, 2, 16, 16))
+    assert np.array_equal(
+        kept[0], [[[keep(seed, 0.4, 0, h, i, j) for j in range(16)] for i in range(16)] for h in (0, 1)]
+    )
+
+
+def test_heads_are_query_heads(device: Device) -> None:
+    """With grouped queries each query head drops its own weights."""
+    kept = kept_weights(device, "float32", 3, 0.5, (1, 4, 24, 24))  # four query heads on one KV head
+    assert len({kept[0, h].tobytes() for h in range(4)}) == 4
+
+
+def test_packed_positions_are_local(device: Device) -> None:
+    """i and j count from the start of each sequence, batch is its index, and used lengths do not shift them."""
+    lengths_q, lengths_k = [5, 19, 0, 33], [9, 40, 3, 33]
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_k))
+    total_q, total_k = int(cu_q[-1]), int(cu_k[-1])
+    v = np.concatenate([np.eye(40, dtype=np.float32)[:length] for length in lengths_k])[:, None]
+    arrays = device.put((np.zeros((total_q, 2, 4), np.float32), np.zeros((total_k, 1, 4), np.float32), v, cu_q, cu_k))
+    used = device.put(np.array([5, 12, 0, 33], np.int32))
+    out = device.get(cuflash.attention_varlen(*arrays, q_lengths=used, dropout_p=0.5, dropout_seed=9))
+    for b, (rows, used_rows, keys) in enumerate(zip(lengths_q, [5, 12, 0, 33], lengths_k, strict=True)):
+        for head in range(2):
+            own = out[cu_q[b] : cu_q[b] + rows, head, :keys]
+            expected = [[keep(9, 0.5, b, head, i, j) for j in range(keys)] for i in range(used_rows)]
+            assert np.array_equal(own[:used_rows] != 0, np.array(expected, bool).reshape(used_rows, keys)), b
+            assert not own[used_rows:].any()
+
+
+def test_lengths_do_not_shift_positions(device: Device) -> None:
+    """In padded arrays i and j are absolute, whatever the lengths, masks and windows are."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([11, 30], np.int32)
+    q = np.zeros((2, 30, 1, 4), np.float32)
+    v = np.broadcast_to(np.eye(30, dtype=np.float32)[None, :, None], (2, 30, 1, 30))
+    mask = rng.random((30, 30)) < 0.8
+    arrays = device.put((q, q, v.copy()))
+    options = device.put({"q_lengths": lengths, "kv_lengths": lengths, "mask": mask})
+    out = device.get(cuflash.attention(*arrays, window=(20, 0), dropout_p=0.5, dropout_seed=4, **options))
+    for b, length in enumerate(lengths):
+        for i in range(length):
+            for j in range(length):
+                sees = mask[i, j] and i - 20 <= j <= i
+                assert (out[b, i, 0, j] != 0) == (sees and keep(4, 0.5, b, 0, i, j)), (b, i, j)
+
+
+@examples(40)
+@given(case=cases(always=("dropout",)))
+def test_lse_is_before_dropout(device: Device, case: Case) -> None:
+    _, lse = case.on(device).forward()
+    _, without = case.with_options(dropout_p=None, dropout_seed=None).on(device).forward()
+    assert same_bits(lse, without)
+
+
+@examples(30)
+@given(case=cases(without=("dropout",)), seed=st.integers(0, 2**64 - 1))
+def test_probability_zero_is_no_dropout(device: Device, case: Case, seed: int) -> None:
+    """dropout_p=0 is the same bits as no dropout, and then the seed may be left out."""
+    plain = case.on(device)
+    out, lse = plain.forward()
+    grads = plain.backward(out, lse, deterministic=True)
+    for options in ({"dropout_p": 0.0}, {"dropout_p": 0, "dropout_seed": seed}):
+        zero = case.with_options(**options).on(device)
+        assert same_bits(zero.forward()[0], out)
+        assert_same_bits(zero.backward(out, lse, deterministic=True), grads)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_forward_and_backward_drop_the_same_weights(device: Device, dtype: str) -> None:
+    """Gradients of dropped weights vanish: with one-hot values, dv tells which weights the backward pass kept."""
+    sizes = (2, 2, 40, 48)
+    batch, heads, rows, keys = sizes
+    q, k = (np.zeros((batch, n, heads, 16), np_dtype(dtype)) for n in (rows, keys))
+    v = np.zeros((batch, keys, heads, keys), np_dtype(dtype))
+    v[:] = np.eye(keys)[:, None]
+    dout = np.zeros((batch, rows, heads, keys), np_dtype(dtype))
+    dout[..., :rows] = np.eye(rows)[:, None]
+    case = Case(q, k, v, dout, options={"dropout_p": 0.35, "dropout_seed": 21})
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    kept = out.swapaxes(1, 2) != 0
+    dv = on_device.backward(out, lse)["v"]  # dv[j, i] = weight of (i, j) where dout is one-hot
+    assert np.array_equal(dv[..., :rows].transpose(0, 2, 3, 1) != 0, kept)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+def test_gradients_with_dropout(device: Device) -> None:
+    """Several tiles with grouped heads and dlse; another seed is another result."""
+    seed = np.array([2**63 + 1], np.uint64)
+    case = gaussian_case(11, "float32", (150, 170), dropout_p=0.25, dropout_seed=seed, causal=True)
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+    assert not np.array_equal(case.with_options(dropout_seed=2**63 + 2).on(device).forward()[0], out)
