@@ -128,7 +128,7 @@ def _from_dlpack(name: str, x: Any) -> Array:
         import cupy
 
         return cupy.from_dlpack(x)
-    raise TypeError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
+    raise ValueError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
 
 
 def _adopt_any(name: str, x: Any) -> Array:
@@ -174,6 +174,8 @@ def _adopt_torch(name: str, x: Any) -> Array:
         )
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense torch tensor, got layout {x.layout}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
     x = x.detach()
     if x.dtype == torch.bfloat16:
         return _adopt_torch(name, x.view(torch.int16)).view(bfloat16())
