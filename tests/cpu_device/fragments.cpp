@@ -11,188 +11,187 @@ namespace {
 constexpr int kRowBytes = 16;  // of an 8x8 matrix of 16-bit elements
 
 float half_to_float(uint16_t bits) {
-    const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
-    float value;
-    if (exponent == 0) {
-        value = float(mantissa) * 0x1p-24f;
-    } else {
-        const uint32_t word = (exponent == 0x1f ? 0xffu : exponent + 127 - 15) << 23 | mantissa << 13;
-        memcpy(&value, &word, sizeof value);
-    }
-    return sign ? -value : value;
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
+  float value;
+  if (exponent == 0) {
+    value = float(mantissa) * 0x1p-24f;
+  } else {
+    const uint32_t word = (exponent == 0x1f ? 0xffu : exponent + 127 - 15) << 23 | mantissa << 13;
+    memcpy(&value, &word, sizeof value);
+  }
+  return sign ? -value : value;
 }
 
 // All 2^16 of them: conversions are most of the work of the products below.
 struct HalfTable {
-    float values[1 << 16];
-    HalfTable() {
-        for (unsigned bits = 0; bits < 1u << 16; bits++) values[bits] = half_to_float(bits);
-    }
+  float values[1 << 16];
+  HalfTable() {
+    for (unsigned bits = 0; bits < 1u << 16; bits++) values[bits] = half_to_float(bits);
+  }
 };
 
 float from_bits(uint32_t word) {
-    float value;
-    memcpy(&value, &word, sizeof value);
-    return value;
+  float value;
+  memcpy(&value, &word, sizeof value);
+  return value;
 }
 
 struct LoadArgs {
-    unsigned* d;
-    int count;
-    bool transposed;
-    uint32_t address;
-    Where where;
+  unsigned* d;
+  int count;
+  bool transposed;
+  uint32_t address;
+  Where where;
 };
 
 struct StoreArgs {
-    uint32_t address;
-    const unsigned* a;
-    int count;
-    bool transposed;
-    Where where;
+  uint32_t address;
+  const unsigned* a;
+  int count;
+  bool transposed;
+  Where where;
 };
 
 // Row `row` of matrix `matrix` is at the address of lane 8 * matrix + row.
 template <class Args>
 unsigned char* matrix_row(void* const all[32], int matrix, int row, const char* name) {
-    const Args& args = *static_cast<Args*>(all[8 * matrix + row]);
-    return shared_memory(args.address, kRowBytes, kRowBytes, name, args.where);
+  const Args& args = *static_cast<Args*>(all[8 * matrix + row]);
+  return shared_memory(args.address, kRowBytes, kRowBytes, name, args.where);
 }
 
 void load_operation(void* const all[32], unsigned) {
-    const LoadArgs& first = *static_cast<LoadArgs*>(all[0]);
-    for (int m = 0; m < first.count; m++) {
-        uint16_t matrix[8][8];
-        for (int row = 0; row < 8; row++) {
-            const unsigned char* from = matrix_row<LoadArgs>(all, m, row, "ldmatrix");
-            on_read(from, kRowBytes, first.where);
-            memcpy(matrix[row], from, kRowBytes);
-        }
-        for (int l = 0; l < 32; l++) {
-            const int g = l / 4, t = l % 4;
-            const uint16_t low = first.transposed ? matrix[2 * t][g] : matrix[g][2 * t];
-            const uint16_t high = first.transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
-            static_cast<LoadArgs*>(all[l])->d[m] = low | uint32_t(high) << 16;
-        }
+  const LoadArgs& first = *static_cast<LoadArgs*>(all[0]);
+  for (int m = 0; m < first.count; m++) {
+    uint16_t matrix[8][8];
+    for (int row = 0; row < 8; row++) {
+      const unsigned char* from = matrix_row<LoadArgs>(all, m, row, "ldmatrix");
+      on_read(from, kRowBytes, first.where);
+      memcpy(matrix[row], from, kRowBytes);
     }
+    for (int l = 0; l < 32; l++) {
+      const int g = l / 4, t = l % 4;
+      const uint16_t low = first.transposed ? matrix[2 * t][g] : matrix[g][2 * t];
+      const uint16_t high = first.transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+      static_cast<LoadArgs*>(all[l])->d[m] = low | uint32_t(high) << 16;
+    }
+  }
 }
 
 void store_operation(void* const all[32], unsigned) {
-    const StoreArgs& first = *static_cast<StoreArgs*>(all[0]);
-    for (int m = 0; m < first.count; m++) {
-        uint16_t matrix[8][8];
-        for (int l = 0; l < 32; l++) {
-            const int g = l / 4, t = l % 4;
-            const unsigned word = static_cast<StoreArgs*>(all[l])->a[m];
-            (first.transposed ? matrix[2 * t][g] : matrix[g][2 * t]) = word;
-            (first.transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1]) = word >> 16;
-        }
-        for (int row = 0; row < 8; row++) {
-            unsigned char* to = matrix_row<StoreArgs>(all, m, row, "stmatrix");
-            on_write(to, kRowBytes, first.where);
-            memcpy(to, matrix[row], kRowBytes);
-        }
+  const StoreArgs& first = *static_cast<StoreArgs*>(all[0]);
+  for (int m = 0; m < first.count; m++) {
+    uint16_t matrix[8][8];
+    for (int l = 0; l < 32; l++) {
+      const int g = l / 4, t = l % 4;
+      const unsigned word = static_cast<StoreArgs*>(all[l])->a[m];
+      (first.transposed ? matrix[2 * t][g] : matrix[g][2 * t]) = word;
+      (first.transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1]) = word >> 16;
     }
+    for (int row = 0; row < 8; row++) {
+      unsigned char* to = matrix_row<StoreArgs>(all, m, row, "stmatrix");
+      on_write(to, kRowBytes, first.where);
+      memcpy(to, matrix[row], kRowBytes);
+    }
+  }
 }
 
 struct TransposeArgs {
-    unsigned a, d;
+  unsigned a, d;
 };
 
 void transpose_operation(void* const all[32], unsigned) {
-    uint16_t matrix[8][8];
-    for (int l = 0; l < 32; l++) memcpy(&matrix[l / 4][l % 4 * 2], &static_cast<TransposeArgs*>(all[l])->a, 4);
-    for (int l = 0; l < 32; l++)
-        static_cast<TransposeArgs*>(all[l])->d = matrix[l % 4 * 2][l / 4] | uint32_t(matrix[l % 4 * 2 + 1][l / 4])
-                                                                                << 16;
+  uint16_t matrix[8][8];
+  for (int l = 0; l < 32; l++) memcpy(&matrix[l / 4][l % 4 * 2], &static_cast<TransposeArgs*>(all[l])->a, 4);
+  for (int l = 0; l < 32; l++)
+    static_cast<TransposeArgs*>(all[l])->d = matrix[l % 4 * 2][l / 4] | uint32_t(matrix[l % 4 * 2 + 1][l / 4]) << 16;
 }
 
 struct MultiplyArgs {
-    float* d;
-    const unsigned *a, *b;
-    int depth;
-    Format format;
+  float* d;
+  const unsigned *a, *b;
+  int depth;
+  Format format;
 };
 
 // Element `half` of a register of 16-bit elements.
 float element(unsigned word, int half, Format format) { return to_float(word >> 16 * half, format); }
 
 void multiply_operation(void* const all[32], unsigned) {
-    const MultiplyArgs& first = *static_cast<MultiplyArgs*>(all[0]);
-    const Format format = first.format;
-    float a[16][16], b[16][8];
-    for (int l = 0; l < 32; l++) {
-        const MultiplyArgs& args = *static_cast<MultiplyArgs*>(all[l]);
-        const int g = l / 4, t = l % 4;
-        if (format == Format::kTf32) {  // a register holds one element; its low 13 bits do not count
-            for (int r = 0; r < 4; r++) a[g + r % 2 * 8][t + r / 2 * 4] = from_bits(args.a[r] & ~0x1fffu);
-            for (int r = 0; r < 2; r++) b[t + r * 4][g] = from_bits(args.b[r] & ~0x1fffu);
-            continue;
-        }
-        for (int r = 0; r < first.depth / 4; r++)
-            for (int h = 0; h < 2; h++) a[g + r % 2 * 8][2 * t + h + r / 2 * 8] = element(args.a[r], h, format);
-        for (int r = 0; r < first.depth / 8; r++)
-            for (int h = 0; h < 2; h++) b[2 * t + h + r * 8][g] = element(args.b[r], h, format);
+  const MultiplyArgs& first = *static_cast<MultiplyArgs*>(all[0]);
+  const Format format = first.format;
+  float a[16][16], b[16][8];
+  for (int l = 0; l < 32; l++) {
+    const MultiplyArgs& args = *static_cast<MultiplyArgs*>(all[l]);
+    const int g = l / 4, t = l % 4;
+    if (format == Format::kTf32) {  // a register holds one element; its low 13 bits do not count
+      for (int r = 0; r < 4; r++) a[g + r % 2 * 8][t + r / 2 * 4] = from_bits(args.a[r] & ~0x1fffu);
+      for (int r = 0; r < 2; r++) b[t + r * 4][g] = from_bits(args.b[r] & ~0x1fffu);
+      continue;
     }
-    for (int l = 0; l < 32; l++) {
-        float* d = static_cast<MultiplyArgs*>(all[l])->d;
-        for (int r = 0; r < 4; r++) {
-            const int row = l / 4 + r / 2 * 8, column = l % 4 * 2 + r % 2;
-            float sum = 0;
-            for (int k = 0; k < first.depth; k++) sum += a[row][k] * b[k][column];
-            d[r] += sum;
-        }
+    for (int r = 0; r < first.depth / 4; r++)
+      for (int h = 0; h < 2; h++) a[g + r % 2 * 8][2 * t + h + r / 2 * 8] = element(args.a[r], h, format);
+    for (int r = 0; r < first.depth / 8; r++)
+      for (int h = 0; h < 2; h++) b[2 * t + h + r * 8][g] = element(args.b[r], h, format);
+  }
+  for (int l = 0; l < 32; l++) {
+    float* d = static_cast<MultiplyArgs*>(all[l])->d;
+    for (int r = 0; r < 4; r++) {
+      const int row = l / 4 + r / 2 * 8, column = l % 4 * 2 + r % 2;
+      float sum = 0;
+      for (int k = 0; k < first.depth; k++) sum += a[row][k] * b[k][column];
+      d[r] += sum;
     }
+  }
 }
 
 struct MultiplyDoubleArgs {
-    double* d;
-    double a, b;
+  double* d;
+  double a, b;
 };
 
 void multiply_double_operation(void* const all[32], unsigned) {
-    for (int l = 0; l < 32; l++) {
-        double* d = static_cast<MultiplyDoubleArgs*>(all[l])->d;
-        for (int r = 0; r < 2; r++)
-            for (int k = 0; k < 4; k++) {
-                const int row = l / 4, column = l % 4 * 2 + r;
-                d[r] = __builtin_fma(static_cast<MultiplyDoubleArgs*>(all[4 * row + k])->a,
-                                     static_cast<MultiplyDoubleArgs*>(all[4 * column + k])->b, d[r]);
-            }
-    }
+  for (int l = 0; l < 32; l++) {
+    double* d = static_cast<MultiplyDoubleArgs*>(all[l])->d;
+    for (int r = 0; r < 2; r++)
+      for (int k = 0; k < 4; k++) {
+        const int row = l / 4, column = l % 4 * 2 + r;
+        d[r] = __builtin_fma(static_cast<MultiplyDoubleArgs*>(all[4 * row + k])->a,
+                             static_cast<MultiplyDoubleArgs*>(all[4 * column + k])->b, d[r]);
+      }
+  }
 }
 
 }  // namespace
 
 float to_float(uint16_t bits, Format format) {
-    static const HalfTable table;
-    return format == Format::kBfloat16 ? from_bits(uint32_t(bits) << 16) : table.values[bits];
+  static const HalfTable table;
+  return format == Format::kBfloat16 ? from_bits(uint32_t(bits) << 16) : table.values[bits];
 }
 
 void load_matrices(unsigned* d, int count, bool transposed, uint32_t address, Where where) {
-    LoadArgs args{d, count, transposed, address, where};
-    warp_collective(~0u, load_operation, &args, "ldmatrix", where);
+  LoadArgs args{d, count, transposed, address, where};
+  warp_collective(~0u, load_operation, &args, "ldmatrix", where);
 }
 
 void store_matrices(uint32_t address, const unsigned* a, int count, bool transposed, Where where) {
-    StoreArgs args{address, a, count, transposed, where};
-    warp_collective(~0u, store_operation, &args, "stmatrix", where);
+  StoreArgs args{address, a, count, transposed, where};
+  warp_collective(~0u, store_operation, &args, "stmatrix", where);
 }
 
 unsigned transpose_matrix(unsigned a, Where where) {
-    TransposeArgs args{a, 0};
-    warp_collective(~0u, transpose_operation, &args, "movmatrix", where);
-    return args.d;
+  TransposeArgs args{a, 0};
+  warp_collective(~0u, transpose_operation, &args, "movmatrix", where);
+  return args.d;
 }
 
 void multiply_fragments(float* d, const unsigned* a, const unsigned* b, int depth, Format format, Where where) {
-    MultiplyArgs args{d, a, b, depth, format};
-    warp_collective(~0u, multiply_operation, &args, "mma", where);
+  MultiplyArgs args{d, a, b, depth, format};
+  warp_collective(~0u, multiply_operation, &args, "mma", where);
 }
 
 void multiply_fragments(double* d, double a, double b, Where where) {
-    MultiplyDoubleArgs args{d, a, b};
-    warp_collective(~0u, multiply_double_operation, &args, "mma", where);
+  MultiplyDoubleArgs args{d, a, b};
+  warp_collective(~0u, multiply_double_operation, &args, "mma", where);
 }
 
 }  // namespace cpu_device

@@ -44,13 +44,13 @@ void wgmma_commit(Where where);
 void wgmma_wait(int pending, Where where);
 // d (64 x columns) = (accumulate ? d : 0) + a (64 x 16) b (16 x columns); a from registers where they are given
 struct Wgmma {
-    float* d;
-    int columns;
-    const unsigned* a_registers;
-    uint64_t a, b;
-    bool accumulate, transposed_a, transposed_b;
-    Format format;
-    Where where;
+  float* d;
+  int columns;
+  const unsigned* a_registers;
+  uint64_t a, b;
+  bool accumulate, transposed_a, transposed_b;
+  Format format;
+  Where where;
 };
 void wgmma(const Wgmma& product);
 

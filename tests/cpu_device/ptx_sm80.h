@@ -15,50 +15,50 @@ constexpr cpu_device::Format format =
     std::is_same<T, __nv_bfloat16>::value ? cpu_device::Format::kBfloat16 : cpu_device::Format::kFloat16;
 
 inline unsigned shared_address(const void* pointer, Where where = {}) {
-    return cpu_device::shared_address(pointer, where);
+  return cpu_device::shared_address(pointer, where);
 }
 
 inline void ldmatrix_x4(unsigned (&d)[4], unsigned address, Where where = {}) {
-    cpu_device::load_matrices(d, 4, false, address, where);
+  cpu_device::load_matrices(d, 4, false, address, where);
 }
 inline void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address, Where where = {}) {
-    cpu_device::load_matrices(d, 4, true, address, where);
+  cpu_device::load_matrices(d, 4, true, address, where);
 }
 inline void ldmatrix_x2(unsigned (&d)[2], unsigned address, Where where = {}) {
-    cpu_device::load_matrices(d, 2, false, address, where);
+  cpu_device::load_matrices(d, 2, false, address, where);
 }
 inline void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address, Where where = {}) {
-    cpu_device::load_matrices(d, 2, true, address, where);
+  cpu_device::load_matrices(d, 2, true, address, where);
 }
 inline unsigned movmatrix_trans(unsigned a, Where where = {}) { return cpu_device::transpose_matrix(a, where); }
 
 inline void cp_async_16(unsigned shared, const void* global, int bytes, Where where = {}) {
-    cpu_device::copy_async(shared, global, 16, bytes, where);
+  cpu_device::copy_async(shared, global, 16, bytes, where);
 }
 inline void cp_async_8(unsigned shared, const void* global, int bytes, Where where = {}) {
-    cpu_device::copy_async(shared, global, 8, bytes, where);
+  cpu_device::copy_async(shared, global, 8, bytes, where);
 }
 inline void cp_async_4(unsigned shared, const void* global, int bytes, Where where = {}) {
-    cpu_device::copy_async(shared, global, 4, bytes, where);
+  cpu_device::copy_async(shared, global, 4, bytes, where);
 }
 inline void cp_async_commit_group() { cpu_device::copy_async_commit(); }
 template <int PENDING>
 void cp_async_wait_group() {
-    cpu_device::copy_async_wait(PENDING);
+  cpu_device::copy_async_wait(PENDING);
 }
 
 template <class T>
 void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Where where = {}) {
-    cpu_device::multiply_fragments(d, a, b, 16, format<T>, where);
+  cpu_device::multiply_fragments(d, a, b, 16, format<T>, where);
 }
 inline void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b, Where where = {}) {
-    cpu_device::multiply_fragments(d, a, &b, 8, cpu_device::Format::kFloat16, where);
+  cpu_device::multiply_fragments(d, a, &b, 8, cpu_device::Format::kFloat16, where);
 }
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Where where = {}) {
-    cpu_device::multiply_fragments(d, a, b, 8, cpu_device::Format::kTf32, where);
+  cpu_device::multiply_fragments(d, a, b, 8, cpu_device::Format::kTf32, where);
 }
 inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {}) {
-    cpu_device::multiply_fragments(d, a, b, where);
+  cpu_device::multiply_fragments(d, a, b, where);
 }
 
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
@@ -66,22 +66,19 @@ inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
 inline float lg2(float x) { return std::log2(flushed(x)); }
 inline float tanh(float x) { return std::tanh(x); }
 inline unsigned round_to_tf32(float x) {
-    unsigned bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if (std::isnan(x)) return 0x7fffffff;
-    if (std::isinf(x)) return bits;
-    return (bits + 0x1000) & ~0x1fffu;
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (std::isnan(x)) return 0x7fffffff;
+  if (std::isinf(x)) return bits;
+  return (bits + 0x1000) & ~0x1fffu;
 }
 
 inline void barrier_sync(int id, int threads, Where where = {}) {
-    cpu_device::barrier_sync(id, threads, false, "barrier.sync", where);
+  cpu_device::barrier_sync(id, threads, false, "barrier.sync", where);
 }
 inline void barrier_arrive(int id, int threads, Where where = {}) { cpu_device::barrier_arrive(id, threads, where); }
 
-inline int load_acquire(const int* address, Where where = {}) {
-    cpu_device::poll("ld.acquire", where);
-    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-inline void add_release(int* address, int value) { __atomic_fetch_add(address, value, __ATOMIC_RELEASE); }
+inline int load_acquire(const int* address, Where where = {}) { return cpu_device::load_acquire(address, where); }
+inline void add_release(int* address, int value) { cpu_device::add_release(address, value); }
 
 }  // namespace ptx

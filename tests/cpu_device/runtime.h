@@ -11,19 +11,19 @@ constexpr unsigned kWarpSize = 32;
 
 // Where in the kernel's text a call stands. As a default argument, Where() is evaluated at the caller.
 struct Where {
-    const char* file;
-    int line;
-    Where(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
+  const char* file;
+  int line;
+  Where(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
 };
 
 // What a thread's text may read of itself. The runtime's Thread (worker.h) derives from it.
 struct ThreadView {
-    uint3 thread_index, block_index;
-    unsigned rank;  // linear index inside its block
+  uint3 thread_index, block_index;
+  unsigned rank;  // linear index inside its block
 };
 struct LaunchShape {
-    dim3 grid, block, cluster;
-    size_t dynamic_shared;
+  dim3 grid, block, cluster;
+  size_t dynamic_shared;
 };
 extern thread_local ThreadView* current __attribute__((tls_model("initial-exec")));
 extern thread_local const LaunchShape* shape __attribute__((tls_model("initial-exec")));
@@ -43,8 +43,8 @@ void warp_sync(unsigned mask, Where where);  // the collective that also orders 
 unsigned existing_lanes();                   // lanes of this warp that have not exited
 
 struct Votes {
-    bool any, all;
-    int count;
+  bool any, all;
+  int count;
 };
 // barrier.sync (waits) and barrier.arrive of barrier 0..15; threads 0: all of the block that have not exited.
 Votes barrier_sync(unsigned id, unsigned threads, bool predicate, const char* name, Where where);
@@ -63,5 +63,11 @@ unsigned char* shared_memory(uint32_t address, size_t bytes, size_t alignment, c
 // Tells the checks about an access that the compiler does not see. Wherever it points: only shared memory counts.
 void on_read(const void* pointer, size_t bytes, Where where);
 void on_write(const void* pointer, size_t bytes, Where where);
+void on_atomic(const void* pointer, size_t bytes, Where where);
+
+// Global memory. (The kernels are compiled with calls in place of atomic accesses, the runtime is not.)
+int load_acquire(const int* address, Where where);  // lets others run first
+void add_release(int* address, int value);
+void memory_fence();
 
 }  // namespace cpu_device

@@ -22,42 +22,42 @@ enum State : uint8_t { kUnwritten, kValid, kInFlight, kRedZone };
 
 // Four bytes of shared memory. Masks say which of the four.
 struct Cell {
-    Place write_place, read_place;
-    uint32_t write_clock, read_clock;
-    uint16_t writer, reader;
-    uint8_t write_mask, read_mask;
-    uint16_t fence;  // the writer's count of proxy fences when it wrote
+  Place write_place, read_place;
+  uint32_t write_clock, read_clock;
+  uint16_t writer, reader;
+  uint8_t write_mask, read_mask;
+  uint16_t fence;  // the writer's count of proxy fences when it wrote
 };
 
 struct BlockState {
-    std::vector<uint8_t> states;
-    std::vector<Cell> cells;
+  std::vector<uint8_t> states;
+  std::vector<Cell> cells;
 };
 
 struct ClusterState {
-    bool enabled = false;
-    unsigned threads = 0;
+  bool enabled = false;
+  unsigned threads = 0;
 };
 
 // A write that met another thread's unordered write: a defect unless it stores the value that stands there.
 struct DoubtfulWrite {
-    const void* pointer = nullptr;
-    size_t bytes = 0;
-    unsigned char old[16];
-    Place place = 0, other = 0;
+  const void* pointer = nullptr;
+  size_t bytes = 0;
+  unsigned char old[16];
+  Place place = 0, other = 0;
 };
 
 struct ThreadState {
-    Clock clock;
-    uint32_t asynchronous_clock = 0;
-    uint16_t fence = 0;
-    DoubtfulWrite doubtful;
+  Clock clock;
+  uint32_t asynchronous_clock = 0;
+  uint16_t fence = 0;
+  DoubtfulWrite doubtful;
 };
 
 // One asynchronous operation of a thread.
 struct Ticket {
-    unsigned id = 0;
-    uint32_t clock = 0;
+  unsigned id = 0;
+  uint32_t clock = 0;
 };
 
 bool enabled();
@@ -72,7 +72,8 @@ void release(Ticket ticket, Clock& into);
 void acquire(Thread& thread, Ticket ticket);
 
 void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place);
-void settle(Thread& thread);  // decides about its doubtful write
+void check_initialised(Block& block, size_t offset, size_t bytes, Where where);  // and in bounds
+void settle(Thread& thread);                                                     // decides about its doubtful write
 // An asynchronous operation: checked against what its issuer knows, recorded as of the ticket.
 void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);
 void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);

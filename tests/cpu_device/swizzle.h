@@ -10,8 +10,8 @@ enum class Swizzle : int { kNone = 0, k32 = 1, k64 = 2, k128 = 3 };
 // Where a byte lies whose address without swizzling is given: bits 4.. are combined with bits 7.. (as many as the
 // pattern has).
 inline uint32_t swizzled(uint32_t address, Swizzle swizzle) {
-    const uint32_t mask = (1u << int(swizzle)) - 1;
-    return address ^ (address >> 7 & mask) << 4;
+  const uint32_t mask = (1u << int(swizzle)) - 1;
+  return address ^ (address >> 7 & mask) << 4;
 }
 
 }  // namespace cpu_device

@@ -8,35 +8,35 @@ namespace {
 
 // Every description that the compiler passes begins with this.
 struct Source {
-    const char* file;
-    uint32_t line, column;
+  const char* file;
+  uint32_t line, column;
 };
 
 struct TypeMismatch {
-    Source source;
-    const void* type;
-    unsigned char log_alignment, kind;
+  Source source;
+  const void* type;
+  unsigned char log_alignment, kind;
 };
 
 cpu_device::Where where(const Source* source) {
-    return cpu_device::Where(source && source->file ? source->file : "?", source ? source->line : 0);
+  return cpu_device::Where(source && source->file ? source->file : "?", source ? source->line : 0);
 }
 
 }  // namespace
 
 extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, uintptr_t pointer) {
-    const uintptr_t alignment = uintptr_t(1) << data->log_alignment;
-    if (pointer == 0) cpu_device::fail(where(&data->source), "undefined: a null pointer is used");
-    if (pointer % alignment)
-        cpu_device::fail(where(&data->source), "undefined: the address %p is misaligned, this access needs %zu bytes",
-                         reinterpret_cast<void*>(pointer), size_t(alignment));
-    cpu_device::fail(where(&data->source), "undefined: too little room for an object of this type");
+  const uintptr_t alignment = uintptr_t(1) << data->log_alignment;
+  if (pointer == 0) cpu_device::fail(where(&data->source), "undefined: a null pointer is used");
+  if (pointer % alignment)
+    cpu_device::fail(where(&data->source), "undefined: the address %p is misaligned, this access needs %zu bytes",
+                     reinterpret_cast<void*>(pointer), size_t(alignment));
+  cpu_device::fail(where(&data->source), "undefined: too little room for an object of this type");
 }
 
-#define CPU_DEVICE_UNDEFINED(name, what, ...)                              \
-    extern "C" void __ubsan_handle_##name(Source* source, ##__VA_ARGS__) { \
-        cpu_device::fail(where(source), "undefined: " what);               \
-    }
+#define CPU_DEVICE_UNDEFINED(name, what, ...)                            \
+  extern "C" void __ubsan_handle_##name(Source* source, ##__VA_ARGS__) { \
+    cpu_device::fail(where(source), "undefined: " what);                 \
+  }
 using Value = uintptr_t;
 CPU_DEVICE_UNDEFINED(out_of_bounds, "an index beyond the array", Value)
 CPU_DEVICE_UNDEFINED(shift_out_of_bounds, "a shift by a negative or too large amount", Value, Value)

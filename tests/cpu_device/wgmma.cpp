@@ -23,53 +23,53 @@ constexpr int kPiece = 8;  // elements in 16 bytes
 
 // What a descriptor says: where the rows (M or N) and the depth (K) of an operand lie.
 struct Operand {
-    uint32_t start, leading, stride;
-    Swizzle swizzle;
-    bool transposed;  // rows are contiguous instead of the depth
+  uint32_t start, leading, stride;
+  Swizzle swizzle;
+  bool transposed;  // rows are contiguous instead of the depth
 
-    // Address without swizzling of element (row, k); 8 elements along the contiguous direction are together.
-    uint32_t address(int row, int k) const {
-        const int width = swizzle == Swizzle::kNone ? 16 : 16 << int(swizzle);  // bytes of a row of the pattern
-        const int across = transposed ? k : row, along = (transposed ? row : k) * kElementBytes;
-        // Without a pattern the roles of the two offsets change in the transposed case.
-        const bool exchanged = transposed && swizzle == Swizzle::kNone;
-        const uint32_t along_offset = exchanged ? stride : leading, across_offset = exchanged ? leading : stride;
-        return start + along / width * along_offset + across / 8 * across_offset + across % 8 * width + along % width;
-    }
+  // Address without swizzling of element (row, k); 8 elements along the contiguous direction are together.
+  uint32_t address(int row, int k) const {
+    const int width = swizzle == Swizzle::kNone ? 16 : 16 << int(swizzle);  // bytes of a row of the pattern
+    const int across = transposed ? k : row, along = (transposed ? row : k) * kElementBytes;
+    // Without a pattern the roles of the two offsets change in the transposed case.
+    const bool exchanged = transposed && swizzle == Swizzle::kNone;
+    const uint32_t along_offset = exchanged ? stride : leading, across_offset = exchanged ? leading : stride;
+    return start + along / width * along_offset + across / 8 * across_offset + across % 8 * width + along % width;
+  }
 };
 
 Operand decode(uint64_t descriptor, bool transposed, Where where) {
-    Operand operand{};
-    operand.start = (descriptor & 0x3fff) << 4;
-    operand.leading = (descriptor >> 16 & 0x3fff) << 4;
-    operand.stride = (descriptor >> 32 & 0x3fff) << 4;
-    operand.transposed = transposed;
-    if (descriptor >> 49 & 7) fail(where, "wgmma: a base offset is not modelled");
-    const int kind = descriptor >> 62;  // 0 none, 1 of 128 bytes, 2 of 64, 3 of 32
-    operand.swizzle = Swizzle(kind == 0 ? 0 : 4 - kind);
-    const uint32_t rows = (1u << int(operand.swizzle)) - 1;
-    if (operand.start >> 7 & rows)
-        fail(where, "wgmma: the operand at shared address %u does not begin with a repetition of its swizzle pattern",
-             operand.start);
-    return operand;
+  Operand operand{};
+  operand.start = (descriptor & 0x3fff) << 4;
+  operand.leading = (descriptor >> 16 & 0x3fff) << 4;
+  operand.stride = (descriptor >> 32 & 0x3fff) << 4;
+  operand.transposed = transposed;
+  if (descriptor >> 49 & 7) fail(where, "wgmma: a base offset is not modelled");
+  const int kind = descriptor >> 62;  // 0 none, 1 of 128 bytes, 2 of 64, 3 of 32
+  operand.swizzle = Swizzle(kind == 0 ? 0 : 4 - kind);
+  const uint32_t rows = (1u << int(operand.swizzle)) - 1;
+  if (operand.start >> 7 & rows)
+    fail(where, "wgmma: the operand at shared address %u does not begin with a repetition of its swizzle pattern",
+         operand.start);
+  return operand;
 }
 
 // The result registers of a warp from the first product that changes them to the wait that covers the last one.
 struct Accumulators {
-    float* lanes[32];
-    int columns;
-    std::vector<float> values;  // kRows x columns
-    int in_flight = 0;
-    Where where;
+  float* lanes[32];
+  int columns;
+  std::vector<float> values;  // kRows x columns
+  int in_flight = 0;
+  Where where;
 };
 
 struct Product {
-    Wgmma what;
-    uint16_t a[kRows][kDepth];  // from registers
-    Operand a_operand, b_operand;
-    int first_row;
-    Accumulators* d;
-    shadow::Ticket ticket;
+  Wgmma what;
+  uint16_t a[kRows][kDepth];  // from registers
+  Operand a_operand, b_operand;
+  int first_row;
+  Accumulators* d;
+  shadow::Ticket ticket;
 };
 
 int row_of(int lane, int i) { return lane / 4 + (i / 2 % 2) * 8; }
@@ -78,150 +78,149 @@ int column_of(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 }  // namespace
 
 struct Products {
-    bool fenced = false;  // since the last wait
-    std::list<Accumulators> accumulators;
-    std::vector<Product> open;
-    std::vector<std::vector<Product>> groups;
+  bool fenced = false;  // since the last wait
+  std::list<Accumulators> accumulators;
+  std::vector<Product> open;
+  std::vector<std::vector<Product>> groups;
 };
 
 namespace {
 
 Products& products() {
-    if (!warp().products) warp().products = new Products;
-    return *warp().products;
+  if (!warp().products) warp().products = new Products;
+  return *warp().products;
 }
 
 // Rows [first, first + count) of an operand, read from shared memory piece by piece; out is [k][row].
 void read_operand(const Operand& operand, int first, int count, Format format, float* out, Where where) {
-    for (int i = 0; i < count * kDepth / kPiece; i++) {
-        const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
-        const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
-        const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
-        uint16_t piece[kPiece];
-        memcpy(piece, shared_memory(address, sizeof piece, sizeof piece, "wgmma", where), sizeof piece);
-        for (int e = 0; e < kPiece; e++)
-            out[operand.transposed ? k * count + row + e : (k + e) * count + row] = to_float(piece[e], format);
-    }
+  for (int i = 0; i < count * kDepth / kPiece; i++) {
+    const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
+    const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
+    const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
+    uint16_t piece[kPiece];
+    memcpy(piece, shared_memory(address, sizeof piece, sizeof piece, "wgmma", where), sizeof piece);
+    for (int e = 0; e < kPiece; e++)
+      out[operand.transposed ? k * count + row + e : (k + e) * count + row] = to_float(piece[e], format);
+  }
 }
 
 void check_operand(const Operand& operand, int first, int count, shadow::Ticket ticket, Where where) {
-    if (!shadow::enabled()) return;
-    for (int i = 0; i < count * kDepth / kPiece; i++) {
-        const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
-        const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
-        const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
-        shadow::asynchronous_read(block(), address, 16, self(), ticket, where);
-    }
+  if (!shadow::enabled()) return;
+  for (int i = 0; i < count * kDepth / kPiece; i++) {
+    const int row = operand.transposed ? i % (count / kPiece) * kPiece : i / (kDepth / kPiece);
+    const int k = operand.transposed ? i / (count / kPiece) : i % (kDepth / kPiece) * kPiece;
+    const uint32_t address = swizzled(operand.address(first + row, k), operand.swizzle);
+    shadow::asynchronous_read(block(), address, 16, self(), ticket, where);
+  }
 }
 
 void compute(const Product& product) {
-    const int columns = product.what.columns;
-    float a[kDepth][kRows];
-    float b[kDepth * kMaxColumns];
-    if (product.what.a_registers) {
-        for (int row = 0; row < kRows; row++)
-            for (int k = 0; k < kDepth; k++) a[k][row] = to_float(product.a[row][k], product.what.format);
-    } else {
-        read_operand(product.a_operand, product.first_row, kRows, product.what.format, a[0], product.what.where);
-    }
-    read_operand(product.b_operand, 0, columns, product.what.format, b, product.what.where);
-    for (int row = 0; row < kRows; row++) {
-        float* d = &product.d->values[row * columns];
-        float sum[kMaxColumns] = {};
-        for (int k = 0; k < kDepth; k++)
-            for (int column = 0; column < columns; column++) sum[column] += a[k][row] * b[k * columns + column];
-        for (int column = 0; column < columns; column++)
-            d[column] = product.what.accumulate ? d[column] + sum[column] : sum[column];
-    }
+  const int columns = product.what.columns;
+  float a[kDepth][kRows];
+  float b[kDepth * kMaxColumns];
+  if (product.what.a_registers) {
+    for (int row = 0; row < kRows; row++)
+      for (int k = 0; k < kDepth; k++) a[k][row] = to_float(product.a[row][k], product.what.format);
+  } else {
+    read_operand(product.a_operand, product.first_row, kRows, product.what.format, a[0], product.what.where);
+  }
+  read_operand(product.b_operand, 0, columns, product.what.format, b, product.what.where);
+  for (int row = 0; row < kRows; row++) {
+    float* d = &product.d->values[row * columns];
+    float sum[kMaxColumns] = {};
+    for (int k = 0; k < kDepth; k++)
+      for (int column = 0; column < columns; column++) sum[column] += a[k][row] * b[k * columns + column];
+    for (int column = 0; column < columns; column++)
+      d[column] = product.what.accumulate ? d[column] + sum[column] : sum[column];
+  }
 }
 
 Accumulators* accumulators_of(void* const all[32], Products& mine) {
-    const Wgmma& first = *static_cast<Wgmma*>(all[0]);
-    for (Accumulators& d : mine.accumulators)
-        if (d.lanes[0] == first.d) return &d;
-    if (!mine.fenced)
-        fail(first.where, "wgmma: registers are used that no wgmma.fence has ordered since the last wait");
-    Accumulators d{};
-    d.columns = first.columns;
-    d.values.resize(kRows * first.columns);
-    d.where = first.where;
-    for (int l = 0; l < 32; l++) {
-        d.lanes[l] = static_cast<Wgmma*>(all[l])->d;
-        for (int i = 0; i < first.columns / 2; i++) {
-            d.values[row_of(l, i) * first.columns + column_of(l, i)] = d.lanes[l][i];
-            memcpy(&d.lanes[l][i], &kMark, sizeof kMark);
-        }
+  const Wgmma& first = *static_cast<Wgmma*>(all[0]);
+  for (Accumulators& d : mine.accumulators)
+    if (d.lanes[0] == first.d) return &d;
+  if (!mine.fenced) fail(first.where, "wgmma: registers are used that no wgmma.fence has ordered since the last wait");
+  Accumulators d{};
+  d.columns = first.columns;
+  d.values.resize(kRows * first.columns);
+  d.where = first.where;
+  for (int l = 0; l < 32; l++) {
+    d.lanes[l] = static_cast<Wgmma*>(all[l])->d;
+    for (int i = 0; i < first.columns / 2; i++) {
+      d.values[row_of(l, i) * first.columns + column_of(l, i)] = d.lanes[l][i];
+      memcpy(&d.lanes[l][i], &kMark, sizeof kMark);
     }
-    mine.accumulators.push_back(std::move(d));
-    return &mine.accumulators.back();
+  }
+  mine.accumulators.push_back(std::move(d));
+  return &mine.accumulators.back();
 }
 
 void finish(Accumulators& d) {
-    for (int l = 0; l < 32; l++) {
-        for (int i = 0; i < d.columns / 2; i++) {
-            if (memcmp(&d.lanes[l][i], &kMark, sizeof kMark))
-                fail(d.where, "wgmma: result register %d of lane %d was changed before the wait", i, l);
-            d.lanes[l][i] = d.values[row_of(l, i) * d.columns + column_of(l, i)];
-        }
+  for (int l = 0; l < 32; l++) {
+    for (int i = 0; i < d.columns / 2; i++) {
+      if (memcmp(&d.lanes[l][i], &kMark, sizeof kMark))
+        fail(d.where, "wgmma: result register %d of lane %d was changed before the wait", i, l);
+      d.lanes[l][i] = d.values[row_of(l, i) * d.columns + column_of(l, i)];
     }
+  }
 }
 
 void complete_oldest(Products& mine) {
-    for (const Product& product : mine.groups.front()) {
-        compute(product);
-        for (Thread* thread : warp().lanes) shadow::acquire(*thread, product.ticket);
-        if (--product.d->in_flight) continue;
-        finish(*product.d);
-        mine.accumulators.remove_if([&](const Accumulators& d) { return &d == product.d; });
-    }
-    mine.groups.erase(mine.groups.begin());
+  for (const Product& product : mine.groups.front()) {
+    compute(product);
+    for (Thread* thread : warp().lanes) shadow::acquire(*thread, product.ticket);
+    if (--product.d->in_flight) continue;
+    finish(*product.d);
+    mine.accumulators.remove_if([&](const Accumulators& d) { return &d == product.d; });
+  }
+  mine.groups.erase(mine.groups.begin());
 }
 
 void issue_operation(void* const all[32], unsigned) {
-    const Wgmma& first = *static_cast<Wgmma*>(all[0]);
-    for (int l = 0; l < 32; l++) {
-        const Wgmma& other = *static_cast<Wgmma*>(all[l]);
-        if (other.b != first.b || (!first.a_registers && other.a != first.a) || other.accumulate != first.accumulate)
-            fail(first.where, "wgmma: the lanes of a warp pass different descriptors");
-    }
-    Products& mine = products();
-    Product product{};
-    product.what = first;
-    product.ticket = shadow::issue(*warp().lanes[0]);
-    product.first_row = current->rank / kWarpSize % 4 * kRows;
-    if (first.a_registers) {
-        for (int l = 0; l < 32; l++)
-            for (int r = 0; r < 4; r++)
-                memcpy(&product.a[l / 4 + r % 2 * 8][l % 4 * 2 + r / 2 * 8],
-                       &static_cast<Wgmma*>(all[l])->a_registers[r], sizeof(unsigned));
-    } else {
-        product.a_operand = decode(first.a, first.transposed_a, first.where);
-        check_operand(product.a_operand, product.first_row, kRows, product.ticket, first.where);
-    }
-    product.b_operand = decode(first.b, first.transposed_b, first.where);
-    check_operand(product.b_operand, 0, first.columns, product.ticket, first.where);
-    product.d = accumulators_of(all, mine);
-    product.d->in_flight++;
-    mine.open.push_back(product);
+  const Wgmma& first = *static_cast<Wgmma*>(all[0]);
+  for (int l = 0; l < 32; l++) {
+    const Wgmma& other = *static_cast<Wgmma*>(all[l]);
+    if (other.b != first.b || (!first.a_registers && other.a != first.a) || other.accumulate != first.accumulate)
+      fail(first.where, "wgmma: the lanes of a warp pass different descriptors");
+  }
+  Products& mine = products();
+  Product product{};
+  product.what = first;
+  product.ticket = shadow::issue(*warp().lanes[0]);
+  product.first_row = current->rank / kWarpSize % 4 * kRows;
+  if (first.a_registers) {
+    for (int l = 0; l < 32; l++)
+      for (int r = 0; r < 4; r++)
+        memcpy(&product.a[l / 4 + r % 2 * 8][l % 4 * 2 + r / 2 * 8], &static_cast<Wgmma*>(all[l])->a_registers[r],
+               sizeof(unsigned));
+  } else {
+    product.a_operand = decode(first.a, first.transposed_a, first.where);
+    check_operand(product.a_operand, product.first_row, kRows, product.ticket, first.where);
+  }
+  product.b_operand = decode(first.b, first.transposed_b, first.where);
+  check_operand(product.b_operand, 0, first.columns, product.ticket, first.where);
+  product.d = accumulators_of(all, mine);
+  product.d->in_flight++;
+  mine.open.push_back(product);
 }
 
 struct WaitArgs {
-    int pending;
+  int pending;
 };
 
 void fence_operation(void* const*, unsigned) { products().fenced = true; }
 
 void commit_operation(void* const*, unsigned) {
-    Products& mine = products();
-    mine.groups.push_back(std::move(mine.open));
-    mine.open = {};
+  Products& mine = products();
+  mine.groups.push_back(std::move(mine.open));
+  mine.open = {};
 }
 
 void wait_operation(void* const all[32], unsigned) {
-    Products& mine = products();
-    const size_t pending = static_cast<WaitArgs*>(all[0])->pending;
-    while (mine.groups.size() > pending) complete_oldest(mine);
-    mine.fenced = false;
+  Products& mine = products();
+  const size_t pending = static_cast<WaitArgs*>(all[0])->pending;
+  while (mine.groups.size() > pending) complete_oldest(mine);
+  mine.fenced = false;
 }
 
 }  // namespace
@@ -229,25 +228,25 @@ void wait_operation(void* const all[32], unsigned) {
 void wgmma_fence(Where where) { warp_collective(~0u, fence_operation, nullptr, "wgmma.fence", where); }
 
 void wgmma(const Wgmma& product) {
-    warp_collective(~0u, issue_operation, const_cast<Wgmma*>(&product), "wgmma", product.where);
+  warp_collective(~0u, issue_operation, const_cast<Wgmma*>(&product), "wgmma", product.where);
 }
 
 void wgmma_commit(Where where) { warp_collective(~0u, commit_operation, nullptr, "wgmma.commit_group", where); }
 
 void wgmma_wait(int pending, Where where) {
-    WaitArgs args{pending};
-    warp_collective(~0u, wait_operation, &args, "wgmma.wait_group", where);
+  WaitArgs args{pending};
+  warp_collective(~0u, wait_operation, &args, "wgmma.wait_group", where);
 }
 
 void check_products() {
-    const Products* mine = warp().products;
-    if (mine && !mine->accumulators.empty())
-        fail(mine->accumulators.front().where, "wgmma: the warp exits without having waited for it");
+  const Products* mine = warp().products;
+  if (mine && !mine->accumulators.empty())
+    fail(mine->accumulators.front().where, "wgmma: the warp exits without having waited for it");
 }
 
 void release_products(Warp& warp) {
-    delete warp.products;
-    warp.products = nullptr;
+  delete warp.products;
+  warp.products = nullptr;
 }
 
 }  // namespace cpu_device

@@ -1,0 +1,109 @@
+"""Every wrapped instruction: it compiles for its architecture, runs on the CPU device, and a GPU gives the same."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import kernels
+from tests.cpu_device import device, tensor_map
+from tests.cpu_device.instructions import CASES, SMEM_BYTES, WORDS_OUT, Case
+
+Array = np.ndarray[Any, Any]
+needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def source_of(case: Case) -> str:
+    header = "sm90/ptx.cuh" if case.arch == "sm_90a" else "sm80/ptx.cuh"
+    return f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n{kernels.inlined(header)}\n{case.source}"
+
+
+def inputs(case: Case) -> Array:
+    return case.data(np.random.default_rng(len(case.name)))
+
+
+def on_cpu(case: Case, check: device.Check = device.Check.NONE) -> Array:
+    words, out = inputs(case), np.zeros(WORDS_OUT + 32, np.uint32)
+    out = out[-out.ctypes.data % 128 // 4 :][:WORDS_OUT]  # TMA wants 16 bytes
+    encoded: Any = np.int32(0)
+    if case.arch == "sm_90a":
+        encoded = np.zeros(1, "V128")
+    if case.map is not None:
+        m, base = case.map, out if case.map.of_out else words
+        dtype = {"bfloat16": np.uint16, "float32": np.float32}[m.dtype]
+        encoded = tensor_map.encode(base.ctypes.data, dtype, m.extents, m.strides, m.box, m.swizzle)
+    module = device.compile(source_of(case), (), "instruction", check)
+    module.launch("test", (case.cluster,), (case.threads,), (words, out, encoded), SMEM_BYTES)
+    return out
+
+
+def on_gpu(case: Case) -> Array:
+    import cupy as cp
+
+    words, out = cp.asarray(inputs(case)), cp.zeros(WORDS_OUT, np.uint32)
+    encoded: Any = np.int32(0)
+    if case.arch == "sm_90a":
+        encoded = np.zeros(1, "V128")
+    if case.map is not None:
+        encoded = driver_map(out if case.map.of_out else words, case)
+    kernel = cp.RawModule(code=source_of(case), options=("--std=c++17", f"-arch={case.arch}")).get_function("test")
+    kernel.max_dynamic_shared_size_bytes = SMEM_BYTES
+    kernel((case.cluster,), (case.threads,), (words, out, encoded), shared_mem=SMEM_BYTES)
+    return cp.asnumpy(out)  # type: ignore[no-any-return]
+
+
+def driver_map(base: Any, case: Case) -> Array:
+    """cuTensorMapEncodeTiled."""
+    m = case.map
+    assert m is not None
+    rank, buffer = len(m.extents), np.zeros(256, np.uint8)
+    at = -buffer.ctypes.data % 64
+    dtype = {"float32": 7, "bfloat16": 9}[m.dtype]
+    swizzle = {0: 0, 32: 1, 64: 2, 128: 3}[m.swizzle]
+    code = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(buffer.ctypes.data + at), dtype, rank, ctypes.c_void_p(base.data.ptr),
+        (ctypes.c_uint64 * rank)(*m.extents), (ctypes.c_uint64 * (rank - 1))(*m.strides),
+        (ctypes.c_uint32 * rank)(*m.box), (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, 0, 0,
+    )  # fmt: skip
+    assert code == 0, f"cuTensorMapEncodeTiled: {code}"
+    return buffer[at : at + 128].view("V128").copy()
+
+
+def assert_same(got: Array, want: Array, tolerance: float) -> None:
+    if tolerance == 0:
+        np.testing.assert_array_equal(got, want)
+        return
+    x, y = got.view(np.float32), want.view(np.float32)
+    finite = np.isfinite(y)
+    np.testing.assert_array_equal(x[~finite], y[~finite])
+    np.testing.assert_allclose(x[finite], y[finite], rtol=tolerance, atol=tolerance * np.abs(y[finite]).max())
+
+
+@each_case
+def test_it_compiles(case: Case) -> None:
+    pytest.importorskip("cupy")
+    report = kernels.compile_for(case.arch, source_of(case), case.name)
+    assert not [w for w in report.warnings if "C75" in w], report.warnings
+
+
+@needs_compiler
+@each_case
+def test_it_runs_with_checks_and_without(case: Case) -> None:
+    plain = on_cpu(case)
+    np.testing.assert_array_equal(on_cpu(case, device.Check.SHARED), plain)
+    assert plain.any()
+
+
+@needs_compiler
+@pytest.mark.gpu
+@each_case
+def test_the_gpu_gives_the_same(case: Case) -> None:
+    import cupy as cp
+
+    if int(cp.cuda.Device().compute_capability) < int(case.arch[3:5]):
+        pytest.skip(f"this GPU is older than {case.arch}")
+    assert_same(on_cpu(case), on_gpu(case), case.tolerance)
