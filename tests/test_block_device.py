@@ -15,7 +15,7 @@ from strategies import examples
 
 from cuflash import BlockMask, block_device, kernels
 from cuflash.block_store import CANONICAL, HIDDEN, VISIBLE
-from tests.cpu_device import device as cpu_device
+from cpu_device import device as cpu_device
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cpu_device import device
+from cpu_device import device
 
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 

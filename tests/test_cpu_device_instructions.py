@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cuflash import kernels
-from tests.cpu_device import device, tensor_map
-from tests.cpu_device.instructions import CASES, SMEM_BYTES, WORDS_OUT, Case
+from cpu_device import device, tensor_map
+from cpu_device.instructions import CASES, SMEM_BYTES, WORDS_OUT, Case
 
 Array = np.ndarray[Any, Any]
 needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)

@@ -7,7 +7,7 @@ namespace ptx {
 
 // What the host encodes of a tensor for TMA.
 struct alignas(64) TensorMap {
-    unsigned long long opaque[16];
+  unsigned long long opaque[16];
 };
 
 // Describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8 rows (1024 bytes,
@@ -15,9 +15,9 @@ struct alignas(64) TensorMap {
 // in k. M or N contiguous (the transposing products): leading is the bytes from 64 columns to the next, stride those
 // from 8 rows of k to the next.
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
-    return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
-           static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
-           1ull << 62;
+  return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
+         static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
+         1ull << 62;
 }
 
 }  // namespace ptx
@@ -30,50 +30,50 @@ namespace ptx {
 
 // Makes `mbarrier` (8 aligned bytes) one of `arrivals` arrivals a phase; the running phase has parity 0.
 __device__ __forceinline__ void mbarrier_init(unsigned mbarrier, unsigned arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the other threads of the cluster and to TMA; a block or cluster barrier
 // follows.
 __device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
 // Announces bytes that asynchronous copies will bring in this phase, and arrives.
 __device__ __forceinline__ void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Announces bytes without arriving.
 __device__ __forceinline__ void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Arrives at a barrier of any block of the cluster; `cluster_address` comes from cluster_address().
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned cluster_address) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
 // Whether the phase of this parity has ended; may wait a while before it says no.
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
-    unsigned done;
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(mbarrier), "r"(parity)
-                 : "memory");
-    return done;
+  unsigned done;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(mbarrier), "r"(parity)
+               : "memory");
+  return done;
 }
 // The same, also acquiring what other blocks of the cluster released by arriving.
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
-    unsigned done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(mbarrier), "r"(parity)
-        : "memory");
-    return done;
+  unsigned done;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(mbarrier), "r"(parity)
+      : "memory");
+  return done;
 }
 // Cooperative arrivals of cp.async: the barrier gets an arrival when this thread's earlier cp.async have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned mbarrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
 
 // ---- Fences
@@ -86,7 +86,7 @@ __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy
 // ---- TMA: tiles of a tensor of 3 to 5 dimensions; the innermost coordinate comes first. One thread issues.
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // tma_load: the box at the coordinates into shared memory; elements out of bounds are zeros and count as bytes.
@@ -94,164 +94,161 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
 // own mbarrier. tma_store, tma_reduce_add (float32 sums): out of shared memory, elements out of bounds are dropped.
 __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
                                          int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
 }
 __device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
                                                    unsigned short ctas, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
 }
 __device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
 }
 __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-        "r"(shared), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
 }
 __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
                                          int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-        "%6}], [%2];" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2];" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 __device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
                                                    unsigned short ctas, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 __device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-                 "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
 }
 __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-            map),
-        "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
                                          int c2, int c3, int c4) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
-        "%7}], [%2];" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
+      "%7}], [%2];" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
 __device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
                                                    unsigned short ctas, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared),
-        "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
 __device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
                                           int c4) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-        "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
 __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
                                                int c4) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
-            map),
-        "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-        : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+          map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
 
 // Flat copies: addresses and sizes are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(unsigned shared, const void* global, unsigned bytes, unsigned mbarrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-        "l"(global), "r"(bytes), "r"(mbarrier)
-        : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(mbarrier)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* global, unsigned shared, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-                 : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-                 "r"(shared), "r"(bytes)
-                 : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
 }
 // From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
 __device__ __forceinline__ void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes,
                                                   unsigned cluster_mbarrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     cluster_shared),
-                 "r"(shared), "r"(bytes), "r"(cluster_mbarrier)
-                 : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cluster_shared),
+               "r"(shared), "r"(bytes), "r"(cluster_mbarrier)
+               : "memory");
 }
 // Stores and reductions of this thread since the last commit make a group. _read: waits until the sources of all but
 // PENDING groups have been read, else until they have been written.
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void bulk_wait_group() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 template <int PENDING>
 __device__ __forceinline__ void bulk_wait_group_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Fragments to shared memory: the inverse of ldmatrix
 
 __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1),
-                 "r"(a2), "r"(a3)
-                 : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1),
+               "r"(a2), "r"(a3)
+               : "memory");
 }
 __device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a0, unsigned a1, unsigned a2,
                                                   unsigned a3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0),
-                 "r"(a1), "r"(a2), "r"(a3)
-                 : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0),
+               "r"(a1), "r"(a2), "r"(a3)
+               : "memory");
 }
 __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
-                 : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1) : "memory");
 }
 __device__ __forceinline__ void stmatrix_x2_trans(unsigned address, unsigned a0, unsigned a1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
-                 : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
+               : "memory");
 }
 
 // ---- Clusters
 
 __device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
 // The address in the cluster's window of what lies at `shared` in block `rank`.
 __device__ __forceinline__ unsigned cluster_address(unsigned shared, unsigned rank) {
-    unsigned address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
-    return address;
+  unsigned address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
 }
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -259,23 +256,23 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect() {
-    unsigned elected;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-    return elected;
+  unsigned elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
 }
 // Registers a thread of this warpgroup may use from now on: a multiple of 8 in 24..240.
 template <int REGISTERS>
 __device__ __forceinline__ void set_registers_fewer() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
 __device__ __forceinline__ void set_registers_more() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 // Programmatic dependent launch: waits for the grid before this one; lets the grid after this one start.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_dependents_launch() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- Matrix products of a warpgroup: d = (accumulate ? d : 0) + a b, a 64 x 16, b 16 x N, 16-bit elements.
@@ -286,7 +283,7 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // No instruction: keeps the compiler from moving accesses to registers across it.
 __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
@@ -310,9 +307,9 @@ __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"mem
 #define CUFLASH_NAMES_112 CUFLASH_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define CUFLASH_NAMES_120 CUFLASH_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define CUFLASH_NAMES_128 CUFLASH_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define CUFLASH_D8(i)                                                                                           \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
+#define CUFLASH_D8(i)                                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define CUFLASH_D_8 CUFLASH_D8(0)
 #define CUFLASH_D_16 CUFLASH_D_8, CUFLASH_D8(8)
 #define CUFLASH_D_24 CUFLASH_D_16, CUFLASH_D8(16)
@@ -330,33 +327,33 @@ __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"mem
 #define CUFLASH_D_120 CUFLASH_D_112, CUFLASH_D8(112)
 #define CUFLASH_D_128 CUFLASH_D_120, CUFLASH_D8(120)
 // P0 to P6 are the operands behind the R registers of d.
-#define CUFLASH_WGMMA_SS(TYPE, N, R, P0, P1, P2, P3, P4)                                                         \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                 "." TYPE " {" CUFLASH_NAMES_##R "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";}"                  \
-                 : CUFLASH_D_##R                                                                                 \
-                 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(TRANS_A), "n"(TRANS_B))
-#define CUFLASH_WGMMA_RS(TYPE, N, R, P0, P1, P2, P3, P4, P5, P6)                                                  \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE  \
-                 "." TYPE " {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}" \
-                 : CUFLASH_D_##R                                                                                  \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)), "n"(TRANS_B))
-#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                         \
-    template <class T, int TRANS_A, int TRANS_B>                                                                \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b,         \
-                                             bool accumulate) {                                                 \
-        if constexpr (is_bfloat16<T>)                                                                           \
-            CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                 \
-        else                                                                                                    \
-            CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                  \
-    }                                                                                                           \
-    template <class T, int TRANS_B>                                                                             \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, \
-                                             unsigned long long b, bool accumulate) {                           \
-        if constexpr (is_bfloat16<T>)                                                                           \
-            CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                         \
-        else                                                                                                    \
-            CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                          \
-    }
+#define CUFLASH_WGMMA_SS(TYPE, N, R, P0, P1, P2, P3, P4)                                                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" CUFLASH_NAMES_##R "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";}"                  \
+               : CUFLASH_D_##R                                                                                 \
+               : "l"(a), "l"(b), "r"(int(accumulate)), "n"(TRANS_A), "n"(TRANS_B))
+#define CUFLASH_WGMMA_RS(TYPE, N, R, P0, P1, P2, P3, P4, P5, P6)                                                \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE  \
+               "." TYPE " {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}" \
+               : CUFLASH_D_##R                                                                                  \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)), "n"(TRANS_B))
+#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                       \
+  template <class T, int TRANS_A, int TRANS_B>                                                                \
+  __device__ __forceinline__ void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b,         \
+                                           bool accumulate) {                                                 \
+    if constexpr (is_bfloat16<T>)                                                                             \
+      CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                     \
+    else                                                                                                      \
+      CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                      \
+  }                                                                                                           \
+  template <class T, int TRANS_B>                                                                             \
+  __device__ __forceinline__ void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, \
+                                           unsigned long long b, bool accumulate) {                           \
+    if constexpr (is_bfloat16<T>)                                                                             \
+      CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                             \
+    else                                                                                                      \
+      CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                              \
+  }
 CUFLASH_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 CUFLASH_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 CUFLASH_WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")
