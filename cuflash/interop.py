@@ -68,7 +68,8 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
             beside = array
         elif _device_id(array) != _device_id(beside):
             raise ValueError(
-                f"{name}: expected an array on {device_name(beside)}, as the first one is, got one on {device_name(array)}"
+                f"{name}: expected an array on {device_name(beside)}, as the first one is, "
+                f"got one on {device_name(array)}"
             )
     return adopted
 
@@ -177,11 +178,29 @@ def _adopt_torch(name: str, x: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
     x = x.detach()
+    if x.device.type == "cuda":
+        return _wrap_torch(x)
+    if x.device.type != "cpu":
+        raise TypeError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
     if x.dtype == torch.bfloat16:
-        return _adopt_torch(name, x.view(torch.int16)).view(bfloat16())
-    if x.device.type == "cpu":
-        return x.resolve_conj().resolve_neg().numpy()
-    return _from_dlpack(name, x)
+        return x.view(torch.int16).numpy().view(bfloat16())
+    return x.resolve_conj().resolve_neg().numpy()
+
+
+def _wrap_torch(x: Any) -> Array:
+    """A CUDA tensor's memory as a CuPy array.
+
+    Not by DLPack, whose exporter makes CuPy's current stream wait for torch's: the work goes to torch's own stream, and
+    the extra edge would break the capture of a graph.
+    """
+    import cupy
+
+    name = str(x.dtype).removeprefix("torch.")
+    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+    strides = tuple(n * dtype.itemsize for n in x.stride())
+    extent = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True) if n > 0) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), extent if x.numel() else 0, x, x.device.index)
+    return cupy.ndarray(tuple(x.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
 
 def _release_torch(x: Array) -> Any:
@@ -189,7 +208,10 @@ def _release_torch(x: Array) -> Any:
 
     if x.dtype.name == "bfloat16":
         return _release_torch(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else torch.from_dlpack(x)
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x)
+    # -1: the work was enqueued on torch's current stream, so there is nothing to wait for.
+    return torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=-1))
 
 
 def _adopt_jax(name: str, x: Any) -> Array:
