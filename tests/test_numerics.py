@@ -1,0 +1,225 @@
+"""Accuracy on inputs that Gaussian ones say nothing about: the error rule to the letter, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tolerance
+from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
+from devices import Device
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def plain(dtype: str) -> Case:
+    return gaussian_case(0, dtype, (200, 230), dims=(64, 64))
+
+
+def massive_activations(dtype: str) -> Case:
+    """A few channels and a few keys hundreds of times as large as the rest, as in trained language models."""
+    case = gaussian_case(1, dtype, (150, 190), dims=(64, 64))
+    q, k, v = (x.astype(np.float64) for x in (case.q, case.k, case.v))
+    k[:, [0, 77], :, 5] = 300
+    k[..., 11] *= 40
+    q[..., 11] *= 4
+    v[:, [0, 77]] *= 0.01
+    v[..., 3] *= 200
+    return replace(case, q=q.astype(case.dtype), k=k.astype(case.dtype), v=v.astype(case.dtype))
+
+
+def all_scores(value: float) -> Callable[[str], Case]:
+    """Every score is `value`: exponentials without a maximum taken off are all 0 or inf."""
+
+    def make(dtype: str) -> Case:
+        case = gaussian_case(2, dtype, (70, 130), dims=(16, 48), softmax_scale=0.5)
+        q, k = np.full_like(case.q, 4), np.full_like(case.k, value / (0.5 * 16 * 4))
+        return replace(case, q=q, k=k)
+
+    return make
+
+
+def one_hot_keys(dtype: str) -> Case:
+    """Key j is the unit vector e_(j mod dim), so each score is one element of q; some rows pick a single key."""
+    case = gaussian_case(3, dtype, (100, 128), dims=(128, 32), softmax_scale=1.0)
+    k = np.zeros(case.k.shape)
+    k[:] = np.eye(128)[:, None]
+    q = case.q.astype(np.float64)
+    q[:, ::2] *= 30
+    return replace(case, q=q.astype(case.dtype), k=k.astype(case.dtype))
+
+
+def sparse_integers(dtype: str) -> Case:
+    """Small integers, mostly 0: every product and score is exact in every dtype, and scores tie."""
+    case = gaussian_case(4, dtype, (130, 100), dims=(40, 40), softmax_scale=0.25)
+    rng = np.random.default_rng(5)
+    inputs = {
+        name: (rng.integers(-3, 4, x.shape) * (rng.random(x.shape) < 0.2)).astype(case.dtype)
+        for name, x in (("q", case.q), ("k", case.k), ("v", case.v), ("dout", case.dout))
+    }
+    return case.with_inputs(**inputs)
+
+
+def long_rows(dtype: str) -> Case:
+    """Few queries and thousands of keys: sums of many small terms, rescaled at many tiles."""
+    case = gaussian_case(6, dtype, (5, 5000), dims=(64, 64), batch=1)
+    # Rising scores make every tile take a new maximum.
+    ramp = np.linspace(0.2, 3, 5000)[:, None, None]
+    return replace(case, k=(case.k.astype(np.float64) * ramp).astype(case.dtype))
+
+
+def tiny_values(dtype: str) -> Case:
+    """Subnormal in float16, and nearly so in the others."""
+    case = gaussian_case(7, dtype, (64, 64), dims=(32, 32))
+    factor = {"float16": 2.0**-16, "bfloat16": 2.0**-120, "float32": 2.0**-120, "float64": 2.0**-1000}[dtype]
+    return replace(case, v=(case.v.astype(np.float64) * factor).astype(case.dtype))
+
+
+def large_softcap(dtype: str) -> Case:
+    """Scores far into the flat part of tanh."""
+    case = gaussian_case(8, dtype, (90, 110), dims=(64, 32), softcap=15.0)
+    return replace(case, q=(case.q.astype(np.float64) * 12).astype(case.dtype))
+
+
+INPUTS: list[Callable[[str], Case]] = [
+    plain,
+    massive_activations,
+    all_scores(-120),
+    all_scores(120),
+    one_hot_keys,
+    sparse_integers,
+    long_rows,
+    tiny_values,
+    large_softcap,
+]
+NAMES = ["gaussian", "massive", "all -120", "all 120", "one-hot", "integers", "long", "tiny", "softcap"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("make", INPUTS, ids=NAMES)
+def test_error_rule(device: Device, dtype: str, causal: bool, make: Callable[[str], Case]) -> None:
+    _assert_error_rule(device, make(dtype).with_options(causal=causal))
+
+
+def _assert_error_rule(device: Device, case: Case) -> None:
+    """Forward to the letter; backward to the letter from the lse that it is given, and from end to end.
+
+    A float32 lse of 120 is a relative error of 4e-6 in P, which plain attention does not have: end to end the terms'
+    magnitudes count with the scores'.
+    """
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse, strict=True)
+    grads = on_device.backward(out, lse)
+    case.assert_gradients(grads, out, lse, strict=True)
+    case.assert_gradients(grads, strict=np.abs(lse[np.isfinite(lse)]).max() < 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (256, 256)])
+def test_error_rule_with_options(device: Device, dtype: str, dims: tuple[int, int]) -> None:
+    """Everything that is added to the scores at once, on enough elements that the rule needs no help."""
+    rng = np.random.default_rng(9)
+    accum = accum_dtype(np_dtype(dtype))
+    case = gaussian_case(
+        9,
+        dtype,
+        (140, 170),
+        dims=dims,
+        window=(90, 20),
+        softcap=20.0,
+        bias=gaussian(rng, (4, 140, 170), dtype),
+        alibi_slopes=np.array([0.5, 0.1, 0.02, 0.3], accum),
+        sink=np.array([0.0, 3.0, -2.0, 1.0], accum),
+        kv_lengths=np.array([170, 99], np.int32),
+        dropout_p=0.1,
+        dropout_seed=1,
+    )
+    _assert_error_rule(device, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias_dtype", ["own", "float32"])
+def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> None:
+    """A row of finfo.min is uniform; beside other scores it has no weight; -inf hides."""
+    bias_type = np_dtype(dtype if bias_dtype == "own" else "float32")
+    lowest = -float(np.nextafter(bias_type.type(np.inf), bias_type.type(0)))
+    case = gaussian_case(10, dtype, (6, 40), dims=(16, 16))
+    case = replace(case, q=np.zeros_like(case.q))  # float16's lowest number is not so low that scores vanish beside it
+    bias = np.zeros((6, 40), bias_type)
+    bias[0] = lowest
+    bias[1, 1:] = lowest
+    bias[2, :7], bias[2, 7:] = lowest, -np.inf
+    bias[3] = -np.inf
+    case = case.with_options(bias=bias)
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    v = np.repeat(case.v.astype(np.float64), 2, axis=2)
+    eps = tolerance.EPS[dtype]
+    for row, seen in ((0, slice(None)), (1, slice(0, 1)), (2, slice(0, 7)), (4, slice(None))):
+        np.testing.assert_allclose(out[:, row].astype(np.float64), v[:, seen].mean(axis=1), rtol=4 * eps, atol=4 * eps)
+    assert not out[:, 3].any() and np.isneginf(lse[..., 3]).all()
+    assert np.isfinite(lse[..., [0, 1, 2, 4, 5]]).all()
+    grads = on_device.backward(out, lse, dlse=None)
+    for name, grad in grads.items():
+        assert np.isfinite(grad.astype(np.float64)).all(), f"d{name}"
+    assert not grads["bias"][3].any() and not grads["q"][:, 3].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0, 1e-30])
+def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
+    """Negative scales turn the order of the keys round; a maximum taken before scaling would overflow."""
+    case = gaussian_case(11, dtype, (65, 140), dims=(64, 64), softmax_scale=scale)
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_scores_give_the_mean(device: Device, dtype: str) -> None:
+    """Weights add up to 1 at any length."""
+    for seqlen_k in (1, 2, 3, 100, 129, 1000):
+        case = gaussian_case(12, dtype, (3, seqlen_k), dims=(8, 8))
+        case = replace(case, k=np.zeros_like(case.k), v=np.ones_like(case.v))
+        out, lse = case.on(device).forward()
+        np.testing.assert_allclose(out.astype(np.float64), 1, rtol=tolerance.EPS[dtype])
+        eps = tolerance.EPS[lse.dtype.name]
+        np.testing.assert_allclose(lse, np.log(seqlen_k), rtol=4 * eps, atol=4 * eps)
+
+
+def tf32(x: Array) -> Array:
+    """Round float32 to TF32's ten mantissa bits, to nearest."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32)
+
+
+def test_tf32_is_no_worse_than_tf32_products(device: Device) -> None:
+    """precision="tf32": an error no larger than that of plain attention whose factors are rounded to TF32."""
+    case = gaussian_case(13, "float32", (300, 300), dims=(64, 64), causal=True)
+    exact_out, _ = case.reference_forward()
+    rounded = replace(case, q=tf32(case.q), k=tf32(case.k), v=tf32(case.v))
+    naive_out, _ = rounded.reference_forward()
+    out, lse = case.with_options(precision="tf32").on(device).forward()
+    assert np.abs(out - exact_out).max() <= 2 * np.abs(naive_out - exact_out).max()
+    grads = case.with_options(precision="tf32").on(device).backward(out, lse)
+    exact, naive = case.reference_backward(), replace(rounded, dout=tf32(case.dout)).reference_backward()
+    for name, grad in grads.items():
+        error, allowed = (np.abs(x - exact[name]).max() for x in (grad, naive[name]))
+        assert error <= 3 * allowed, f"d{name}: {error} > 3 * {allowed}"
+
+
+def test_float32_is_float32(device: Device) -> None:
+    """Without precision="tf32" no unit may cost float32 its digits: far below what TF32 products would give."""
+    case = gaussian_case(14, "float32", (300, 300), dims=(128, 128))
+    exact_out, _ = case.reference_forward()
+    naive_out, _ = replace(case, q=tf32(case.q), k=tf32(case.k), v=tf32(case.v)).reference_forward()
+    out, _ = case.on(device).forward()
+    assert np.abs(out - exact_out).max() <= 0.02 * np.abs(naive_out - exact_out).max()
