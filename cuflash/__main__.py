@@ -1,0 +1,45 @@
+"""``python -m cuflash info | compile | bench | demo``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from cuflash import __version__
+
+# Each command is a module with add_arguments(parser) and run(args) -> exit status; only the one that runs is imported.
+_COMMANDS = {
+    "info": ("cuflash.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
+    "compile": ("cuflash.compile_cli", "compile kernels ahead of their first use, or for a GPU that is not here"),
+    "bench": ("cuflash.bench", "time forward and backward beside the other libraries that are installed"),
+    "demo": ("cuflash.demo", "train a small character GPT, on the GPU if there is one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for wrong use."""
+    argv = sys.argv[1:] if argv is None else argv
+    commands = "\n".join(f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash",
+        usage="%(prog)s [-h] [--version] command ...",
+        description="Exact attention for CuPy, NumPy and every library that speaks DLPack.",
+        epilog=f"commands (each has its own --help):\n{commands}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below")
+    name = parser.parse_args(argv[:1]).command
+
+    module_name, summary = _COMMANDS[name]
+    module = import_module(module_name)
+    command_parser = argparse.ArgumentParser(prog=f"{parser.prog} {name}", description=summary)
+    module.add_arguments(command_parser)
+    status: int = module.run(command_parser.parse_args(argv[1:]))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""``python -m cuflash demo``: trains a small character GPT on the help texts that every Python has.
+
+The model and its tape-based autodiff are the examples ``char_gpt.py`` and ``tape.py``; here are the progress bar, the
+picture of the loss, and naive attention beside cuflash on one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash.examples.char_gpt import CharGPT, Config, Corpus, train
+from cuflash.examples.naive_attention import compare
+
+Array = Any
+
+CPU_CONFIG = Config()
+GPU_CONFIG = Config(width=256, num_layers=4, num_heads=4, context=256, batch=32, shards=1, steps=600)
+# The run is to end within three minutes also where the CPU is slow: then it makes fewer steps.
+MAX_TRAINING_SECONDS = 130
+REQUIRED_GAIN = 0.40  # validation loss below the unigram entropy
+VALIDATIONS = 5
+COMPARED_SEQLEN = 2048
+PROMPT = "The "
+SAMPLE_LENGTH = 400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``python -m cuflash demo``."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the activations (default %(default)s)")
+    add("--steps", type=int, help=f"training steps (default {CPU_CONFIG.steps}, on a GPU {GPU_CONFIG.steps})")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("cuflash_demo.png"), help="picture of the loss (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and report; 1 if the validation loss missed its mark, 2 if something needed is not installed."""
+    try:
+        import matplotlib  # noqa: F401  # fail now, not after the training
+        import threadpoolctl  # noqa: F401
+        import tqdm  # noqa: F401
+
+        xp = _array_module(args.device)
+    except _Missing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f'{error}; install it with: pip install "cuflash[demo]"', file=sys.stderr)
+        return 2
+
+    on_gpu = xp is not np
+    config = replace(GPU_CONFIG if on_gpu else CPU_CONFIG, dtype=args.dtype, seed=args.seed)
+    if args.steps is not None:
+        config = replace(config, steps=args.steps)
+    corpus = Corpus()
+    model = CharGPT(config, len(corpus.characters), xp)
+    unigram_loss = corpus.unigram_loss()
+    size = sum(x.size for x in model.parameters.values())
+    print(
+        f"a character GPT of {size:,} parameters, {config.dtype}, on {_device_name(xp)}\n"
+        f"text: Python's help, {len(corpus.train):,} characters to train on, {len(corpus.validation):,} held out; "
+        f"unigram entropy {unigram_loss:.3f} nats"
+    )
+    history = _train_with_progress(model, corpus)
+    gain = 1 - history.validation[-1] / unigram_loss
+    reached = gain >= REQUIRED_GAIN
+    print(
+        f"\nvalidation loss {history.validation[-1]:.3f} nats a character, {gain:.0%} below the unigram entropy of "
+        f"{unigram_loss:.3f}: {'at' if reached else 'NOT at'} least {REQUIRED_GAIN:.0%} below it"
+    )
+    sample = corpus.decode(model.sample(corpus.encode(PROMPT), SAMPLE_LENGTH))
+    print(f"\na sample of {SAMPLE_LENGTH} characters:\n{sample}\n")
+    _compare_with_naive(model, corpus)
+    _draw(history, unigram_loss, args.out)
+    print(f"\npicture of the loss: {args.out}")
+    return 0 if reached else 1
+
+
+class _Missing(Exception):
+    """Something that the user can install or choose differently."""
+
+
+def _array_module(device: str | None) -> Any:
+    """CuPy, able to multiply matrices, if there is a GPU and `device` allows it, else NumPy."""
+    if device == "cpu":
+        return np
+    try:
+        import cupy
+    except ImportError:
+        cupy = None
+    if cupy is None or not cupy.cuda.is_available():
+        if device == "gpu":
+            raise _Missing("no GPU that CuPy can use: see python -m cuflash info")
+        return np
+    try:
+        cupy.ones((2, 2)) @ cupy.ones((2, 2))
+    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        raise _Missing(
+            f"CuPy cannot multiply matrices here ({error}).\nThe demo's layers need cuBLAS, which attention alone does "
+            f'not: pip install "cuflash[cuda{major}-full]", or run it with --device cpu'
+        ) from error
+    return cupy
+
+
+def _device_name(xp: Any) -> str:
+    if xp is np:
+        return "the CPU (NumPy)"
+    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.runtime.getDevice())
+    return f"{properties['name'].decode()} (CuPy)"
+
+
+@dataclass
+class _History:
+    """Losses in nats a character: of every training step, and of the held-out text after some of them."""
+
+    training: list[Array] = field(default_factory=list)
+    validated_steps: list[int] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+
+
+def _train_with_progress(model: CharGPT, corpus: Corpus) -> _History:
+    from threadpoolctl import threadpool_limits
+    from tqdm import tqdm
+
+    config = model.config
+    tokens_per_step = config.batch * config.context
+    history = _History()
+    validating = 0.0  # seconds
+
+    def validate() -> None:
+        nonlocal validating
+        start = time.perf_counter()
+        history.validated_steps.append(len(history.training))
+        history.validation.append(model.validate(corpus.validation))
+        bar.write(f"step {len(history.training):5}: validation loss {history.validation[-1]:.3f}", file=sys.stdout)
+        validating += time.perf_counter() - start
+
+    start = time.perf_counter()
+    # Each shard of a batch has its thread. BLAS's own threads would wait for one another in loops that take the cores.
+    with (
+        threadpool_limits(1, user_api="blas"),
+        tqdm(
+        total=config.steps * tokens_per_step, unit=" tokens", unit_scale=True, dynamic_ncols=True, mininterval=0.5
+    ) as bar:
+        for loss in train(model, corpus.train, MAX_TRAINING_SECONDS):
+            history.training.append(loss)
+            bar.update(tokens_per_step)
+            if len(history.training) % 20 == 0:  # seldom: reading the loss makes the host wait for the GPU
+                bar.set_postfix(loss=f"{float(loss):.3f}")
+            if len(history.training) % max(1, config.steps // VALIDATIONS) == 0:
+                validate()
+        if len(history.training) not in history.validated_steps:
+            validate()
+        seconds = time.perf_counter() - start - validating
+    tokens = len(history.training) * tokens_per_step
+    print(f"{len(history.training)} steps, {tokens:,} tokens in {seconds:.0f} s: {tokens / seconds:,.0f} tokens/s")
+    return history
+
+
+def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
+    """Error and memory on the first layer's queries, keys and values of one long piece of the held-out text."""
+    indices = model.xp.asarray(corpus.validation[None, :COMPARED_SEQLEN])
+    weights = {name: x.astype(model.config.dtype) for name, x in model.parameters.items()}
+    q, k, v = model.heads(weights, 0, model.embed(weights, indices), indices.shape)
+    print(f"one batch {q.shape} of the first layer, forward and backward, greatest error against float64:")
+    print(f"{'':10}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'peak memory':>16}")
+    for name, (errors, peak) in compare(q, k, v).items():
+        print(f"{name:10}" + "".join(f"{error:10.1e}" for error in errors) + f"{peak / 2**20:12.1f} MiB")
+
+
+def _draw(history: _History, unigram_loss: float, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="training step", ylabel="loss (nats a character)", title="cuflash demo")
+    axes.plot(range(1, len(history.training) + 1), [float(x) for x in history.training], lw=0.6, label="training")
+    axes.plot(history.validated_steps, history.validation, "o-", label="validation")
+    axes.axhline(unigram_loss, color="grey", ls="--", label="unigram entropy")
+    axes.axhline(unigram_loss * (1 - REQUIRED_GAIN), color="grey", ls=":", label=f"{REQUIRED_GAIN:.0%} below it")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
