@@ -144,13 +144,10 @@ def _train_with_progress(model: CharGPT, corpus: Corpus) -> _History:
         bar.write(f"step {len(history.training):5}: validation loss {history.validation[-1]:.3f}", file=sys.stdout)
         validating += time.perf_counter() - start
 
+    bar = tqdm(total=config.steps * tokens_per_step, unit=" tokens", unit_scale=True, mininterval=0.5)
     start = time.perf_counter()
-    # Each shard of a batch has its thread. BLAS's own threads would wait for one another in loops that take the cores.
-    with (
-        threadpool_limits(1, user_api="blas"),
-        tqdm(
-        total=config.steps * tokens_per_step, unit=" tokens", unit_scale=True, dynamic_ncols=True, mininterval=0.5
-    ) as bar:
+    # Each shard of a batch has its thread; BLAS's own would spin while they wait and take the cores from these.
+    with bar, threadpool_limits(1, user_api="blas"):
         for loss in train(model, corpus.train, MAX_TRAINING_SECONDS):
             history.training.append(loss)
             bar.update(tokens_per_step)
