@@ -13,8 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.numpy_backward import backward
+from cuflash.numpy_scores import (
+    by_query_head,
+    compute_scores,
+    dropout_keep,
+    hide,
+    load_keys,
+    load_rows,
+    sink_rows,
+    split_heads,
+    without_rows,
+)
 from cuflash.numpy_threads import Workspace, run_tasks
-from cuflash.numpy_tiles import Block, Tiling, hide, without_rows
+from cuflash.numpy_tiles import Block, Tiling
 from cuflash.problem import AttentionProblem, Operands
 
 __all__ = ["backward", "forward"]
@@ -42,9 +53,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     def task(number: int, workspace: Workspace) -> None:
         block = blocks[number]
         block_out, block_lse = _forward_block(tiling, block, workspace)
-        heads, rows = slice(block.heads.first, block.heads.stop), slice(block.row, block.row_stop)
-        tiling.of_sequence(out, block.sequence, rows=True)[rows, heads] = block_out.swapaxes(0, 1)
-        tiling.lse_of_sequence(lse, block.sequence)[heads, rows] = block_lse
+        tiling.of_sequence(out, block.sequence)[block.rows, block.heads.query] = block_out.swapaxes(0, 1)
+        tiling.lse_of_sequence(lse, block.sequence)[block.heads.query, block.rows] = block_lse
 
     run_tasks(len(blocks), task, tiling.is_large)
 
@@ -53,40 +63,41 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
     """Out (query heads, rows, head_dim_v) and lse (query heads, rows) of one block."""
     p, o, heads = tiling.problem, tiling.operands, block.heads
     dtype = p.accum_dtype
-    q = tiling.load_rows(o.q, block) * p.softmax_scale
-    shape = heads.stop - heads.first, block.row_stop - block.row
+    q = np.ascontiguousarray(load_rows(tiling, o.q, block).swapaxes(1, 2)) * p.softmax_scale
+    shape = len(q), q.shape[2]
 
     # The row's largest score so far, the sum of exp(score - top), and the sum of that times v.
     if o.sink is None:
         top, total = np.full(shape, -np.inf, dtype), np.zeros(shape, dtype)
     else:  # the sink is a first score without a value
-        top = tiling.by_query_head(tiling.sink_rows(block), heads)
+        top = sink_rows(tiling, block)
         total = (top != -np.inf).astype(dtype)
-    acc = np.zeros((*q.shape[:2], p.head_dim_v), dtype)
+    acc = np.zeros((*shape, p.head_dim_v), dtype)
 
-    for key, key_stop, cut in tiling.tiles(block):
-        k = tiling.load_keys(o.k, block, key, key_stop)
-        tile = tiling.score_tile(block, key, key_stop, cut, q, k, workspace)
-        if tile is None:
+    for tile in tiling.tiles(block):
+        rows = np.s_[:, tile.rows_within(block)]
+        found = compute_scores(tiling, tile, q[:, :, rows[1]], load_keys(tiling, o.k, tile), workspace)
+        if found is None:
             continue
-        v = tiling.load_keys(o.v, block, key, key_stop)
-        scores = tile.scores
-        if tile.visible is not None:
-            hide(scores, tile.visible)
-            v = without_rows(v, tile.visible.any(axis=(0, 1)))
-        new_top = np.maximum(top, scores.max(axis=-1))
+        v = load_keys(tiling, o.v, tile)
+        scores = found.scores
+        if found.visible is not None:
+            hide(scores, found.visible, heads)
+            v = without_rows(v, found.visible.any(axis=(0, 2, 3)))
+        new_top = np.maximum(top[rows], scores.max(axis=1))
         shift = np.where(new_top == -np.inf, 0, new_top).astype(dtype, copy=False)
-        scores -= shift[..., None]
+        scores -= shift[:, None]
         np.exp(scores, out=scores)
-        rescale = np.exp(top - shift)
-        total = total * rescale + scores.sum(axis=-1)
-        top = new_top
+        rescale = np.exp(top[rows] - shift)
+        total[rows] = total[rows] * rescale + scores.sum(axis=1)
+        top[rows] = new_top
         if p.dropout_p:
-            scores *= tiling.dropout_keep(block, key, key_stop)
-        acc *= tiling.by_kv_head(rescale, heads)[..., None]
-        acc += np.matmul(tiling.by_kv_head(scores, heads), v)
+            view = split_heads(scores, heads)
+            view *= dropout_keep(tiling, tile)
+        acc[rows] *= rescale[..., None]
+        acc[rows] += np.matmul(scores.swapaxes(1, 2), v)
 
     empty = total == 0
     divisor = np.where(empty, 1, total * (1 - p.dropout_p)).astype(dtype, copy=False)
-    block_out = tiling.by_query_head(acc, heads) / divisor[..., None]
-    return block_out, np.where(empty, -np.inf, top + np.log(total))
+    lse = np.where(empty, -np.inf, top + np.log(total))
+    return by_query_head(acc / divisor[..., None], heads), by_query_head(lse, heads)

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.numpy_gradients import Backward
+from cuflash.numpy_scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.numpy_threads import InOrder, Workspace, run_tasks
-from cuflash.numpy_tiles import MIN_TASKS, Block, Heads, Sequence, Tiling
+from cuflash.numpy_tiles import MIN_TASKS, Block, Heads, Sequence, Tile, Tiling
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
@@ -116,7 +117,7 @@ class _Main:
     @functools.cached_property
     def tasks(self) -> list[Task]:
         tiling = self.tiling
-        head_blocks = tiling.head_blocks()
+        head_blocks = tiling.head_blocks
         parts = -(-MIN_TASKS // max(1, len(tiling.sequences) * len(head_blocks)))
         tasks = []
         for sequence in tiling.sequences:
@@ -162,42 +163,43 @@ class _Main:
         tiling, heads = self.tiling, block.heads
         rows = self.call.load(block, workspace)
         if "sink" in share.heads:
-            weight = np.exp(tiling.sink_rows(block) - rows.lse) * rows.norm
-            share.heads["sink"] -= tiling.by_query_head(weight * rows.delta, heads).sum(axis=1)
+            weight = np.exp(sink_rows(tiling, block) - rows.lse)
+            if rows.norm is not None:
+                weight *= rows.norm
+            share.heads["sink"] -= by_query_head(weight * rows.delta, heads).sum(axis=1)
         dq = np.zeros_like(rows.q)
-        for key, key_stop, cut in tiling.tiles(block):
-            tile = self.call.tile(block, rows, key, key_stop, cut, workspace)
-            if tile is None:
+        for tile in tiling.tiles(block):
+            within = tile.rows_within(block)
+            found = self.call.gradients(tile, rows.part(within), workspace)
+            if found is None:
                 continue
-            keys = slice(key, key_stop)
             if "v" in share.kv:
-                share.kv["v"][:, keys] += tile.p.swapaxes(1, 2) @ tile.dout
-            if tile.dproducts is not None:
+                share.kv["v"][:, tile.keys] += found.p @ found.dout
+            if found.dproducts is not None:
                 if "k" in share.kv:
-                    share.kv["k"][:, keys] += tile.dproducts.swapaxes(1, 2) @ tile.q
+                    share.kv["k"][:, tile.keys] += found.dproducts @ found.q
                 if "q" in self.grads:
-                    dq += tile.dproducts @ tile.k
-            if tile.ds is not None:
-                ds = tiling.by_query_head(tile.ds, heads)
-                if "alibi_slopes" in share.heads and tile.distance is not None:
-                    share.heads["alibi_slopes"] -= np.einsum("hrk,rk->h", ds, tile.distance)
+                    dq[:, within] += found.dproducts.swapaxes(1, 2) @ found.k
+            if found.ds is not None:
+                if "alibi_slopes" in share.heads and found.distance is not None:
+                    terms = split_heads(found.ds, heads) * found.distance
+                    share.heads["alibi_slopes"] -= terms.sum(axis=(1, 3)).ravel()
                 if "bias" in self.grads:
-                    self._bias_tile(block, keys, ds, share)
+                    self._bias_tile(tile, like_bias(found.ds, heads), share)
         if "q" in self.grads:
-            own = tiling.of_sequence(self.grads["q"], block.sequence, rows=True)
             dq *= tiling.problem.softmax_scale
-            dq = tiling.by_query_head(dq, heads).swapaxes(0, 1)
-            own[block.row : block.row_stop, heads.first : heads.stop] = dq
+            own = tiling.of_sequence(self.grads["q"], block.sequence)
+            own[block.rows, heads.query] = by_query_head(dq, heads).swapaxes(0, 1)
 
-    def _bias_tile(self, block: Block, keys: slice, ds: Array, share: Share) -> None:
+    def _bias_tile(self, tile: Tile, ds: Array, share: Share) -> None:
         if share.bias is None:
             target = self.grads["bias"]
-            target[self.tiling.extra_index(target.shape, block, keys.start, keys.stop)] = ds
+            target[tile.place_in(target.shape)] = ds
             return
         summed = tuple(axis for axis in range(3) if share.bias.shape[axis] == 1)
-        rows = slice(block.row, block.row_stop) if share.bias.shape[1] > 1 else slice(None)
-        columns = keys if share.bias.shape[2] > 1 else slice(None)
-        share.bias[:, rows, columns] += ds.sum(axis=summed, keepdims=True)
+        rows = tile.block.rows if share.bias.shape[1] > 1 else slice(None)
+        keys = tile.keys if share.bias.shape[2] > 1 else slice(None)
+        share.bias[:, rows, keys] += ds.sum(axis=summed, keepdims=True)
 
     def _add(self, task: Task, share: Share) -> None:
         """Add a task's share to the sums, and write dk and dv when they are complete."""
@@ -209,16 +211,16 @@ class _Main:
             else:
                 self.kv_sums[name] = part
             if task.is_last:
-                own = self.tiling.of_sequence(self.grads[name], sequence, rows=False)
-                own[: sequence.keys, heads.first_kv : heads.stop_kv] = self.kv_sums.pop(name).swapaxes(0, 1)
+                own = self.tiling.of_sequence(self.grads[name], sequence, is_kv=True)
+                own[: sequence.keys, heads.kv] = self.kv_sums.pop(name).swapaxes(0, 1)
         for name, part in share.heads.items():
             total = self.head_sums[name]
             if total.ndim == 2:
                 total = total[sequence.batch if len(total) > 1 else 0]
-            total[heads.first : heads.stop] += part
+            total[heads.query] += part
         if self.bias_sum is not None and share.bias is not None:
-            whole = Block(sequence, heads, 0, sequence.rows)
-            self.bias_sum[self.tiling.extra_index(self.bias_sum.shape, whole, 0, sequence.keys)] += share.bias
+            whole = Tile(Block(sequence, heads, 0, sequence.rows), 0, sequence.keys, False)
+            self.bias_sum[whole.place_in(self.bias_sum.shape)] += share.bias
 
 
 def _bias_panels(call: Backward, target: Array) -> None:
@@ -237,18 +239,18 @@ def _bias_panels(call: Backward, target: Array) -> None:
         panel = np.zeros((min(step, target.shape[2] - row), target.shape[3]), tiling.problem.accum_dtype)
         sequences = tiling.sequences if len(target) == 1 else tiling.sequences[batch : batch + 1]
         kv_head = head // tiling.problem.group_size
-        all_heads = tiling.head_blocks() if target.shape[1] == 1 else [Heads(head, head + 1, kv_head, kv_head + 1)]
+        all_heads = tiling.head_blocks if target.shape[1] == 1 else [Heads(head, head + 1, kv_head, kv_head + 1)]
         for sequence in sequences:
             for heads in all_heads:
                 block = Block(sequence, heads, row, min(row + step, sequence.rows))
                 if block.row >= block.row_stop:
                     continue
                 rows = call.load(block, workspace)
-                for key, key_stop, cut in tiling.tiles(block):
-                    tile = call.tile(block, rows, key, key_stop, cut, workspace)
-                    if tile is not None and tile.ds is not None:
-                        ds = tiling.by_query_head(tile.ds, heads).sum(axis=0)
-                        panel[: block.row_stop - row, key:key_stop] += ds
+                for tile in tiling.tiles(block):
+                    found = call.gradients(tile, rows.part(tile.rows_within(block)), workspace)
+                    if found is not None and found.ds is not None:
+                        within = slice(tile.block.row - row, tile.block.row_stop - row)
+                        panel[within, tile.keys] += like_bias(found.ds, heads).sum(axis=0)
         target[batch, head, row : row + len(panel)] = panel
 
     run_tasks(len(panels), task, tiling.is_large)

@@ -13,8 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.numpy_scores import (
+    Scores,
+    by_kv_head,
+    compute_scores,
+    dropout_keep,
+    load_keys,
+    load_rows,
+    sink_rows,
+    without_rows,
+    zero_hidden,
+)
 from cuflash.numpy_threads import Workspace
-from cuflash.numpy_tiles import Block, Tiling, without_rows, zero_hidden
+from cuflash.numpy_tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 
@@ -23,17 +34,29 @@ MAX_LSE_ERROR = 2.0**-8
 
 
 class Rows(NamedTuple):
-    """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...)."""
+    """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...).
 
-    q: Array  # times softmax_scale
+    `q`, times softmax_scale, and `dout` are here in both orders, since each takes part in two products.
+    """
+
+    q: Array
     dout: Array
+    q_transposed: Array  # (KV heads, head_dim, query heads of each * rows)
+    dout_transposed: Array
     delta: Array
     lse: Array  # +inf where there are no probabilities
-    norm: Array | float  # a factor of all probabilities
+    norm: Array | None  # a factor of all probabilities
+
+    def part(self, within: slice) -> Rows:
+        """Some of the rows."""
+        norm = None if self.norm is None else self.norm[:, within]
+        q_transposed, dout_transposed = self.q_transposed[:, :, within], self.dout_transposed[:, :, within]
+        delta, lse = self.delta[:, within], self.lse[:, within]
+        return Rows(self.q[:, within], self.dout[:, within], q_transposed, dout_transposed, delta, lse, norm)
 
 
-class Tile(NamedTuple):
-    """The gradients of a tile of scores, by KV head, in scratch memory, and the operands of what follows from them.
+class TileGradients(NamedTuple):
+    """The gradients of a tile of scores, in scratch memory as scores are, and the operands of what follows from them.
 
     What the tile hides from all its rows or keys is 0 in the operands: NaN there would come through a product with 0.
     """
@@ -66,19 +89,20 @@ class Backward:
     def load(self, block: Block, workspace: Workspace) -> Rows:
         """The rows of a block."""
         tiling, heads = self.tiling, block.heads
-        q = tiling.load_rows(tiling.operands.q, block) * tiling.problem.softmax_scale
-        dout = tiling.load_rows(self.dout, block)
-        delta = np.einsum("hrd,hrd->hr", dout, tiling.load_rows(self.out, block))
-        index = slice(heads.first, heads.stop), slice(block.row, block.row_stop)
+        q = load_rows(tiling, tiling.operands.q, block) * tiling.problem.softmax_scale
+        dout = load_rows(tiling, self.dout, block)
+        delta = np.einsum("hrd,hrd->hr", dout, load_rows(tiling, self.out, block))
         if self.dlse is not None:
-            delta = delta - tiling.by_kv_head(tiling.lse_of_sequence(self.dlse, block.sequence)[index], heads)
-        lse = tiling.by_kv_head(tiling.lse_of_sequence(self.lse, block.sequence)[index], heads)
+            dlse = tiling.lse_of_sequence(self.dlse, block.sequence)[heads.query, block.rows]
+            delta = delta - by_kv_head(dlse, heads)
+        lse = by_kv_head(tiling.lse_of_sequence(self.lse, block.sequence)[heads.query, block.rows], heads)
         empty = lse == -np.inf
         if empty.any():
             q, dout = without_rows(q, ~empty), without_rows(dout, ~empty)
             delta = np.where(empty, 0, delta).astype(lse.dtype, copy=False)
             lse = np.where(empty, np.inf, lse).astype(lse.dtype, copy=False)
-        rows = Rows(q, dout, delta, lse, 1.0)
+        q_transposed, dout_transposed = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, dout))
+        rows = Rows(q, dout, q_transposed, dout_transposed, delta, lse, None)
         error = np.finfo(lse.dtype).eps * np.abs(np.where(empty, 0, lse))
         return rows._replace(norm=self._norm(block, rows, error, workspace)) if error.max() > MAX_LSE_ERROR else rows
 
@@ -91,72 +115,67 @@ class Backward:
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)
         if operands.sink is not None:
-            total += np.exp(tiling.sink_rows(block) - rows.lse)
-        for key, key_stop, cut in tiling.tiles(block):
-            k = tiling.load_keys(operands.k, block, key, key_stop)
-            tile = tiling.score_tile(block, key, key_stop, cut, rows.q, k, workspace)
-            if tile is not None:
-                p = tiling.by_kv_head(tile.scores, block.heads)
-                np.exp(np.subtract(p, rows.lse[..., None], out=p), out=p)
-                if tile.visible is not None:
-                    zero_hidden(tile.scores, tile.visible)
-                total += p.sum(axis=-1)
+            total += np.exp(sink_rows(tiling, block) - rows.lse)
+        for tile in tiling.tiles(block):
+            within = tile.rows_within(block)
+            own = rows.part(within)
+            found = compute_scores(tiling, tile, own.q_transposed, load_keys(tiling, operands.k, tile), workspace)
+            if found is not None:
+                total[:, within] += _probabilities(found, own, block).sum(axis=1)
         is_one = (error > MAX_LSE_ERROR) & (total > 0) & (np.log(total) >= -error)
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
-    def tile(self, block: Block, rows: Rows, key: int, key_stop: int, cut: bool, workspace: Workspace) -> Tile | None:
-        """The gradients of a tile; None if all of it is hidden."""
-        tiling, problem, operands = self.tiling, self.tiling.problem, self.tiling.operands
-        q, dout = rows.q, rows.dout
-        k = tiling.load_keys(operands.k, block, key, key_stop)
-        tile = tiling.score_tile(block, key, key_stop, cut, q, k, workspace)
-        if tile is None:
+    def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:
+        """The gradients of a tile, of which `rows` are the rows; None if all of it is hidden."""
+        tiling, problem, heads = self.tiling, self.tiling.problem, tile.block.heads
+        k = load_keys(tiling, tiling.operands.k, tile)
+        found = compute_scores(tiling, tile, rows.q_transposed, k, workspace)
+        if found is None:
             return None
-        v = tiling.load_keys(operands.v, block, key, key_stop)
-        visible = tile.visible
+        v = load_keys(tiling, tiling.operands.v, tile)
+        q, dout, visible = rows.q, rows.dout, found.visible
         if visible is not None:
-            seen_keys = visible.any(axis=(0, 1))
+            seen_keys = visible.any(axis=(0, 2, 3))
             k, v = without_rows(k, seen_keys), without_rows(v, seen_keys)
-            seen_rows = np.broadcast_to(visible.any(axis=2), tile.scores.shape[:2])
-            seen_rows = tiling.by_kv_head(seen_rows, block.heads)
+            kv_heads, group = heads.counts
+            seen_rows = np.broadcast_to(visible.any(axis=1), (kv_heads, group, q.shape[1] // group))
+            seen_rows = seen_rows.reshape(q.shape[:2])
             q, dout = without_rows(q, seen_rows), without_rows(dout, seen_rows)
-
-        p = tiling.by_kv_head(tile.scores, block.heads)
-        p -= rows.lse[..., None]
-        np.exp(p, out=p)
-        if isinstance(rows.norm, np.ndarray):
-            p *= rows.norm[..., None]
-        if visible is not None:
-            zero_hidden(tile.scores, visible)
-        factor = self._dropout_factor(block, key, key_stop)
+        p = _probabilities(found, rows, tile.block)
+        factor: Array | None = None
+        if problem.dropout_p:
+            factor = dropout_keep(tiling, tile) * p.dtype.type(1 / (1 - problem.dropout_p))
+            factor = factor.reshape(p.shape)
         if not self.needs_ds:
-            return Tile(p if factor is None else p * factor, None, None, q, dout, k, None)
+            return TileGradients(p if factor is None else p * factor, None, None, q, dout, k, None)
 
         ds = workspace.array("ds", p.shape, problem.accum_dtype)
-        np.matmul(dout, v.swapaxes(1, 2), out=ds)
+        np.matmul(v, rows.dout_transposed, out=ds)
         dropped = p
         if factor is not None:
             ds *= factor
             dropped = np.multiply(p, factor, out=factor)
-        ds -= rows.delta[..., None]
+        ds -= rows.delta[:, None]
         ds *= p
-        wide_ds = tiling.by_query_head(ds, block.heads)
         if visible is not None:
-            zero_hidden(wide_ds, visible)
+            zero_hidden(ds, visible, heads)
         dproducts = ds
-        if tile.tanh is not None:
-            slope = np.square(tile.tanh, out=tile.tanh)
-            np.subtract(1, slope, out=slope)
-            slope *= wide_ds
+        if found.tanh is not None:
+            dproducts = np.square(found.tanh, out=found.tanh)
+            np.subtract(1, dproducts, out=dproducts)
+            dproducts *= ds
             if visible is not None:
-                zero_hidden(slope, visible)
-            dproducts = tiling.by_kv_head(slope, block.heads)
-        return Tile(dropped, ds, dproducts, q, dout, k, tile.distance)
+                zero_hidden(dproducts, visible, heads)
+        return TileGradients(dropped, ds, dproducts, q, dout, k, found.distance)
 
-    def _dropout_factor(self, block: Block, key: int, key_stop: int) -> Array | None:
-        """0 where a probability is dropped, else 1 / (1 - p), by KV head."""
-        problem = self.tiling.problem
-        if not problem.dropout_p:
-            return None
-        keep = self.tiling.by_kv_head(self.tiling.dropout_keep(block, key, key_stop), block.heads)
-        return keep * np.dtype(problem.accum_dtype).type(1 / (1 - problem.dropout_p))
+
+def _probabilities(found: Scores, rows: Rows, block: Block) -> Array:
+    """exp(scores - lse) in place of the scores, 0 where hidden."""
+    p = found.scores
+    p -= rows.lse[:, None]
+    np.exp(p, out=p)
+    if rows.norm is not None:
+        p *= rows.norm[:, None]
+    if found.visible is not None:
+        zero_hidden(p, found.visible, block.heads)
+    return p

@@ -35,23 +35,28 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 def keep_tile(
     seed: int, dropout_p: float, batch: int, heads: tuple[int, int], rows: tuple[int, int], keys: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Which elements of the tile ``heads x rows x keys`` (half-open ranges) of batch index `batch` are kept."""
+    """Which elements of the tile ``heads x rows x keys`` (half-open ranges) of batch index `batch` are kept.
+
+    Returns
+    -------
+    bool array (heads, keys, rows)
+    """
     # Whole groups of 16 on both axes hold all four elements of each call.
     first_row, first_key = rows[0] // 16 * 16, keys[0] // 16 * 16
     row_groups, key_groups = -(-(rows[1] - first_row) // 16), -(-(keys[1] - first_key) // 16)
-    c0 = _without_bit_3(first_row, row_groups).reshape(1, -1, 1)
-    c1 = _without_bit_3(first_key, key_groups).reshape(1, 1, -1)
+    c0 = _without_bit_3(first_row, row_groups).reshape(1, 1, -1)
+    c1 = _without_bit_3(first_key, key_groups).reshape(1, -1, 1)
     c2 = np.arange(*heads, dtype=np.uint64).reshape(-1, 1, 1)
     words = philox4x32((c0, c1, c2, np.uint64(batch)), seed)
 
     num_heads = heads[1] - heads[0]
-    keep = np.empty((num_heads, row_groups, 2, 8, key_groups, 2, 8), bool)
+    keep = np.empty((num_heads, key_groups, 2, 8, row_groups, 2, 8), bool)
     threshold = np.uint64(int(dropout_p * 2.0**32))
     for index, word in enumerate(words):
-        eighths = (word >= threshold).reshape(num_heads, row_groups, 8, key_groups, 8)
-        keep[:, :, index // 2, :, :, index % 2, :] = eighths
-    whole = keep.reshape(num_heads, row_groups * 16, key_groups * 16)
-    return whole[:, rows[0] - first_row : rows[1] - first_row, keys[0] - first_key : keys[1] - first_key]
+        row_bit, key_bit = divmod(index, 2)
+        keep[:, :, key_bit, :, :, row_bit, :] = (word >= threshold).reshape(num_heads, key_groups, 8, row_groups, 8)
+    whole = keep.reshape(num_heads, key_groups * 16, row_groups * 16)
+    return whole[:, keys[0] - first_key : keys[1] - first_key, rows[0] - first_row : rows[1] - first_row]
 
 
 def _without_bit_3(first: int, groups: int) -> NDArray[np.uint64]:

@@ -1,0 +1,191 @@
+"""The scores of a tile on the CPU: products, softcap, bias, ALiBi, and what is visible.
+
+Scores lie in memory as (KV heads, keys, query heads of each * rows). The query heads that share a KV head thus need one
+matrix product only, and keys come before rows because BLAS is a tenth faster where both operands are read along their
+rows, as k is then; reductions over keys are faster, too. `split_heads` gives the view (KV heads, keys, query heads of
+each, rows), against which everything per head, row or key broadcasts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.numpy_threads import Workspace
+from cuflash.numpy_tiles import Block, Heads, Tile, Tiling
+from cuflash.philox import keep_tile
+
+Array = NDArray[Any]
+
+
+class Scores(NamedTuple):
+    """The scores of a tile and what their gradient needs, in scratch memory."""
+
+    scores: Array  # (KV heads, keys, query heads of each * rows)
+    visible: Array | None  # bool, broadcasts to the view `split_heads`; None if everything is
+    tanh: Array | None  # like scores
+    distance: Array | None  # (keys, 1, rows)
+
+
+def widen(x: Array) -> Array:
+    """16-bit numbers as float32, others as they are (possibly a view)."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def split_heads(x: Array, heads: Heads) -> Array:
+    """(KV heads, keys, query heads of each * rows) as a view (KV heads, keys, query heads of each, rows)."""
+    kv_heads, group = heads.counts
+    return x.reshape(kv_heads, x.shape[1], group, x.shape[2] // group)
+
+
+def by_kv_head(x: Array, heads: Heads) -> Array:
+    """(query heads, rows, ...) as (KV heads, query heads of each * rows, ...)."""
+    kv_heads, group = heads.counts
+    return x.reshape(kv_heads, group * x.shape[1], *x.shape[2:])
+
+
+def by_query_head(x: Array, heads: Heads) -> Array:
+    """The inverse of `by_kv_head`."""
+    kv_heads, group = heads.counts
+    return x.reshape(kv_heads * group, x.shape[1] // group, *x.shape[2:])
+
+
+def like_scores(x: Array, heads: Heads) -> Array:
+    """(query heads | 1, rows | 1, keys | 1) as a view that broadcasts against `split_heads`."""
+    kv_heads, group = heads.counts if len(x) > 1 else (1, 1)
+    return x.reshape(kv_heads, group, *x.shape[1:]).transpose(0, 3, 1, 2)
+
+
+def like_bias(x: Array, heads: Heads) -> Array:
+    """Scores as (query heads, rows, keys)."""
+    view = split_heads(x, heads).transpose(0, 2, 3, 1)
+    return view.reshape(-1, *view.shape[2:])
+
+
+def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
+    """Replace hidden elements, NaN and inf too, by 0, in place."""
+    # On the bits, since NumPy's own selections branch on every element and take ten times as long.
+    bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
+    np.multiply(bits, visible, out=bits)
+
+
+def hide(scores: Array, visible: Array, heads: Heads) -> None:
+    """Replace hidden elements, NaN and inf too, by -inf, in place."""
+    zero_hidden(scores, visible, heads)
+    bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
+    hidden = visible.astype(bits.dtype)
+    hidden -= 1  # all bits set where hidden
+    hidden &= np.array(-np.inf, scores.dtype).view(bits.dtype)
+    bits |= hidden
+
+
+def without_rows(x: Array, keep: Any) -> Array:
+    """A copy of x (..., rows, dim) whose rows are 0 where `keep` is False; x itself if it is nowhere."""
+    if keep.all():
+        return x
+    x = x.copy()
+    x[~np.broadcast_to(keep, x.shape[:-1])] = 0
+    return x
+
+
+def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
+    """The block's rows of an array like q, wide, as (KV heads, query heads of each * rows, dim)."""
+    own = tiling.of_sequence(x, block.sequence)[block.rows, block.heads.query]
+    return by_kv_head(np.ascontiguousarray(widen(own).swapaxes(0, 1)), block.heads)
+
+
+def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
+    """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view."""
+    own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[tile.keys, tile.block.heads.kv]
+    return widen(own).swapaxes(0, 1)
+
+
+def sink_rows(tiling: Tiling, block: Block) -> Array:
+    """The sink of each row's head, (KV heads, query heads of each * rows)."""
+    sink: Any = tiling.operands.sink
+    return by_kv_head(np.repeat(sink[block.heads.query, None], block.row_stop - block.row, axis=1), block.heads)
+
+
+def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
+    """Which probabilities of a tile are kept, bool, to go with `split_heads`."""
+    block = tile.block
+    heads, rows, keys = (block.heads.first, block.heads.stop), (block.row, block.row_stop), (tile.key, tile.key_stop)
+    seed = int(np.asarray(tiling.operands.dropout_seed).reshape(()))
+    keep = keep_tile(seed, tiling.problem.dropout_p, block.sequence.batch, heads, rows, keys)
+    return keep.reshape(*block.heads.counts, *keep.shape[1:]).swapaxes(1, 2)
+
+
+def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
+    """The scores of a tile; None if all of them are hidden, those that are hidden else hold anything.
+
+    Parameters
+    ----------
+    q : (KV heads, head_dim, query heads of each * rows)
+        Transposed, and times the scale.
+    k : (KV heads, keys, head_dim)
+    """
+    p, o, heads = tiling.problem, tiling.operands, tile.block.heads
+    bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
+    visible = _visible(tiling, tile, bias)
+    if visible is None:
+        return None
+    scores = workspace.array("scores", (len(k), k.shape[1], q.shape[2]), p.accum_dtype)
+    np.matmul(k, q, out=scores)
+    tanh: Array | None = None
+    distance: Array | None = None
+    if p.softcap:
+        tanh = workspace.array("tanh", scores.shape, p.accum_dtype)
+        np.multiply(scores, 1 / p.softcap, out=tanh)
+        np.tanh(tanh, out=tanh)
+        np.multiply(tanh, p.softcap, out=scores)
+    view = split_heads(scores, heads)
+    if bias is not None:
+        view += like_scores(widen(bias), heads)
+    if o.alibi_slopes is not None:
+        distance = workspace.array("distance", (k.shape[1], 1, view.shape[3]), p.accum_dtype)
+        np.subtract(_aligned(tile), np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
+        np.abs(distance, out=distance)
+        slopes = o.alibi_slopes[tile.block.sequence.batch if len(o.alibi_slopes) > 1 else 0, heads.query]
+        penalty = workspace.array("penalty", view.shape, p.accum_dtype)
+        np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
+        view -= penalty
+    return Scores(scores, None if visible is True else visible, tanh, distance)
+
+
+def _aligned(tile: Tile) -> Array:
+    """The keys that the rows are aligned to."""
+    return np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
+
+
+def _visible(tiling: Tiling, tile: Tile, bias: Array | None) -> Array | Literal[True] | None:
+    """What of a tile is visible, to go with `split_heads`: True if all of it, None if nothing."""
+    p, o, heads = tiling.problem, tiling.operands, tile.block.heads
+    parts: list[Array] = []
+    if tile.is_cut:
+        keys = np.arange(tile.key, tile.key_stop)[:, None, None]
+        if p.window_left is not None:
+            parts.append((keys >= _aligned(tile) - p.window_left)[None])
+        if p.window_right is not None:
+            parts.append((keys <= _aligned(tile) + p.window_right)[None])
+    if o.mask is not None:
+        parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], heads))
+    if bias is not None:
+        is_score = bias != -np.inf
+        if not is_score.all():
+            parts.append(like_scores(is_score, heads))
+    if o.block_mask is not None:
+        rows = tile.block.row, tile.block.row_stop
+        shown = o.block_mask.tile_visible(tile.block.sequence.batch, heads.first, *rows, tile.key, tile.key_stop)
+        if shown is None:
+            return None
+        if isinstance(shown, np.ndarray):
+            parts.append(like_scores(shown[None], heads))
+    if not parts:
+        return True
+    visible = np.ascontiguousarray(functools.reduce(np.logical_and, parts))
+    if visible.all():
+        return True
+    return visible if visible.any() else None
