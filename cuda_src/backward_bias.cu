@@ -3,7 +3,8 @@
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE;
-constexpr int BUFFER = BLOCK_K * (TransposedChunk<BLOCK_M>::STRIDE + TransposedChunk<BLOCK_N>::STRIDE);
+using ScoreChunks = ChunkPair<BLOCK_M, BLOCK_N>;
+constexpr int BUFFER = ScoreChunks::SIZE;
 
 struct alignas(16) SharedStorage {
   Accum buffers[2 * BUFFER];
@@ -34,7 +35,7 @@ __device__ __forceinline__ void write_dbias(const AttentionParams& p, int split,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backward_bias(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_bias(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -69,7 +70,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backwar
 
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
     SoftcapTile<ROWS, COLUMNS> softcap;
-    tile.compute(dropped, ds, softcap, buffers, first_row, first_key, true, shared.seen);
+    ScoreChunks score_chunks;
+    tile.fetch(score_chunks, first_row, first_key);
+    tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {});
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll

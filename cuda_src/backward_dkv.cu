@@ -3,10 +3,11 @@
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_N / SIDE, COLUMNS = BLOCK_M / SIDE;
-constexpr int SCORE_CHUNKS = BLOCK_K * (TransposedChunk<BLOCK_N>::STRIDE + TransposedChunk<BLOCK_M>::STRIDE);
-constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
-constexpr int QUERY_CHUNK = BLOCK_K * Chunk<WIDEST, BLOCK_M>::STRIDE;
-constexpr int BUFFER = SCORE_CHUNKS > QUERY_CHUNK ? SCORE_CHUNKS : QUERY_CHUNK;
+using ScoreChunks = ChunkPair<BLOCK_N, BLOCK_M>;
+using DoutChunk = Chunk<HEAD_DIM_V, BLOCK_M>;
+using QueryChunk = Chunk<HEAD_DIM, BLOCK_M>;
+constexpr int WIDER = DoutChunk::SIZE > QueryChunk::SIZE ? DoutChunk::SIZE : QueryChunk::SIZE;
+constexpr int BUFFER = ScoreChunks::SIZE > WIDER ? ScoreChunks::SIZE : WIDER;
 
 struct alignas(16) SharedStorage {
   Accum buffers[2 * BUFFER];
@@ -15,7 +16,7 @@ struct alignas(16) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backward_dkv(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_dkv(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -33,26 +34,32 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backwar
 
   for (int head = head_kv * group; head < (head_kv + 1) * group; head++) {
     const GradientTile<true> tile(p, s, head, head_kv);
-    for (Blocks blocks = blocks_of_queries(p, s, head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
+    ScoreChunks score_chunks;
+    Blocks blocks = blocks_of_queries(p, s, head, work.tile, BLOCK_M, BLOCK_N);
+    if (!blocks.done()) tile.fetch(score_chunks, first_key, blocks.block * BLOCK_M);
+    while (!blocks.done()) {
       const int first_row = blocks.block * BLOCK_M;
       const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
       if (masked && threadIdx.x < BLOCK_M) shared.seen[threadIdx.x] = 0;
+      blocks.advance();
 
+      DoutChunk dout_chunk;
+      QueryChunk query_chunk;
       Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
       SoftcapTile<ROWS, COLUMNS> softcap;
-      tile.compute(dropped, ds, softcap, buffers, first_key, first_row, masked, shared.seen);
+      tile.compute(dropped, ds, softcap, buffers, score_chunks, first_key, first_row, masked, shared.seen,
+                   [&] { dout_chunk.fetch(tile.dout, first_row, 0); });
+      softcap.apply(ds);
       const u8* seen = masked ? shared.seen : nullptr;
-      if (p.dv.data != nullptr) {
-        write_transposed(shared.factor, dropped);
-        if (masked) __syncthreads();  // `seen` is complete
-        multiply_rows<BLOCK_M>(dv, buffers, shared.factor, tile.dout, first_row, seen);
-      }
-      if (p.dk.data != nullptr) {
-        softcap.apply(ds);
-        __syncthreads();  // dv has read P, and `seen` is complete
-        write_transposed(shared.factor, ds);
-        multiply_rows<BLOCK_M>(dk, buffers, shared.factor, tile.q, first_row, seen);
-      }
+      write_transposed(shared.factor, dropped);
+      if (masked) __syncthreads();  // `seen` is complete
+      multiply_rows<BLOCK_M>(dv, buffers, shared.factor, dout_chunk, tile.dout, first_row, seen,
+                             [&] { query_chunk.fetch(tile.q, first_row, 0); });
+      __syncthreads();  // dv has read P
+      write_transposed(shared.factor, ds);
+      multiply_rows<BLOCK_M>(dk, buffers, shared.factor, query_chunk, tile.q, first_row, seen, [&] {
+        if (!blocks.done()) tile.fetch(score_chunks, first_key, blocks.block * BLOCK_M);
+      });
     }
   }
 

@@ -2,9 +2,9 @@
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM / SIDE;
-constexpr int SCORE_CHUNKS = BLOCK_K * (TransposedChunk<BLOCK_M>::STRIDE + TransposedChunk<BLOCK_N>::STRIDE);
-constexpr int KEY_CHUNK = BLOCK_K * Chunk<HEAD_DIM, BLOCK_N>::STRIDE;
-constexpr int BUFFER = SCORE_CHUNKS > KEY_CHUNK ? SCORE_CHUNKS : KEY_CHUNK;
+using ScoreChunks = ChunkPair<BLOCK_M, BLOCK_N>;
+using KeyChunk = Chunk<HEAD_DIM, BLOCK_N>;
+constexpr int BUFFER = ScoreChunks::SIZE > KeyChunk::SIZE ? ScoreChunks::SIZE : KeyChunk::SIZE;
 
 struct alignas(16) SharedStorage {
   Accum buffers[2 * BUFFER];
@@ -13,7 +13,7 @@ struct alignas(16) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backward_dq(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_dq(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -31,14 +31,28 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backwar
 #pragma unroll
   for (int r = 0; r < ROWS; r++) dslope[r] = 0;
 
-  for (Blocks blocks = blocks_of_keys(p, s, head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
+  ScoreChunks score_chunks;
+  Blocks blocks = blocks_of_keys(p, s, head, work.tile, BLOCK_M, BLOCK_N);
+  if (!blocks.done()) tile.fetch(score_chunks, first_row, blocks.block * BLOCK_N);
+  while (!blocks.done()) {
     const int first_key = blocks.block * BLOCK_N;
     const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
     if (masked && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+    blocks.advance();
+    const auto next_tile = [&] {
+      if (!blocks.done()) tile.fetch(score_chunks, first_row, blocks.block * BLOCK_N);
+    };
 
+    KeyChunk key_chunk;
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
     SoftcapTile<ROWS, COLUMNS> softcap;
-    tile.compute(dropped, ds, softcap, buffers, first_row, first_key, masked, shared.seen);
+    tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {
+      if (p.dq.data != nullptr) {
+        key_chunk.fetch(tile.k, first_key, 0);
+      } else {
+        next_tile();
+      }
+    });
     if constexpr (HAS_ALIBI) {
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
@@ -53,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) backwar
     softcap.apply(ds);
     write_transposed(shared.ds, ds);
     if (masked) __syncthreads();  // `seen` is complete
-    multiply_rows<BLOCK_N>(dq, buffers, shared.ds, tile.k, first_key, masked ? shared.seen : nullptr);
+    multiply_rows<BLOCK_N>(dq, buffers, shared.ds, key_chunk, tile.k, first_key, masked ? shared.seen : nullptr,
+                           next_tile);
   }
 
   if (HAS_ALIBI && p.dslope_rows.data != nullptr) {

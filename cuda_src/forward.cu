@@ -4,9 +4,9 @@
 #include "softmax.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM_V / SIDE;
-constexpr int SCORE_CHUNKS = BLOCK_K * (TransposedChunk<BLOCK_M>::STRIDE + TransposedChunk<BLOCK_N>::STRIDE);
-constexpr int VALUE_CHUNK = BLOCK_K * Chunk<HEAD_DIM_V, BLOCK_N>::STRIDE;
-constexpr int BUFFER = SCORE_CHUNKS > VALUE_CHUNK ? SCORE_CHUNKS : VALUE_CHUNK;
+using ScoreChunks = ChunkPair<BLOCK_M, BLOCK_N>;
+using ValueChunk = Chunk<HEAD_DIM_V, BLOCK_N>;
+constexpr int BUFFER = ScoreChunks::SIZE > ValueChunk::SIZE ? ScoreChunks::SIZE : ValueChunk::SIZE;
 
 struct alignas(16) SharedStorage {
   Accum buffers[2 * BUFFER];
@@ -15,7 +15,7 @@ struct alignas(16) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) forward(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) forward(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -39,14 +39,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) forward
   Accum out[ROWS][OUT_COLUMNS];
   clear(out);
 
-  for (Blocks blocks = blocks_of_keys(p, s, head, work.tile, BLOCK_M, BLOCK_N); !blocks.done(); blocks.advance()) {
+  ScoreChunks score_chunks;
+  Blocks blocks = blocks_of_keys(p, s, head, work.tile, BLOCK_M, BLOCK_N);
+  if (!blocks.done()) score_chunks.fetch(q, first_row, k, blocks.block * BLOCK_N, 0);
+  while (!blocks.done()) {
     const int first_key = blocks.block * BLOCK_N;
     const bool masked = needs_mask(mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
     if (masked && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+    blocks.advance();
 
+    ValueChunk value_chunk;
     Accum x[ROWS][COLUMNS];  // products, then scores, then weights
     clear(x);
-    multiply_transposed(x, buffers, q, first_row, k, first_key);
+    multiply_transposed(x, buffers, score_chunks, q, first_row, k, first_key,
+                        [&] { value_chunk.fetch(v, first_key, 0); });
     score_tile<false>(x, score, mask, first_row, first_key, masked, shared.seen);
 
     Accum rescale[ROWS];
@@ -63,7 +69,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) forward
     }
     write_transposed(shared.weights, x);
     if (masked) __syncthreads();  // `seen` is complete
-    multiply_rows<BLOCK_N>(out, buffers, shared.weights, v, first_key, masked ? shared.seen : nullptr);
+    multiply_rows<BLOCK_N>(out, buffers, shared.weights, value_chunk, v, first_key, masked ? shared.seen : nullptr,
+                           [&] {
+                             if (!blocks.done()) score_chunks.fetch(q, first_row, k, blocks.block * BLOCK_N, 0);
+                           });
   }
 
   Accum inverse[ROWS], lse[ROWS];

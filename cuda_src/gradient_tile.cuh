@@ -61,16 +61,26 @@ struct GradientTile {
         len_q(s.len_q),
         dropout_rescale(static_cast<Accum>(p.dropout_rescale)) {}
 
+  // Starts a tile: the first chunks of its scores.
+  template <int A, int B>
+  __device__ __forceinline__ void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
+    chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
+  }
+
   // dropped: P after dropout without its rescaling, for dv. ds: gradient of the scores, which `softcap` takes on to the
   // products. seen: cleared before, and complete behind the next barrier if masked.
-  template <int SIZE, int ROWS, int COLUMNS>
+  // The caller has called fetch for this tile; `next` starts what is needed behind it.
+  template <int SIZE, int ROWS, int COLUMNS, class Next>
   __device__ __forceinline__ void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
-                                          SoftcapTile<ROWS, COLUMNS>& softcap, Buffers<SIZE>& buffers, int first_row,
-                                          int first_column, bool masked, u8* seen) const {
+                                          SoftcapTile<ROWS, COLUMNS>& softcap, Buffers<SIZE>& buffers,
+                                          ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
+                                          int first_column, bool masked, u8* seen, Next next) const {
     clear(dropped);
     clear(ds);
-    multiply_transposed(dropped, buffers, TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column);
-    multiply_transposed(ds, buffers, TRANSPOSED ? v : dout, first_row, TRANSPOSED ? dout : v, first_column);
+    const Rows &left = TRANSPOSED ? v : dout, &right = TRANSPOSED ? dout : v;
+    multiply_transposed(dropped, buffers, chunks, TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column,
+                        [&] { chunks.fetch(left, first_row, right, first_column, 0); });
+    multiply_transposed(ds, buffers, chunks, left, first_row, right, first_column, next);
 
     softcap.take(score, dropped);
     score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);

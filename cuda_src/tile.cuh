@@ -65,7 +65,8 @@ __device__ __forceinline__ void clear(Accum (&x)[ROWS][COLUMNS]) {
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b,
                                                int b_stride) {
-#pragma unroll
+// Unrolling all of a chunk costs registers and buys nothing.
+#pragma unroll 4
   for (int k = 0; k < BLOCK_K; k++) {
     Accum left[ROWS], right[COLUMNS];
     read_owned(left, a + k * a_stride, thread_row());
@@ -136,7 +137,7 @@ struct TransposedChunk {
 // owned_index(k % 16, k / 16): the order in which write_transposed leaves the other factor.
 template <int N, int DEPTH>
 struct Chunk {
-  static constexpr int STRIDE = N;
+  static constexpr int STRIDE = N, SIZE = BLOCK_K * N;
   static constexpr int PER_ROW = N / VECTOR;
   static constexpr int VECTORS = BLOCK_K * PER_ROW;
   static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
@@ -195,41 +196,59 @@ struct Buffers {
   __device__ __forceinline__ Accum* next() { return base + (turn ^= 1) * SIZE; }
 };
 
-// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights.
-template <int SIZE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Rows& a,
-                                                    int first_a, const Rows& b, int first_b) {
-  TransposedChunk<ROWS * SIDE> chunk_a;
-  TransposedChunk<COLUMNS * SIDE> chunk_b;
-  static_assert(SIZE >= BLOCK_K * (chunk_a.STRIDE + chunk_b.STRIDE), "both chunks fit a buffer");
-  chunk_a.fetch(a, first_a, 0);
-  chunk_b.fetch(b, first_b, 0);
+// Both operands of multiply_transposed on their way: rows [first_a, + A) of a and [first_b, + B) of b.
+template <int A, int B>
+struct ChunkPair {
+  static constexpr int SIZE = BLOCK_K * (TransposedChunk<A>::STRIDE + TransposedChunk<B>::STRIDE);
+  TransposedChunk<A> a;
+  TransposedChunk<B> b;
+
+  __device__ __forceinline__ void fetch(const Rows& rows_a, int first_a, const Rows& rows_b, int first_b, int k) {
+    a.fetch(rows_a, first_a, k);
+    b.fetch(rows_b, first_b, k);
+  }
+};
+
+// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights. The caller
+// has fetched the first chunk; `next` is called behind the last one's arrival, to start whatever is needed next while
+// this product ends.
+template <int SIZE, int ROWS, int COLUMNS, class Next>
+__device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
+                                                    ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a,
+                                                    int first_a, const Rows& b, int first_b, Next next) {
+  using Pair = ChunkPair<ROWS * SIDE, COLUMNS * SIDE>;
+  static_assert(SIZE >= Pair::SIZE, "both chunks fit a buffer");
   for (int k = 0; k < a.num_columns; k += BLOCK_K) {
     Accum* buffer_a = buffers.next();
-    Accum* buffer_b = buffer_a + BLOCK_K * chunk_a.STRIDE;
-    chunk_a.commit(buffer_a);
-    chunk_b.commit(buffer_b);
+    Accum* buffer_b = buffer_a + BLOCK_K * pair.a.STRIDE;
+    pair.a.commit(buffer_a);
+    pair.b.commit(buffer_b);
     __syncthreads();
     if (k + BLOCK_K < a.num_columns) {
-      chunk_a.fetch(a, first_a, k + BLOCK_K);
-      chunk_b.fetch(b, first_b, k + BLOCK_K);
+      pair.fetch(a, first_a, b, first_b, k + BLOCK_K);
+    } else {
+      next();
     }
-    multiply_chunk(x, buffer_a, chunk_a.STRIDE, buffer_b, chunk_b.STRIDE);
+    multiply_chunk(x, buffer_a, pair.a.STRIDE, buffer_b, pair.b.STRIDE);
   }
 }
 
 // x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it: out, dq, dk, dv.
-template <int DEPTH, int SIZE, int ROWS, int COLUMNS>
+// First chunk and `next` as above.
+template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
 __device__ __forceinline__ void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
-                                              const Rows& b, int first_b, const u8* seen) {
-  Chunk<COLUMNS * SIDE, DEPTH> chunk;
-  static_assert(SIZE >= BLOCK_K * chunk.STRIDE, "the chunk fits a buffer");
-  chunk.fetch(b, first_b, 0);
+                                              Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b,
+                                              const u8* seen, Next next) {
+  static_assert(SIZE >= Chunk<COLUMNS * SIDE, DEPTH>::SIZE, "the chunk fits a buffer");
   for (int k = 0; k < DEPTH; k += BLOCK_K) {
     Accum* buffer = buffers.next();
     chunk.commit(buffer, k, seen);
     __syncthreads();
-    if (k + BLOCK_K < DEPTH) chunk.fetch(b, first_b, k + BLOCK_K);
+    if (k + BLOCK_K < DEPTH) {
+      chunk.fetch(b, first_b, k + BLOCK_K);
+    } else {
+      next();
+    }
     multiply_chunk(x, a + k * (ROWS * SIDE + PAD), ROWS * SIDE + PAD, buffer, chunk.STRIDE);
   }
 }

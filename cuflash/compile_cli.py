@@ -12,11 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from cuflash import kernels
-from cuflash.plan import KERNEL_FILES, PORTABLE, Config, table
+from cuflash.plan import KERNEL_FILES, PORTABLE, Config, smem_limit, table
 from cuflash.problem import DTYPES
-
-# What one thread block may use where it is least (sm_75); see the table in plan.py.
-SMEM_LIMIT_BYTES = 64 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     return _warm(args)
 
 
-def configs(args: argparse.Namespace) -> Iterator[Config]:
-    """The rows of the table that the arguments select."""
-    for config, dtype in table():
+def configs(args: argparse.Namespace, limit: int) -> Iterator[Config]:
+    """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
+    for config, dtype in table(limit):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 
@@ -62,8 +59,10 @@ def describe(config: Config) -> str:
 
 
 def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+    # NVRTC loads its built-ins at its first compilation, and two threads that do so at once fail.
+    yield from map(work, items[:1])
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(work, items)
+        yield from pool.map(work, items[1:])
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -73,10 +72,10 @@ def _check(args: argparse.Namespace) -> int:
             arch, kernels.source_of(KERNEL_FILES.get(config.entry, config.entry), config), config.entry
         )
 
-    items = [(arch, config) for arch in args.arch for config in configs(args)]
+    items = [(arch, config) for arch in args.arch for config in configs(args, smem_limit(arch))]
     failed = 0
     for (arch, config), report in zip(items, _in_parallel(args.jobs, compile_one, items), strict=True):
-        good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= SMEM_LIMIT_BYTES
+        good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
         failed += not good
         if args.json:
             numbers = {name: value for name, value in asdict(report).items() if name != "cubin"}
@@ -97,7 +96,7 @@ def _warm(args: argparse.Namespace) -> int:
     import cupy
 
     device = kernels.device_of(cupy.empty(0))
-    selected = list(configs(args))
+    selected = list(configs(args, device.smem_limit))
     start = time.perf_counter()
 
     def load(config: Config) -> None:

@@ -69,7 +69,7 @@ def backward(
 def _backward_bias(launch: Any, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
     """dbias; a small one is the sum of parts, so that its long walks fill the GPU."""
     dbias = arrays["dbias"]
-    config = plan(problem, "backward_bias")
+    config = plan(problem, "backward_bias", device.smem_limit)
     splits = min(max(2 * device.num_sms // max(_bias_tiles(problem, config), 1), 1), _bias_walk(problem, config))
     if splits > 1:
         arrays["dbias_parts"] = device.empty((splits, *dbias.shape), problem.accum_dtype)
@@ -120,7 +120,7 @@ class _Launch:
     """A kernel with everything of its launch that does not change from call to call."""
 
     def __init__(self, entry: str, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
-        config = plan(problem, entry) if entry in _TILED else plan(problem, "forward")
+        config = plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
         file = KERNEL_FILES.get(entry, entry)
         self.kernel = kernels.get(file, entry, config, device, config.smem_bytes if entry in _TILED else 0)
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
@@ -174,7 +174,7 @@ def _block_arrays(entry: str, problem: AttentionProblem, operands: Operands, dev
     """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
     block_mask = operands.block_mask
     assert block_mask is not None
-    config = plan(problem, entry)
+    config = plan(problem, entry, device.smem_limit)
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)

@@ -14,7 +14,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
-
 from cuflash.params import layout_asserts
 
 Array = Any
@@ -28,7 +27,7 @@ _DEFAULT_SMEM_BYTES = 48 * 1024
 class Kernel(Protocol):
     """A loaded entry: call it with the grid, the block, the arguments and the dynamic shared memory in bytes."""
 
-    def __call__(
+    def __call__(  # noqa: D102 (the class says it)
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0
     ) -> None: ...
 
@@ -37,6 +36,7 @@ class Device(Protocol):
     """What the GPU backend needs of a device; CuPy's is below, and the tests have one that runs on the CPU."""
 
     num_sms: int
+    smem_limit: int  # bytes of shared memory that one thread block may use
 
     def load(self, source: str, entry: str, smem_bytes: int) -> Kernel:
         """Compile `source` and return its entry."""
@@ -63,6 +63,7 @@ class CupyDevice:
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.name: str = properties["name"].decode()
         self.num_sms: int = properties["multiProcessorCount"]
+        self.smem_limit: int = properties["sharedMemPerBlockOptin"]
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
         self.empty = cupy.empty
 

@@ -20,54 +20,80 @@ HEAD_DIM_CLASSES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Tile:
-    """One row of the table.
-
-    Attributes
-    ----------
-    block_m, block_n : int
-        Queries and keys of a tile.
-    block_k : int
-        Depth of a chunk on its way through shared memory.
-    blocks_per_sm : int
-        Thread blocks that are to fit a multiprocessor: bounds the registers.
-    """
+    """Queries and keys of a tile, and the depth of a chunk on its way through shared memory."""
 
     block_m: int
     block_n: int
     block_k: int
-    blocks_per_sm: int
 
 
-# (kernel, accumulator, head-dim class of the widest result) -> tile. None needs more than 64 KB of shared memory, what
-# sm_75 has, so one table serves every architecture.
-PORTABLE: dict[tuple[str, str, int], Tile] = {
-    ("forward", "float32", 32): Tile(128, 64, 16, 2),
-    ("forward", "float32", 64): Tile(128, 64, 16, 2),
-    ("forward", "float32", 128): Tile(64, 64, 16, 2),
-    ("forward", "float32", 256): Tile(64, 64, 16, 1),
-    ("forward", "float64", 32): Tile(64, 32, 8, 2),
-    ("forward", "float64", 64): Tile(64, 32, 8, 2),
-    ("forward", "float64", 128): Tile(64, 32, 8, 1),
-    ("forward", "float64", 256): Tile(32, 32, 8, 1),
-    ("backward_dq", "float32", 32): Tile(128, 64, 16, 1),
-    ("backward_dq", "float32", 64): Tile(128, 64, 16, 1),
-    ("backward_dq", "float32", 128): Tile(64, 64, 16, 1),
-    ("backward_dq", "float32", 256): Tile(64, 64, 16, 1),
-    ("backward_dq", "float64", 32): Tile(64, 32, 8, 1),
-    ("backward_dq", "float64", 64): Tile(64, 32, 8, 1),
-    ("backward_dq", "float64", 128): Tile(64, 32, 8, 1),
-    ("backward_dq", "float64", 256): Tile(32, 32, 8, 1),
-    ("backward_dkv", "float32", 32): Tile(64, 128, 16, 1),
-    ("backward_dkv", "float32", 64): Tile(64, 128, 16, 1),
-    ("backward_dkv", "float32", 128): Tile(64, 64, 16, 1),
-    ("backward_dkv", "float32", 256): Tile(64, 32, 16, 1),
-    ("backward_dkv", "float64", 32): Tile(32, 64, 8, 1),
-    ("backward_dkv", "float64", 64): Tile(32, 64, 8, 1),
-    ("backward_dkv", "float64", 128): Tile(32, 32, 8, 1),
-    ("backward_dkv", "float64", 256): Tile(32, 32, 8, 1),
-    ("backward_bias", "float32", 0): Tile(64, 64, 16, 1),
-    ("backward_bias", "float64", 0): Tile(64, 32, 8, 1),
+@dataclass(frozen=True)
+class Row:
+    """One row of the table; no kernel of it spills registers on any architecture.
+
+    Attributes
+    ----------
+    tiles : tuple of Tile
+        Plain or with a window: the first whose shared memory the GPU has; the last fits every GPU.
+    with_options : Tile
+        With any other option, as they take registers.
+    """
+
+    tiles: tuple[Tile, ...]
+    with_options: Tile
+
+
+# (kernel, accumulator, head-dim class of the widest result) -> tiles, by measurement on an H200.
+PORTABLE: dict[tuple[str, str, int], Row] = {
+    ("forward", "float32", 32): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
+    ("forward", "float32", 64): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
+    ("forward", "float32", 128): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
+    ("forward", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
+    ("forward", "float64", 32): Row((Tile(128, 32, 8),), Tile(64, 32, 8)),
+    ("forward", "float64", 64): Row((Tile(128, 32, 8),), Tile(64, 32, 8)),
+    ("forward", "float64", 128): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
+    ("forward", "float64", 256): Row((Tile(64, 32, 8),), Tile(32, 32, 8)),
+    ("backward_dq", "float32", 32): Row((Tile(128, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dq", "float32", 64): Row((Tile(128, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dq", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dq", "float64", 32): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
+    ("backward_dq", "float64", 64): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
+    ("backward_dq", "float64", 128): Row((Tile(64, 64, 8),), Tile(64, 32, 8)),
+    ("backward_dq", "float64", 256): Row((Tile(64, 32, 8),), Tile(32, 32, 8)),
+    ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8),), Tile(64, 64, 16)),
+    ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8),), Tile(64, 64, 16)),
+    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dkv", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
+    ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16),), Tile(32, 64, 8)),
+    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16),), Tile(32, 64, 8)),
+    ("backward_dkv", "float64", 128): Row((Tile(32, 64, 8),), Tile(32, 32, 8)),
+    ("backward_dkv", "float64", 256): Row((Tile(32, 32, 8),), Tile(32, 32, 8)),
+    ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16)),
+    ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8)),
 }
+# Kilobytes of shared memory that a thread block may use, by compute capability (CUDA C++ programming guide, technical
+# specifications). No GPU has less than the smallest.
+_SMEM_KILOBYTES = {
+    "70": 96,
+    "75": 64,
+    "80": 163,
+    "86": 99,
+    "87": 163,
+    "89": 99,
+    "90": 227,
+    "100": 227,
+    "103": 227,
+    "120": 99,
+    "121": 99,
+}
+SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
+
+
+def smem_limit(arch: str) -> int:
+    """Bytes of shared memory that a thread block may use on ``"sm_90a"`` and the like."""
+    kilobytes = _SMEM_KILOBYTES.get(arch.removeprefix("sm_").rstrip("af"))
+    return SMALLEST_SMEM if kilobytes is None else kilobytes * 1024
 
 
 @dataclass(frozen=True)
@@ -83,7 +109,6 @@ class Config:
     block_m: int
     block_n: int
     block_k: int
-    blocks_per_sm: int
     smem_bytes: int
     has_window: bool
     has_softcap: bool
@@ -105,6 +130,8 @@ class Config:
 
 
 FLAGS = tuple(f.name for f in fields(Config) if f.name.startswith("has_"))
+# Flags whose code takes so many registers that the kernel needs smaller tiles.
+LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 
 # Entries that live in a file of another name.
 KERNEL_FILES = {"reduce_sink": "reduce", "reduce_slopes": "reduce", "reduce_bias": "reduce"}
@@ -132,11 +159,20 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
 
 @cache
 def config_of(
-    entry: str, dtype: str, bias_dtype: str | None, head_dim: int, head_dim_v: int, flags: tuple[str, ...]
+    entry: str,
+    dtype: str,
+    bias_dtype: str | None,
+    head_dim: int,
+    head_dim_v: int,
+    flags: tuple[str, ...],
+    smem_limit: int = SMALLEST_SMEM,
 ) -> Config:
     """The configuration of one portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
     accum = "float64" if dtype == "float64" else "float32"
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
+    tiles = (row.with_options,) if set(flags) & LARGE_FLAGS else row.tiles
+    fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
+    tile = next(fitting, row.with_options)
     return Config(
         entry=entry,
         element=_CPP_TYPES[dtype],
@@ -144,18 +180,20 @@ def config_of(
         bias_element=_CPP_TYPES[bias_dtype or dtype],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        block_m=row.block_m,
-        block_n=row.block_n,
-        block_k=row.block_k,
-        blocks_per_sm=row.blocks_per_sm,
-        smem_bytes=_smem_bytes(entry, row, accum, head_dim, head_dim_v),
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
         **{flag: flag in flags for flag in FLAGS},
     )
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: AttentionProblem, entry: str) -> Config:
-    """The kernel `entry` for a problem: forward, backward_dq, backward_dkv, backward_bias or a small one."""
+def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
+    """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
+
+    `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
+    """
     flags = tuple(
         flag
         for flag, wanted in (
@@ -172,15 +210,17 @@ def plan(problem: AttentionProblem, entry: str) -> Config:
     # A kernel depends on a head dim only where it accumulates a result of that width.
     head_dim = head_dim_class(problem.head_dim) if entry in ("backward_dq", "backward_dkv") else 0
     head_dim_v = head_dim_class(problem.head_dim_v) if entry in ("forward", "backward_dkv") else 0
-    bias_dtype = problem.bias_dtype
-    return config_of(entry, problem.dtype, bias_dtype, head_dim, head_dim_v, flags)
+    return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
 
 
-def table() -> Iterator[tuple[Config, str]]:
-    """Every row of the table in every dtype (returned beside it), plain, with a window, and with all flags."""
+_TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
+
+
+def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
+    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for entry, accum, widest in PORTABLE:
+        head_dim = widest if entry in ("backward_dq", "backward_dkv") else 0
+        head_dim_v = widest if entry in ("forward", "backward_dkv") else 0
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
-            head_dim = widest if entry in ("backward_dq", "backward_dkv") else 0
-            head_dim_v = widest if entry in ("forward", "backward_dkv") else 0
-            for flags in ((), ("has_window",), FLAGS):
-                yield config_of(entry, dtype, None, head_dim, head_dim_v, flags), dtype
+            for flags in _TABLE_FLAGS if entry != "backward_bias" else (("has_bias",), FLAGS):
+                yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from cuflash.plan import smem_limit
 
 from .build import KERNEL_FLAGS, NO_COMPILER, Check, DeviceError, available, build, runtime, with_lines
 from .translate import translate
@@ -122,7 +125,7 @@ class Module:
             grid=extents[0],
             block=extents[1],
             cluster=extents[2],
-            workers=min(int(_from_environment("WORKERS", os.cpu_count() or 1)), int(np.prod(extents[0]))),
+            workers=min(int(_from_environment("WORKERS", os.cpu_count() or 1)), math.prod(extents[0])),
             dynamic_shared=max(shared_mem, self._storage_bytes),
             seed=seed,
             checked=self._check is Check.SHARED,
@@ -205,6 +208,7 @@ class CpuDevice:
         self.num_sms = num_sms
         self.name = f"CPU as sm_{capability[0]}{capability[1]}"
         self._check = check
+        self.smem_limit = smem_limit(f"sm_{capability[0]}{capability[1]}")
         self.empty = np.empty
 
     def load(self, source: str, entry: str, smem_bytes: int) -> Any:
