@@ -45,21 +45,35 @@ struct Mask {
       if (d < -left || d > right) return false;
     }
     if constexpr (HAS_MASK) {
-      if (mask[smaller(i, mask_last_row) * mask_row_stride + smaller(j, mask_last_column) * mask_column_stride] == 0) {
-        return false;
-      }
+      if (!in_mask(i, j)) return false;
     }
     if constexpr (HAS_BLOCK_MASK) return in_block(i, j);
     return true;
   }
 
-  __device__ __forceinline__ bool in_block(int i, int j) const {
+  __device__ __forceinline__ bool in_mask(int i, int j) const {
+    return mask[smaller(i, mask_last_row) * mask_row_stride + smaller(j, mask_last_column) * mask_column_stride] != 0;
+  }
+
+  struct Range {
+    int begin, end;
+  };
+
+  // Columns that lengths and window leave to row i.
+  __device__ __forceinline__ Range columns(int i) const {
+    if constexpr (HAS_WINDOW) return {larger(i + diagonal - left, 0), smaller(i + diagonal + right + 1, len_k)};
+    return {0, len_k};
+  }
+
+  __device__ __forceinline__ bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
+
+  // The block mask's bits of row i in the 32 columns around j that begin at a multiple of 32.
+  __device__ __forceinline__ u32 block_word(int i, int j) const {
     const int row = i / CANONICAL, column = j / CANONICAL;
-    if (row >= slot_rows || column >= slot_columns) return false;
+    if (row >= slot_rows || column >= slot_columns) return 0;
     const int slot = slots[static_cast<i64>(row) * slot_columns + column];
-    if (slot < 0) return slot == -2;
-    const u32 word = bits[(static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * (CANONICAL / 32) + j % CANONICAL / 32];
-    return (word >> (j % 32)) & 1;
+    if (slot < 0) return slot == -2 ? 0xffffffffu : 0;
+    return bits[(static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * (CANONICAL / 32) + j % CANONICAL / 32];
   }
 
   // Whether rows [i, i + m) x columns [j, j + n) need no test of lengths and window.
@@ -67,6 +81,11 @@ struct Mask {
     const int last_i = i + m - 1, last_j = j + n - 1;
     if (!inside(last_i, last_j)) return false;
     return !HAS_WINDOW || (j - last_i - diagonal >= -left && last_j - i - diagonal <= right);
+  }
+
+  // Whether columns [j, j + n) are wholly in columns(row) of all rows in [i, i + m) that are in use.
+  __device__ __forceinline__ bool columns_inside(int i, int m, int j, int n) const {
+    return columns(smaller(i + m, len_q) - 1).begin <= j && j + n <= columns(i).end;
   }
 
   // Whether lengths and window hide all of rows [i, i + m) x columns [j, j + n).

@@ -73,4 +73,5 @@ struct AttentionParams {
   int slot_rows, slot_columns;                                // of block_slots
   int num_tiles;                                              // tiles (packed: tile slots) of one head
   int splits;                                                 // of the loop behind one tile of dbias
+  int heads_together;                                         // sm90/schedule.cuh
 };

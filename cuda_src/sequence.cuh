@@ -52,22 +52,10 @@ __device__ __forceinline__ int group_begin(const int* cu_seqlens, int e, int bat
   return e == 0 ? 0 : e == batch + 2 ? total : clamped(cu_seqlens[e - 1], total);
 }
 
-// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2.
-//
 // Packed: group e starts at tile slot begin(e) / block + e. A group of n rows never needs more slots than the next
 // group's start leaves, so the host needs total / block + batch + 2 slots and no lengths, and the device one search.
 template <bool TILES_OF_KEYS>
-__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, int num_heads, bool longest_first) {
-  Work w;
-  const u32 id = blockIdx.x;
-  const int slot = id % p.num_tiles;
-  const u32 rest = id / p.num_tiles;
-  w.head = rest % num_heads;
-  if (p.cu_seqlens_q == nullptr) {
-    w.tile = longest_first ? p.num_tiles - 1 - slot : slot;
-    w.sequence = sequence_of(p, rest / num_heads);
-    return w;
-  }
+__device__ __forceinline__ Work packed_work(const AttentionParams& p, int block, int slot, int head) {
   const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
   const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
   int low = 0, high = p.batch + 1;  // the last group whose first slot is not beyond ours
@@ -80,6 +68,8 @@ __device__ __forceinline__ Work work_of(const AttentionParams& p, int block, int
     }
   }
   const int begin = group_begin(cu_seqlens, low, p.batch, total);
+  Work w;
+  w.head = head;
   w.tile = slot - (begin / block + low);
   if (low >= 1 && low <= p.batch) {
     w.sequence = sequence_of(p, low - 1);
@@ -87,5 +77,20 @@ __device__ __forceinline__ Work work_of(const AttentionParams& p, int block, int
     const int rows = group_begin(cu_seqlens, low + 1, p.batch, total) - begin;
     w.sequence = {-1, begin, begin, rows, rows, 0, 0};
   }
+  return w;
+}
+
+// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2.
+template <bool TILES_OF_KEYS>
+__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, int num_heads, bool longest_first) {
+  const u32 id = blockIdx.x;
+  const int slot = id % p.num_tiles;
+  const u32 rest = id / p.num_tiles;
+  const int head = rest % num_heads;
+  if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, head);
+  Work w;
+  w.head = head;
+  w.tile = longest_first ? p.num_tiles - 1 - slot : slot;
+  w.sequence = sequence_of(p, rest / num_heads);
   return w;
 }

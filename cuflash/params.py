@@ -57,6 +57,7 @@ INTEGERS = (
     "slot_columns",
     "num_tiles",
     "splits",
+    "heads_together",
 )
 
 PARAMS = np.dtype(

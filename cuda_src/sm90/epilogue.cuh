@@ -1,0 +1,54 @@
+// Results of a warpgroup to global memory, straight from registers.
+#pragma once
+#include "../sequence.cuh"
+#include "products.cuh"
+
+// Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
+  const bool high = lane() & 2, odd = lane() & 1;
+  const u32 sent_0 = high ? w[0] : w[2], sent_1 = high ? w[1] : w[3];
+  const u32 own_0 = high ? w[2] : w[0], own_1 = high ? w[3] : w[1];
+  const u32 far_0 = __shfl_xor_sync(ALL_LANES, sent_0, 2), far_1 = __shfl_xor_sync(ALL_LANES, sent_1, 2);
+  const u32 own = odd ? own_1 : own_0, far = odd ? far_1 : far_0;
+  const u32 near = __shfl_xor_sync(ALL_LANES, odd ? own_0 : own_1, 1);
+  const u32 farther = __shfl_xor_sync(ALL_LANES, odd ? far_0 : far_1, 1);
+  const u32 pair[2] = {odd ? near : own, odd ? own : near}, far_pair[2] = {odd ? farther : far, odd ? far : farther};
+  w[0] = high ? far_pair[0] : pair[0];
+  w[1] = high ? far_pair[1] : pair[1];
+  w[2] = high ? pair[0] : far_pair[0];
+  w[3] = high ? pair[1] : far_pair[1];
+}
+
+// Writes out * factor[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are padding and 0.
+__device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
+                                               const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = row + 8 * r;
+    Element* target = data + i * row_stride;
+#pragma unroll
+    for (int group = 0; group < HEAD_DIM_V / 32; group++) {
+      union {
+        u32 words[4];
+        Vector vector;
+      } piece;
+#pragma unroll
+      for (int block = 0; block < 4; block++) {
+        const int e = (group * 4 + block) * 4 + 2 * r;
+        // Padding is chosen, not multiplied: it may be NaN.
+        piece.words[block] = i < len ? packed(Element(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
+      }
+      transpose_quad(piece.words);
+      const int column = group * 32 + lane() % 4 * VECTOR;
+      if (i >= rows) continue;
+      if (column + VECTOR <= head_dim) {
+        *reinterpret_cast<Vector*>(target + column) = piece.vector;
+      } else {
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) {
+          if (column + e < head_dim) target[column + e] = piece.vector.e[e];
+        }
+      }
+    }
+  }
+}

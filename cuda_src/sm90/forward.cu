@@ -1,0 +1,184 @@
+// Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
+// CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after tile.
+#include "epilogue.cuh"
+#include "hidden_values.cuh"
+#include "schedule.cuh"
+#include "softmax_fragment.cuh"
+
+struct SharedStorage {
+  alignas(1024) unsigned char q[Q_BYTES];
+  alignas(1024) unsigned char k[STAGES * K_BYTES];
+  alignas(1024) unsigned char v[STAGES * V_BYTES];
+  RingBarriers<1> q_barriers;
+  RingBarriers<STAGES> k_barriers, v_barriers;
+  SeenKeys seen;
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
+
+struct Rings {
+  Ring<1, Q_BYTES> q;
+  Ring<STAGES, K_BYTES> k;
+  Ring<STAGES, V_BYTES> v;
+
+  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+      : q(shared.q, shared.q_barriers), k(shared.k, shared.k_barriers), v(shared.v, shared.v_barriers) {}
+};
+
+__device__ __forceinline__ bool beyond(const Work& work) { return work.tile * BLOCK_M >= work.sequence.rows_q; }
+
+// One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
+template <int ROWS, int NUM_PANELS, class AnyRing>
+__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
+  ring.acquire();
+#pragma unroll
+  for (int panel = 0; panel < NUM_PANELS; panel++) {
+    ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
+  }
+  ring.advance();
+}
+
+// The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
+__device__ __forceinline__ void load_tiles(const AttentionParams& p, Rings rings, const ptx::TensorMap* q_map,
+                                           const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
+  for (Schedule schedule(p); !schedule.done(); schedule.advance()) {
+    if (!schedule.has_tile()) continue;
+    const Work work = schedule.work(p);
+    if (beyond(work)) continue;
+    const Sequence& s = work.sequence;
+    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
+
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (blocks.done()) continue;
+    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
+    load<BLOCK_M, PANELS>(rings.q, q_map, row_q, work.head, batch);
+    while (true) {
+      const int values = row_k + blocks.block * BLOCK_N;
+      blocks.advance();
+      const bool last = blocks.done();
+      if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
+      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+      if (last) break;
+    }
+  }
+}
+
+// A warpgroup.
+__device__ __forceinline__ void attend(const AttentionParams& p, Rings rings, SeenKeys& seen, int warpgroup) {
+  const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+  const Turns turns(warpgroup);
+  HiddenValues hidden(seen, warpgroup);
+  for (Schedule schedule(p); !schedule.done(); schedule.advance()) {
+    if (!schedule.has_tile()) continue;
+    const Work work = schedule.work(p);
+    if (beyond(work)) continue;
+    const Sequence& s = work.sequence;
+    const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
+    const ScoreFragment scores(p, s, work.head, tile_row, first_row);
+    hidden.begin(p, s, scores.mask);
+    FragmentSoftmax softmax(static_cast<float>(p.softmax_scale));
+    float out[HEAD_DIM_V / 2], rescale[2];
+    u32 weights[BLOCK_N / 4];
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (!blocks.done()) {
+      rings.q.wait();
+      {
+        float x[BLOCK_N / 2];
+        rings.k.wait();
+        turns.take();
+        multiply_keys(x, queries, rings.k.buffer());
+        turns.pass();
+        ptx::wgmma_wait_group<0>();
+        keep(x);
+        rings.k.release();
+        const int first_key = blocks.block * BLOCK_N;
+        const bool masked = scores.needs_mask(blocks);
+        scores.apply(x, first_key, masked);
+        if (masked) hidden.find(x);
+        softmax.step(x, rescale);
+        scores.drop(x, first_key);
+        pack(weights, x);
+        if (masked) hidden.clear(rings.v, first_key);
+      }
+      for (blocks.advance(); !blocks.done(); blocks.advance()) {
+        float x[BLOCK_N / 2];
+        rings.k.wait();
+        turns.take();
+        multiply_keys(x, queries, rings.k.buffer());
+        rings.v.wait();
+        multiply_values(out, weights, rings.v.buffer());
+        turns.pass();
+        ptx::wgmma_wait_group<1>();
+        keep(x);
+        rings.k.release();
+        const int first_key = blocks.block * BLOCK_N;
+        const bool masked = scores.needs_mask(blocks);
+        scores.apply(x, first_key, masked);
+        if (masked) hidden.find(x);
+        softmax.step(x, rescale);
+        scores.drop(x, first_key);
+        ptx::wgmma_wait_group<0>();
+        keep(out);
+        rings.v.release();
+        pack(weights, x);
+        rescale_rows(out, rescale);
+        if (masked) hidden.clear(rings.v, first_key);
+      }
+      rings.q.release();
+      rings.v.wait();
+      turns.take();
+      multiply_values(out, weights, rings.v.buffer());
+      turns.pass();
+      ptx::wgmma_wait_group<0>();
+      keep(out);
+      rings.v.release();
+    }
+
+    float inverse[2], lse[2];
+    softmax.finish(p.sink == nullptr ? -infinity() : p.sink[work.head], inverse, lse);
+    if constexpr (HAS_DROPOUT) {
+      inverse[0] *= static_cast<float>(p.dropout_rescale);
+      inverse[1] *= static_cast<float>(p.dropout_rescale);
+    }
+    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int row = first_row + fragment_row();
+    if (lane() % 4 < 2) {
+      const int i = row + 8 * (lane() % 4);
+      const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+    }
+    write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
+                   inverse);
+  }
+  turns.finish();
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
+                 const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
+    shared.q_barriers.init(WARPS);
+    shared.k_barriers.init(WARPS);
+    shared.v_barriers.init(WARPS);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const Rings rings(shared);
+  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, rings, &q_map, &k_map, &v_map);
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    attend(p, rings, shared.seen, warpgroup);
+  }
+}

@@ -1,0 +1,77 @@
+// Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
+#pragma once
+#include "score_fragment.cuh"
+
+// Which keys of a tile some query sees; the two buffers take turns.
+struct SeenKeys {
+  u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
+};
+
+// Keys outside the lengths and the window of all queries are known beforehand, and every warpgroup clears their values
+// for itself: others write the same zeros. Which keys are hidden one by one shows in the scores of all warpgroups.
+struct HiddenValues {
+  SeenKeys& seen;
+  int warpgroup, parity;
+  int first_seen, end_of_seen;  // keys
+
+  __device__ __forceinline__ HiddenValues(SeenKeys& seen, int warpgroup)
+      : seen(seen), warpgroup(warpgroup), parity(0), first_seen(0), end_of_seen(0) {
+    if (HIDES_ANYWHERE) {
+      for (int i = threadIdx.x; i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP) seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
+      sync_consumers();
+    }
+  }
+
+  __device__ __forceinline__ void begin(const AttentionParams& p, const Sequence& s, const Mask& mask) {
+    first_seen = mask.columns(0).begin;
+    // Beyond the end of an array TMA has written zeros.
+    const bool at_end = p.cu_seqlens_k == nullptr && s.len_k == p.seqlen_k;
+    end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
+  }
+
+  // x: the scores of a masked tile.
+  __device__ __forceinline__ void find(const float (&x)[BLOCK_N / 2]) const {
+    if constexpr (HIDES_ANYWHERE) {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) {
+        if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
+          seen.flags[parity][fragment_column() + column_offset(e)] = 1;
+        }
+      }
+    }
+  }
+
+  // v: the ring at the values of that tile.
+  template <class ValueRing>
+  __device__ __forceinline__ void clear(const ValueRing& v, int first_key) {
+    if constexpr (HIDES_ANYWHERE) {
+      u8* flags = seen.flags[parity];
+      parity ^= 1;
+      v.wait();
+      sync_consumers();
+      clear_rows(v.buffer(), threadIdx.x, CONSUMERS * WARPGROUP, [&](int row) { return flags[row] == 0; });
+      sync_consumers();
+      if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
+    } else {
+      const int begin = first_seen - first_key, end = end_of_seen - first_key;
+      if (begin <= 0 && end >= BLOCK_N) return;
+      v.wait();
+      clear_rows(v.buffer(), threadIdx.x % WARPGROUP, WARPGROUP, [&](int row) { return row < begin || row >= end; });
+      sync_warpgroup(warpgroup);
+    }
+  }
+
+ private:
+  template <class Hidden>
+  static __device__ __forceinline__ void clear_rows(u32 values, int thread, int threads, Hidden hidden) {
+    for (int row = thread; row < BLOCK_N; row += threads) {
+      if (!hidden(row)) continue;
+      for (int panel = 0; panel < PANELS_V; panel++) {
+        auto* target = static_cast<uint4*>(__cvta_shared_to_generic(values + (panel * BLOCK_N + row) * ROW_BYTES));
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(ROW_BYTES / sizeof(uint4)); i++) target[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+    ptx::fence_async_shared();
+  }
+};

@@ -1,0 +1,93 @@
+// Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, and the turns
+// that the warpgroups take at the tensor cores.
+#pragma once
+#include "../types.cuh"
+#include "ptx.cuh"
+
+constexpr int WARP = 32, WARPGROUP = 128;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
+
+__device__ __forceinline__ void wait_for(u32 mbarrier, u32 parity) {
+  while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
+  }
+}
+
+template <int STAGES>
+struct RingBarriers {
+  u64 full[STAGES], empty[STAGES];
+
+  // Every warp of the consumers releases a buffer by itself.
+  __device__ __forceinline__ void init(int consumer_warps) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++) {
+      ptx::mbarrier_init(ptx::shared_address(&full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumer_warps);
+    }
+  }
+};
+
+// One side's walk around a ring; both sides visit the buffers in the same order.
+template <int STAGES, u32 BYTES>
+struct Ring {
+  u32 buffers, full_barriers, empty_barriers;
+  u32 stage = 0, phase = 0;
+
+  __device__ __forceinline__ Ring(const void* data, const RingBarriers<STAGES>& barriers)
+      : buffers(ptx::shared_address(data)),
+        full_barriers(ptx::shared_address(barriers.full)),
+        empty_barriers(ptx::shared_address(barriers.empty)) {}
+
+  __device__ __forceinline__ u32 buffer() const { return buffers + stage * BYTES; }
+  __device__ __forceinline__ u32 full() const { return full_barriers + stage * 8; }
+
+  __device__ __forceinline__ void advance() {
+    if constexpr (STAGES > 1) {
+      if (++stage < STAGES) return;
+      stage = 0;
+    }
+    phase ^= 1;
+  }
+
+  // The loading thread: waits for the buffer and announces its bytes, which are to arrive at full().
+  __device__ __forceinline__ void acquire() const {
+    wait_for(empty_barriers + stage * 8, phase ^ 1);
+    ptx::mbarrier_arrive_expect(full(), BYTES);
+  }
+
+  // The using warps.
+  __device__ __forceinline__ void wait() const { wait_for(full(), phase); }
+  __device__ __forceinline__ void release() {
+    if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
+    advance();
+  }
+};
+
+// Ping-pong (FlashAttention-3, section 3.1): the warpgroups issue their products in turn, so that the softmax of one
+// runs under the products of another.
+struct Turns {
+  static constexpr int FIRST_BARRIER = 1;  // ids FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1
+  int own, next;
+
+  __device__ __forceinline__ Turns(int warpgroup)
+      : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
+    if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
+  }
+  // Takes the turn that is left over.
+  __device__ __forceinline__ void finish() const {
+    if (PING_PONG && own == FIRST_BARRIER) take();
+  }
+};
+
+// Waits for the own warpgroup, or for all warpgroups that compute.
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  ptx::barrier_sync(1 + CONSUMERS + warpgroup, WARPGROUP);
+}
+__device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1 + 2 * CONSUMERS, CONSUMERS * WARPGROUP); }

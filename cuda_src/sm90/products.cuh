@@ -1,0 +1,70 @@
+// The two matrix products of a warpgroup, and where the elements of its fragments stand. Tiles lie in shared memory as
+// TMA writes them: panels of 64 columns, each with its rows one after the other in the 128-byte swizzle.
+#pragma once
+#include "pipeline.cuh"
+
+constexpr int ROWS_OF_WARPGROUP = 64;  // M of wgmma
+constexpr int STEP = 16;               // K of wgmma
+constexpr int PANEL = 64;              // columns of a panel, 128 bytes
+constexpr u32 ROW_BYTES = 128, ATOM_BYTES = 1024;
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (HEAD_DIM_V + PANEL - 1) / PANEL;
+constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;
+constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BYTES * PANELS_V;
+
+// A fragment of N columns: element e is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
+__device__ __forceinline__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + lane() / 4; }
+__device__ __forceinline__ int fragment_column() { return lane() % 4 * 2; }
+__device__ __forceinline__ constexpr int row_offset(int e) { return e / 2 % 2 * 8; }
+__device__ __forceinline__ constexpr int column_offset(int e) { return e / 4 * 8 + e % 2; }
+
+template <int N>
+__device__ __forceinline__ void keep(float (&x)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) ptx::keep(x[e]);
+}
+
+// Descriptors of tiles at shared addresses; an offset in bytes is added as offset / 16.
+__device__ __forceinline__ u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
+__device__ __forceinline__ u64 columns_descriptor(u32 address) {
+  return ptx::wgmma_descriptor(address, BLOCK_N * ROW_BYTES, ATOM_BYTES);
+}
+__device__ __forceinline__ constexpr u32 step_offset(int step, int rows) {
+  return step / 4 * rows * ROW_BYTES + step % 4 * 32;
+}
+
+// Starts x = q k^T for 64 rows of q.
+__device__ __forceinline__ void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k) {
+  const u64 a = rows_descriptor(q), b = rows_descriptor(k);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / STEP; step++) {
+    ptx::wgmma_ss<Element, 0, 0>(x, a + step_offset(step, BLOCK_M) / 16, b + step_offset(step, BLOCK_N) / 16, step > 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Starts out += weights v; the fragment of the scores is the one of the left factor.
+__device__ __forceinline__ void multiply_values(float (&out)[HEAD_DIM_V / 2], u32 (&weights)[BLOCK_N / 4], u32 v) {
+  const u64 b = columns_descriptor(v);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < BLOCK_N / STEP; step++) {
+    ptx::wgmma_rs<Element, 1>(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+                              weights[4 * step + 3], b + step * (STEP * ROW_BYTES / 16), true);
+  }
+  ptx::wgmma_commit_group();
+}
+
+__device__ __forceinline__ u32 packed(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}
+__device__ __forceinline__ u32 packed(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}
+
+__device__ __forceinline__ void pack(u32 (&weights)[BLOCK_N / 4], const float (&x)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 4; i++) weights[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
+}

@@ -1,0 +1,77 @@
+// Score, mask and dropout on the score fragment of a warpgroup.
+#pragma once
+#include "../blocks.cuh"
+#include "../philox.cuh"
+#include "../score.cuh"
+#include "products.cuh"
+
+// Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
+constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
+constexpr int MASK_WORD = 32;  // columns of a word of a block mask
+static_assert(!HAS_BLOCK_MASK || BLOCK_N % MASK_WORD == 0, "tiles begin with a word");
+
+struct ScoreFragment {
+  Score score;
+  Mask mask;
+  Dropout dropout;
+  int tile_row, first_row;  // of the thread block and of the warpgroup
+
+  __device__ __forceinline__ ScoreFragment(const AttentionParams& p, const Sequence& s, int head, int tile_row,
+                                           int first_row)
+      : score(p, s, head), mask(p, s, head), dropout(p, s, head), tile_row(tile_row), first_row(first_row) {}
+
+  // All warpgroups have to agree where they look for hidden keys together.
+  __device__ __forceinline__ bool needs_mask(const Blocks& blocks) const {
+    const int row = HIDES_ANYWHERE ? tile_row : first_row, rows = HIDES_ANYWHERE ? BLOCK_M : ROWS_OF_WARPGROUP;
+    return HAS_MASK || HAS_BIAS || blocks.partial || !mask.columns_inside(row, rows, blocks.block * BLOCK_N, BLOCK_N);
+  }
+
+  // Turns products into scores, -inf where hidden.
+  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], int first_key, bool masked) const {
+    const int row = first_row + fragment_row(), column = first_key + fragment_column();
+    if constexpr (!PLAIN_SCORES) {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) x[e] = score.value(x[e], row + row_offset(e), column + column_offset(e));
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = row + 8 * r;
+      const Mask::Range range = mask.columns(i);
+      const int begin = range.begin - column, end = i < mask.len_q ? range.end - column : 0;
+      u32 word = 0;
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+        if (HAS_BLOCK_MASK && column_offset(e) % MASK_WORD == 0) {
+          word = mask.block_word(i, first_key + column_offset(e)) >> fragment_column();
+        }
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int j = column_offset(e + side);
+          bool hidden = (HAS_WINDOW && j < begin) || j >= end;
+          if constexpr (HAS_BLOCK_MASK) hidden |= (word >> (j % MASK_WORD) & 1) == 0;
+          if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, column + j);
+          x[e + side] = hidden ? -infinity() : x[e + side];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int first_key) const {
+    if constexpr (HAS_DROPOUT) {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e += 8) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const u32 kept =
+              dropout.keep(first_row + fragment_row(), first_key + fragment_column() + column_offset(e + side));
+          // Words are numbered by row, then column, fragments the other way round.
+          if (!(kept & 1)) weights[e + side] = 0;
+          if (!(kept & 4)) weights[e + 2 + side] = 0;
+          if (!(kept & 2)) weights[e + 4 + side] = 0;
+          if (!(kept & 8)) weights[e + 6 + side] = 0;
+        }
+      }
+    }
+  }
+};
