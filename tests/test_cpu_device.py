@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from cpu_device import device
 
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from cuflash import kernels
 from cpu_device import device, tensor_map
 from cpu_device.instructions import CASES, SMEM_BYTES, WORDS_OUT, Case
+
+from cuflash import kernels
 
 Array = np.ndarray[Any, Any]
 needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -53,7 +53,7 @@ def on_gpu(case: Case) -> Array:
     kernel = cp.RawModule(code=source_of(case), options=("--std=c++17", f"-arch={case.arch}")).get_function("test")
     kernel.max_dynamic_shared_size_bytes = SMEM_BYTES
     kernel((case.cluster,), (case.threads,), (words, out, encoded), shared_mem=SMEM_BYTES)
-    return cp.asnumpy(out)  # type: ignore[no-any-return]
+    return cp.asnumpy(out)
 
 
 def driver_map(base: Any, case: Case) -> Array:

@@ -34,7 +34,8 @@ class Check(Enum):
     ADDRESS = "address"  # accesses beyond global arrays, local arrays and shared arrays (AddressSanitizer)
 
 
-BASE_FLAGS = ("-std=c++17", "-g1", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
+# addr2line knows the lines of DWARF 4.
+BASE_FLAGS = ("-std=c++17", "-g1", "-gdwarf-4", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
 KERNEL_FLAGS = {
     Check.NONE: ("-O1", "-fwrapv"),
     Check.SHARED: ("-O1", "-fsanitize=thread", "-fsanitize=undefined"),
@@ -147,7 +148,8 @@ def with_lines(message: str) -> str:
             run = subprocess.run(command, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return match[0]
-        places = [place.split(" (")[0] for place in run.stdout.split("\n") if place]
-        return ", inlined at ".join(re.sub(r"^.*/(?=kernel:)", "", place) for place in places)
+        places = [place.split(" (")[0] for place in run.stdout.splitlines()]
+        # The compiler puts its folder in front of the names that #line gives.
+        return ", inlined at ".join(re.sub(rf"^{re.escape(str(cache_folder()))}/\w+/", "", place) for place in places)
 
     return re.sub(r"\{([^{}+]+)\+(0x[0-9a-f]+)\}", line, message)

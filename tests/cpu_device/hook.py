@@ -15,5 +15,5 @@ from .device import CpuDevice
 def kernels_on(device: CpuDevice) -> Iterator[CpuDevice]:
     """While the context lives, calls with NumPy arrays launch kernels on ``device`` instead of computing in NumPy."""
     backend = mock.patch.object(call.Call, "_backend", new=property(lambda self: gpu_backend))
-    with backend, mock.patch.object(kernels, "device_of", lambda x: device):
+    with backend, mock.patch.object(kernels, "device_of", return_value=device):
         yield device

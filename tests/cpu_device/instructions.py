@@ -171,9 +171,7 @@ def _warp_products() -> list[Case]:
         ),
         "mma_m16n8k8_tf32": ("ptx::mma_m16n8k8_tf32(d, a, b);", float32_words),
     }
-    cases = [
-        Case(name, "sm_80", head + call + tail, data, tolerance=2e-6) for name, (call, data) in products.items()
-    ]
+    cases = [Case(name, "sm_80", head + call + tail, data, tolerance=2e-6) for name, (call, data) in products.items()]
     body = """const double* x = reinterpret_cast<const double*>(in);
   double d[2] = {x[128 + lane], x[256 + lane]};
   ptx::mma_m8n8k4_f64(d, x[lane], x[64 + lane]);
@@ -242,7 +240,12 @@ _LOADS = (
     ("3d", Map("float32", (40, 9, 5), (176, 1600), (32, 8, 2), 0), "-4, 3, 4", 32 * 8 * 2 * 4),
     ("3d_swizzle_32", Map("bfloat16", (40, 9, 5), (80, 720), (16, 8, 2), 32), "30, -2, 1", 16 * 8 * 2 * 2),
     ("3d_swizzle_64", Map("float32", (40, 9, 5), (176, 1600), (16, 8, 2), 64), "30, -2, 1", 16 * 8 * 2 * 4),
-    ("4d_swizzle_128", Map("bfloat16", (100, 30, 3, 2), (208, 6240, 18720), (64, 16, 1, 2), 128), "64, 20, 2, -1", 4096),
+    (
+        "4d_swizzle_128",
+        Map("bfloat16", (100, 30, 3, 2), (208, 6240, 18720), (64, 16, 1, 2), 128),
+        "64, 20, 2, -1",
+        4096,
+    ),
     (
         "5d_swizzle_128",
         Map("bfloat16", (64, 30, 2, 3, 2), (256, 128, 7680, 23040), (64, 16, 2, 1, 1), 128),
@@ -295,17 +298,18 @@ def _wgmma(columns: int, kind: str, swizzle: int, trans_a: int, trans_b: int, ex
     code = {128: 1, 64: 2, 32: 3, 0: 0}[swizzle]
     panel, step = 16384 if swizzle else 2048, 8 * (swizzle or 16)
     high = f"(({code}ull << 62) | ({step // 16}ull << 32) | ({panel // 16}ull << 16))"
-    element = {"bf16": "Bfloat", "f16": "Half"}[kind]
+    element, further = {"bf16": "Bfloat", "f16": "Half"}[kind], 2 if swizzle > 32 else 0
     body = f"""fill(smem, in, {SMEM_BYTES // 4}); ptx::fence_async_shared(); __syncthreads();
   float d[{columns // 2}];
   for (int i = 0; i < {columns // 2}; i++) d[i] = (i + t) % 16;
   const unsigned long long a = {high} | (base >> 4), b = {high} | ((base + 8192) >> 4);
   ptx::wgmma_fence();
   ptx::wgmma_ss<{element}, {trans_a}, {trans_b}>(d, a, b, true);
-  ptx::wgmma_rs<{element}, {trans_b}>(d, in[t], in[t + 128], in[t + 256], in[t + 384], b + {2 if swizzle > 32 else 0}, true);
+  ptx::wgmma_rs<{element}, {trans_b}>(d, in[t], in[t + 128], in[t + 256], in[t + 384], b + {further}, true);
   ptx::wgmma_commit_group();
   ptx::wgmma_wait_group<0>();
-  for (int i = 0; i < {columns // 2}; i++) {{ ptx::keep(d[i]); out[t * {columns // 2} + i] = __float_as_uint(d[i]); }}"""
+  for (int i = 0; i < {columns // 2}; i++) ptx::keep(d[i]);
+  for (int i = 0; i < {columns // 2}; i++) out[t * {columns // 2} + i] = __float_as_uint(d[i]);"""
     data = small_bfloat16_words if exact else {"bf16": bfloat16_words, "f16": float16_words}[kind]
     name = f"wgmma_n{columns}_{kind}_swizzle{swizzle}_{'t' if trans_a else 'n'}{'t' if trans_b else 'n'}"
     name += "_exact" if exact else ""

@@ -63,7 +63,7 @@ def _separate_members(text: str) -> tuple[str, str]:
         return text, ""
     if len(found) > 1:
         raise DeviceError("more than one struct SharedStorage in a text")
-    head, _, body = found[0]
+    _, _, body = found[0]
     members, names = [], []
     for member in body.split(";"):
         declaration = member.strip()
