@@ -25,6 +25,8 @@ Grads = dict[str, Any]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 EXTRAS = ("bias", "sink", "alibi_slopes")
+# Of so few elements (those of a gradient of sinks, say) plain attention's error is luck, however long the sums are.
+FEW = 256
 
 
 def np_dtype(name: str) -> np.dtype[Any]:
@@ -156,15 +158,16 @@ class Case:
     ) -> None:
         """Hold gradients (those that are not None) against the reference by the tolerance rule.
 
-        With `out` and `lse` the reference starts from them, as the library did, else from its own.
+        With `out` and `lse` the reference starts from them, as the library did, else from its own. `strict` as above.
         """
         assert tuple(grads) == self.grad_names
         exact = self.reference_backward(out, lse, **self._exact)
         naive = self.reference_backward(out, lse, **self._naive)
-        terms = {} if strict else gradient_magnitudes(self, out, lse)
+        terms = gradient_magnitudes(self, out, lse)
         for name, actual in grads.items():
             if actual is not None:
-                check = partial(tolerance.assert_close, gradient=True, name="d" + name, magnitude=terms.get(name))
+                magnitude = None if strict and actual.size >= FEW else terms[name]
+                check = partial(tolerance.assert_close, gradient=True, name="d" + name, magnitude=magnitude)
                 check(actual, exact[name], naive[name], dtype=self._coarser(actual))
 
 
