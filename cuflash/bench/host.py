@@ -37,7 +37,7 @@ def host_costs(xp: ModuleType) -> dict[str, float]:
     }
     costs: dict[str, float] = {}
     for name, call in calls.items():
-        with _without_launches(xp):
+        with _without_launches(q):
             call()
             costs[f"{name}_before_launch"] = _microseconds(call, xp)
         if xp is not np:
@@ -58,25 +58,36 @@ def print_host_costs(xp: ModuleType) -> dict[str, float]:
 
 
 class _NoLaunches:
-    """A device whose kernels do nothing."""
+    """A device whose kernels do nothing: else as the one of `x`, or any GPU if that is a NumPy array."""
 
-    num_sms = 132
+    def __init__(self, x: Array) -> None:
+        self._device: Any = _HostDevice if isinstance(x, np.ndarray) else kernels.device_of(x)
 
-    def __init__(self, xp: ModuleType) -> None:
-        self.namespace = xp
-        self.empty = xp.empty
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
 
-    def load(self, source: str, entry: str, smem_bytes: int) -> Callable[..., None]:
+    def load(self, *source_and_options: Any) -> Callable[..., None]:
         return lambda *args, **keywords: None
 
-    def pointer(self, x: Array) -> int:
-        return x.__array_interface__["data"][0] if self.namespace is np else x.data.ptr
+
+class _HostDevice:
+    """What the GPU path asks of a device, with arrays in NumPy."""
+
+    namespace = np
+    num_sms = 132
+    smem_limit = 48 * 1024
+    has_wgmma = False
+    empty = staticmethod(np.empty)
+
+    @staticmethod
+    def pointer(x: Array) -> int:
+        return x.__array_interface__["data"][0]
 
 
 @contextlib.contextmanager
-def _without_launches(xp: ModuleType) -> Iterator[None]:
+def _without_launches(x: Array) -> Iterator[None]:
     """Send every call to the GPU path, on a device whose kernels do nothing."""
-    device = _NoLaunches(xp)
+    device: Any = _NoLaunches(x)
     device_of, backend = kernels.device_of, vars(Call)["_backend"]
     kernels.device_of = lambda x: device
     Call._backend = property(lambda call: gpu_backend)  # type: ignore[assignment, method-assign]
