@@ -35,7 +35,7 @@ __device__ __forceinline__ void write_dbias(const AttentionParams& p, int split,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_bias(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_bias(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 

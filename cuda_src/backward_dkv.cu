@@ -16,7 +16,7 @@ struct alignas(16) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_dkv(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const AttentionParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 

@@ -1,0 +1,161 @@
+"""The kernels' source text and its compilation, without a GPU: every row of the table on every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import kernels, params, plan
+
+pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ENTRIES = sorted({entry for entry, *_ in plan.PORTABLE})
+SMALL_ENTRIES = ("delta", "reduce_sink", "reduce_slopes", "reduce_bias")
+
+
+def has_compiler() -> bool:
+    """Whether NVRTC and its headers are installed: CuPy alone does not bring them."""
+    try:
+        return "Used" in kernels_log()
+    except (RuntimeError, ImportError, OSError):
+        return False
+
+
+def kernels_log() -> str:
+    report = kernels.compile_for("sm_90", '#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}', "probe")
+    return f"Used {report.registers}"
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with headers: pip install "cuflash[cuda13]"')
+
+
+def source(config: plan.Config) -> str:
+    return kernels.source_of(plan.KERNEL_FILES.get(config.entry, config.entry), config)
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
+    limit = plan.smem_limit(arch)
+    # Plain and with all flags, the most and the least registers; `python -m cuflash compile --arch` takes the rest too.
+    configs = [c for c, _ in plan.table(limit) if c.entry == entry and len(c.flags.split(", ")) in (1, len(plan.FLAGS))]
+    assert configs
+    for config in configs:
+        report = kernels.compile_for(arch, source(config), entry)
+        assert report.spill_bytes == 0, f"{arch} {config}"
+        assert not report.warnings, f"{arch} {config}: {report.warnings}"
+        assert config.smem_bytes <= limit, f"{arch} {config}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", SMALL_ENTRIES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_small_kernels_compile(dtype: str, entry: str) -> None:
+    config = plan.config_of("forward", dtype, None, 0, 64, ())
+    text = kernels.source_of(plan.KERNEL_FILES.get(entry, entry), config)
+    report = kernels.compile_for("sm_75", text, entry)
+    assert report.spill_bytes == 0
+    assert not report.warnings
+
+
+def test_sources_are_self_contained() -> None:
+    for config, _ in plan.table(plan.SMALLEST_SMEM):
+        text = source(config)
+        assert '#include "' not in text
+        assert text.count("struct AttentionParams {") == 1
+        assert "sizeof(AttentionParams)" in text
+
+
+def test_every_constant_is_emitted() -> None:
+    config = plan.config_of("forward", "float32", None, 0, 64, ("has_window",))
+    text = source(config)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "entry":
+            continue
+        if isinstance(value, bool):
+            assert f"constexpr bool {field.name.upper()} = {str(value).lower()};" in text
+        elif isinstance(value, int):
+            assert f"constexpr int {field.name.upper()} = {value};" in text
+        else:
+            assert f" = {value};" in text
+
+
+def test_an_edited_header_is_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = plan.config_of("forward", "float32", None, 0, 64, ())
+    before = source(config)
+    read = kernels._read
+    monkeypatch.setattr(kernels, "_read", lambda path: read(path) + ("// edited\n" if path == "mask.cuh" else ""))
+    assert source(config) != before
+
+
+def test_lines_of_messages_are_those_of_the_files() -> None:
+    """Behind every #line the text goes on as the named file does from that line on."""
+    text = kernels.inlined("forward.cu")
+    root = Path(kernels.__file__).parent.parent / "cuda_src"
+    lines = text.splitlines()
+    seen = 0
+    for number, line in enumerate(lines):
+        if line.startswith("#line"):
+            _, first, name = line.split()
+            file_lines = (root / name.strip('"').removeprefix("cuda_src/")).read_text().splitlines()
+            following = lines[number + 1]
+            original = file_lines[int(first) - 1] if int(first) <= len(file_lines) else ""
+            if not following.startswith("#line") and original != "#pragma once" and not original.startswith("#include"):
+                assert following == original, line
+                seen += 1
+    assert seen > 5
+
+
+@needs_compiler
+def test_compile_errors_name_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = plan.config_of("forward", "float32", None, 0, 64, ())
+    read = kernels._read
+    broken = "int broken = undefined_name;\n"
+    monkeypatch.setattr(kernels, "_read", lambda path: (broken if path == "mask.cuh" else "") + read(path))
+    with pytest.raises(RuntimeError, match=r"cuda_src/mask\.cuh\(1\): error"):
+        kernels.compile_for("sm_90", source(config), "forward")
+
+
+@needs_compiler
+def test_two_processes_compile_at_once() -> None:
+    code = (
+        "from cuflash import kernels, plan\n"
+        "config = plan.config_of('forward', 'float32', None, 0, 64, ())\n"
+        "print(len(kernels.compile_for('sm_90', kernels.source_of('forward', config), 'forward').cubin))\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sizes = [int(run.communicate(timeout=120)[0]) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
+    """Offsets are asserted on the device; here, that the launch code can address every pointer as a whole word."""
+    assert params.PARAMS.fields is not None
+    assert params.PARAMS.itemsize % 8 == 0
+    for name in (*params.TENSORS, *params.SCORE_TENSORS, *params.POINTERS, "dropout_key"):
+        assert params.PARAMS.fields[name][1] % 8 == 0
+    assert params.PARAMS.itemsize <= 4096, "what a launch may pass by value"
+
+
+@pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 65, 128, 129, 256])
+def test_classes_hold_their_head_dims(head_dim: int) -> None:
+    wide = plan.head_dim_class(head_dim)
+    assert wide >= head_dim
+    assert all(c < head_dim or c >= wide for c in plan.HEAD_DIM_CLASSES)
+
+
+def test_the_table_names_every_dtype_and_flag() -> None:
+    configs = [config for config, _ in plan.table(plan.smem_limit("sm_90"))]
+    assert {config.element for config in configs} == {"__half", "__nv_bfloat16", "float", "double"}
+    for flag in plan.FLAGS:
+        assert {getattr(config, flag) for config in configs} == {False, True}
+    assert np.all([config.smem_bytes <= plan.smem_limit("sm_90") for config in configs])
