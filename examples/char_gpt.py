@@ -47,7 +47,7 @@ class Config:
     context: int = 128
     batch: int = 8
     shards: int = 2  # equal parts of a batch, each differentiated on a thread and a tape of its own
-    steps: int = 1000
+    steps: int = 1200
     dtype: str = "float32"  # of the activations; the parameters are float32 always
     seed: int = 0
 
