@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cuflash.numpy_backward import backward
 from cuflash.numpy_scores import (
     by_query_head,
+    column_sums,
     compute_scores,
     dropout_keep,
     hide,
@@ -85,11 +86,11 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
             hide(scores, found.visible, heads)
             v = without_rows(v, found.visible.any(axis=(0, 2, 3)))
         new_top = np.maximum(top[rows], scores.max(axis=1))
-        shift = np.where(new_top == -np.inf, 0, new_top).astype(dtype, copy=False)
+        shift = np.maximum(new_top, np.finfo(dtype).min)  # -inf - -inf is no number
         scores -= shift[:, None]
         np.exp(scores, out=scores)
         rescale = np.exp(top[rows] - shift)
-        total[rows] = total[rows] * rescale + scores.sum(axis=1)
+        total[rows] = total[rows] * rescale + column_sums(scores)
         top[rows] = new_top
         if p.dropout_p:
             view = split_heads(scores, heads)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cuflash.numpy_scores import (
     Scores,
     by_kv_head,
+    column_sums,
     compute_scores,
     dropout_keep,
     load_keys,
@@ -29,8 +30,11 @@ from cuflash.numpy_tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 
-# An lse says how much a probability is to within a factor of 1 +- eps * |lse|; from here on rows are put right.
-MAX_LSE_ERROR = 2.0**-8
+# exp(score - lse) is a probability to within a factor of 1 +- eps * |lse|. Rows whose lse is so large that this is more
+# than so many roundings of the inputs' type are put right.
+MAX_LSE_ROUNDINGS = 32
+# finfo.eps of the types that it does not know, or that the arithmetic is not done in.
+_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 class Rows(NamedTuple):
@@ -103,14 +107,16 @@ class Backward:
             lse = np.where(empty, np.inf, lse).astype(lse.dtype, copy=False)
         q_transposed, dout_transposed = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, dout))
         rows = Rows(q, dout, q_transposed, dout_transposed, delta, lse, None)
-        error = np.finfo(lse.dtype).eps * np.abs(np.where(empty, 0, lse))
-        return rows._replace(norm=self._norm(block, rows, error, workspace)) if error.max() > MAX_LSE_ERROR else rows
+        error = _EPS[tiling.problem.accum_dtype] * np.abs(np.where(empty, 0, lse))
+        if error.max() > MAX_LSE_ROUNDINGS * _EPS[tiling.problem.dtype]:
+            return rows._replace(norm=self._norm(block, rows, error, workspace))
+        return rows
 
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
-        """What makes a row's probabilities sum to 1 where its lse is too large to tell how many keys it counts.
+        """What makes a row's probabilities sum to 1 where its lse is too large to do so.
 
-        A row whose scores are all finfo.min has lse = finfo.min too, and exp(score - lse) = 1 at every key. The sum is
-        left alone where it is surely below 1: the lse of a merge counts other keys beside these.
+        In the extreme a row whose scores are all finfo.min has lse = finfo.min too, and exp(score - lse) = 1 at every
+        key. A sum that is below 1 for sure is left alone: the lse of a merge counts other keys beside these.
         """
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)
@@ -121,8 +127,8 @@ class Backward:
             own = rows.part(within)
             found = compute_scores(tiling, tile, own.q_transposed, load_keys(tiling, operands.k, tile), workspace)
             if found is not None:
-                total[:, within] += _probabilities(found, own, block).sum(axis=1)
-        is_one = (error > MAX_LSE_ERROR) & (total > 0) & (np.log(total) >= -error)
+                total[:, within] += column_sums(_probabilities(found, own, block))
+        is_one = (total > 0) & (np.log(total) >= -error)
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
     def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:

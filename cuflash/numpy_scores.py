@@ -32,7 +32,21 @@ class Scores(NamedTuple):
 
 def widen(x: Array) -> Array:
     """16-bit numbers as float32, others as they are (possibly a view)."""
+    if x.dtype == np.float16:
+        return _widen_float16(x)
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def _widen_float16(x: Array) -> Array:
+    """``x.astype(float32)`` in half the time: NumPy widens float16 number by number."""
+    bits = x.view(np.int16).astype(np.int32)  # the sign bit fills the upper half
+    bits <<= 13  # exponent and mantissa are in place, the sign still is
+    bits &= np.uint32(0x8FFFE000).view(np.int32)
+    wide = bits.view(np.float32)
+    wide *= np.float32(2.0 ** (127 - 15))  # the difference of the exponents' biases; subnormals come out right, too
+    # inf and NaN have the exponent of 2^16, which no number has.
+    is_finite = wide.size == 0 or (wide.max() < 2.0**16 and wide.min() > -(2.0**16))
+    return wide if is_finite else x.astype(np.float32)
 
 
 def split_heads(x: Array, heads: Heads) -> Array:
@@ -63,6 +77,13 @@ def like_bias(x: Array, heads: Heads) -> Array:
     """Scores as (query heads, rows, keys)."""
     view = split_heads(x, heads).transpose(0, 2, 3, 1)
     return view.reshape(-1, *view.shape[2:])
+
+
+def column_sums(scores: Array) -> Array:
+    """The sum over keys of (KV heads, keys, query heads of each * rows)."""
+    # As a matrix product it takes a third of the time of NumPy's sum over this axis, and a third of its error.
+    ones = np.ones((1, scores.shape[1]), scores.dtype)
+    return np.matmul(ones, scores)[:, 0]
 
 
 def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
@@ -129,7 +150,7 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
-    visible = _visible(tiling, tile, bias)
+    visible = _visible(tiling, tile, bias, workspace)
     if visible is None:
         return None
     scores = workspace.array("scores", (len(k), k.shape[1], q.shape[2]), p.accum_dtype)
@@ -160,16 +181,30 @@ def _aligned(tile: Tile) -> Array:
     return np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
 
 
-def _visible(tiling: Tiling, tile: Tile, bias: Array | None) -> Array | Literal[True] | None:
+def _visible_by_position(tiling: Tiling, tile: Tile, workspace: Workspace) -> Array:
+    """What causal and a window leave of a tile, (1, keys, 1, rows)."""
+    left, right = tiling.problem.window_left, tiling.problem.window_right
+    num_keys, num_rows = tile.key_stop - tile.key, tile.block.row_stop - tile.block.row
+    offset = tile.block.row + tile.block.sequence.diagonal - tile.key
+
+    def make() -> Array:
+        aligned, keys = np.arange(num_rows) + offset, np.arange(num_keys)[:, None]
+        visible = np.ones((num_keys, num_rows), bool)
+        if left is not None:
+            visible &= keys >= aligned - left
+        if right is not None:
+            visible &= keys <= aligned + right
+        return visible[None, :, None]
+
+    return workspace.remember((offset, num_keys, num_rows), make)
+
+
+def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspace) -> Array | Literal[True] | None:
     """What of a tile is visible, to go with `split_heads`: True if all of it, None if nothing."""
-    p, o, heads = tiling.problem, tiling.operands, tile.block.heads
+    o, heads = tiling.operands, tile.block.heads
     parts: list[Array] = []
     if tile.is_cut:
-        keys = np.arange(tile.key, tile.key_stop)[:, None, None]
-        if p.window_left is not None:
-            parts.append((keys >= _aligned(tile) - p.window_left)[None])
-        if p.window_right is not None:
-            parts.append((keys <= _aligned(tile) + p.window_right)[None])
+        parts.append(_visible_by_position(tiling, tile, workspace))
     if o.mask is not None:
         parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], heads))
     if bias is not None:

@@ -84,11 +84,25 @@ class _BlasThreads:
 _BLAS_THREADS = _BlasThreads()
 
 
+# Enough for the few shapes of tiles that a call meets again and again.
+_MAX_REMEMBERED = 16
+
+
 class Workspace:
     """Scratch arrays of one worker, by name; an array's contents last until its name is asked for again."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}
+        self._remembered: dict[Any, NDArray[Any]] = {}
+
+    def remember(self, key: Any, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """What `make` returned when `key` was last met, or returns now; not to be written."""
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[key] = make()
+        return found
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         """An array with anything in it."""
