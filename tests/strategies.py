@@ -161,6 +161,11 @@ def _lay_out(draw: st.DrawFn, x: Array) -> Array:
     return draw(layouts(x.ndim)).apply(x)
 
 
+def _spread(draw: st.DrawFn, x: Array) -> Array:
+    """Lengths and offsets, every so many elements of their storage (but no axis of stride 0: all would be one)."""
+    return draw(layouts(x.ndim, writable=True)).apply(x)
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,
@@ -237,8 +242,10 @@ def cases(
     names = ["q", "k", "v", "dout"] + (["dlse"] if case.dlse is not None else [])
     names += [name for name in ("bias", "sink", "alibi_slopes") if name in options]
     strided_case = case.with_inputs(**{name: _lay_out(draw, _input(case, name)) for name in names})
-    extras = ("mask", "q_lengths", "kv_lengths")
-    return strided_case.with_options(**{name: _lay_out(draw, options[name]) for name in extras if name in options})
+    if cu_seqlens is not None:
+        strided_case.cu_seqlens = _spread(draw, cu_seqlens[0]), _spread(draw, cu_seqlens[1])
+    lay_out = {"mask": _lay_out, "q_lengths": _spread, "kv_lengths": _spread}
+    return strided_case.with_options(**{n: how(draw, options[n]) for n, how in lay_out.items() if n in options})
 
 
 def _input(case: Case, name: str) -> Array:

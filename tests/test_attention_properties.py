@@ -253,6 +253,19 @@ def test_causal_is_a_window(device: Device, case: Case, left: int | None) -> Non
     assert_same_bits(b.backward(out, lse, deterministic=True), expected)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@examples(10)
+@given(data=st.data())
+def test_a_window_beyond_everything_is_no_window(device: Device, packed: bool, data: st.DataObject) -> None:
+    """Sides of any size, far beyond 32 and 64 bits."""
+    case = data.draw(cases(packed=packed, without=("causal", "window")))
+    out, lse = case.on(device).forward()
+    for side in (2**31 - 1, 2**31, 2**63, 2**80):
+        for window in ((side, None), (None, side), (side, side)):
+            again = case.with_options(window=window).on(device).forward()
+            assert_same_bits(dict(zip("ol", again, strict=True)), {"o": out, "l": lse})
+
+
 @examples(40)
 @given(case=cases(), data=st.data())
 def test_only_wanted_gradients(device: Device, case: Case, data: st.DataObject) -> None:

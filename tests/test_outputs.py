@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, assert_same_bits, gaussian, same_bits
+from cases import Case, accum_dtype, assert_same_bits, gaussian, gaussian_case, np_dtype, same_bits
 from devices import Device
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +90,49 @@ def test_backward_out(device: Device, case: Case, data: st.DataObject) -> None:
             targets[name].assert_written(device, expected[name])
         else:
             assert same_bits(device.get(grad), expected[name])
+
+
+@examples(40)
+@given(case=cases(strided=False), data=st.data())
+def test_residuals_of_any_strides(device: Device, case: Case, data: st.DataObject) -> None:
+    """out, lse, dout and dlse may lie in memory in any way when they come to the backward pass."""
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    expected = on_device.backward(out, lse, deterministic=True)
+
+    def lay_out(x: Array) -> Array:
+        return data.draw(layouts(x.ndim, writable=True)).apply(x)
+
+    moved = replace(case, dout=lay_out(case.dout), dlse=None if case.dlse is None else lay_out(case.dlse))
+    assert_same_bits(moved.on(device).backward(lay_out(out), lay_out(lse), deterministic=True), expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0), (0, 0, 0), (2, 0, 0)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_empty_sizes(device: Device, dtype: str, sizes: tuple[int, int, int]) -> None:
+    """Nothing to compute is no error: empty results, zeros where there are no keys, and a sink that gets its dlse."""
+    batch, seqlen_q, seqlen_k = sizes
+    accum = accum_dtype(np_dtype(dtype))
+    case = gaussian_case(
+        0,
+        dtype,
+        (seqlen_q, seqlen_k),
+        batch=batch,
+        causal=True,
+        bias=np.zeros((batch, 4, seqlen_q, seqlen_k), np_dtype(dtype)),
+        mask=np.ones((seqlen_q, 1), bool),
+        sink=np.array([0, 1, -2, 3], accum),
+        alibi_slopes=np.ones((batch, 4), accum),
+        kv_lengths=np.full(batch, seqlen_k, np.int32),
+    )
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    grads = on_device.backward(out, lse)
+    assert not out.any() and not any(grads[name].any() for name in ("q", "k", "v", "bias", "alibi_slopes"))
+    assert np.array_equal(lse, np.broadcast_to(case.options["sink"][:, None], lse.shape))
+    assert case.dlse is not None
+    eps = np.finfo(accum).eps
+    np.testing.assert_allclose(grads["sink"], case.dlse.sum(axis=(0, 2)), rtol=8 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
