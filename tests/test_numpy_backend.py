@@ -1,0 +1,314 @@
+"""The CPU path's own machinery: tiles and their edges, threads, BLAS, scratch memory, numbers as bits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, accum_dtype, assert_same_bits, gaussian, gaussian_case, np_dtype, same_bits
+from devices import Device
+from numpy.typing import NDArray
+
+import cuflash
+from cuflash import numpy_scores, numpy_threads, numpy_tiles, reference
+from cuflash.call import Call
+from cuflash.numpy_threads import InOrder, Workspace, run_tasks
+from cuflash.numpy_tiles import Tiling
+from cuflash.philox import keep_tile
+
+Array = NDArray[Any]
+
+CPU = Device("numpy", np)
+
+
+def everything(seed: int, dtype: str, rows: int, keys: int, batch: int = 2, heads: int = 4) -> dict[str, Any]:
+    """Every option at once, a third of them left out by turns."""
+    rng = np.random.default_rng(seed)
+    accum = accum_dtype(np_dtype(dtype))
+    bias_shape = [(batch, heads, rows, keys), (1, heads, rows, keys), (heads, 1, keys), (batch, 1, rows, 1), (1, keys)]
+    bias = gaussian(rng, bias_shape[seed % 5], dtype)
+    bias[rng.random(bias.shape) < 0.05] = -np.inf
+    options: dict[str, Any] = {
+        "window": [(rows // 2, 3), (None, 0), (5, None)][seed % 3],
+        "softcap": 5.0,
+        "bias": bias,
+        "mask": rng.random((batch, 1, rows, keys)[seed % 3 :]) < 0.8,
+        "block_mask": rng.random((1, [1, heads][seed % 2], rows, keys)) < 0.7,
+        "alibi_slopes": rng.random((batch, heads)).astype(accum),
+        "sink": gaussian(rng, (heads,), accum),
+        "q_lengths": np.array([rows, rows - 3], np.int32),
+        "kv_lengths": np.array([keys - 5, keys], np.int32),
+        "dropout_p": 0.2,
+        "dropout_seed": seed,
+    }
+    left_out = [name for index, name in enumerate(options) if (index + seed) % 3 == 0 and "dropout" not in name]
+    return {name: value for name, value in options.items() if name not in left_out}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that short sequences have many, of every kind."""
+    monkeypatch.setattr(numpy_tiles, "BLOCK_ROWS", 24)
+    monkeypatch.setattr(numpy_tiles, "BLOCK_KEYS", 20)
+    monkeypatch.setattr(numpy_tiles, "CUT_KEYS", 7)
+    monkeypatch.setattr(numpy_tiles, "MIN_TASKS", 3)
+
+
+def check(case: Case) -> None:
+    on_device = case.on(CPU)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("small_tiles")
+def test_edges_of_small_tiles(seed: int, dtype: str) -> None:
+    rows, keys = [(61, 75), (100, 49), (30, 131)][seed % 3]
+    case = gaussian_case(seed, dtype, (rows, keys), dims=(9, 6), **everything(seed, dtype, rows, keys))
+    check(replace(case, dlse=gaussian(np.random.default_rng(seed), case.lse_shape, accum_dtype(case.dtype))))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("small_tiles")
+def test_edges_of_small_tiles_packed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cu_q, cu_k = np.array([2, 50, 88], np.int32), np.array([0, 71, 110], np.int32)
+    q, k, v, dout = (gaussian(rng, shape, "float32") for shape in ((90, 4, 9), (113, 2, 9), (113, 2, 6), (90, 4, 6)))
+    options = everything(seed, "float32", 48, 71)
+    check(Case(q, k, v, dout, gaussian(rng, (4, 90), "float32"), options, (cu_q, cu_k), block_size=(16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlens", "options"),
+    [
+        ((2, 2), (900, 1100), {"causal": True}),
+        ((4, 1), (700, 700), {"window": (130, 40)}),
+        ((8, 2), (130, 130), {"causal": True}),  # several groups in one tile
+        ((6, 2), (1, 3000), {}),  # one row: decoding
+        ((6, 1), (3, 800), {"causal": True, "softcap": 10.0}),
+        ((1, 1), (1500, 64), {"sink": np.array([1.0], np.float32)}),
+    ],
+)
+def test_real_tiles(heads: tuple[int, int], seqlens: tuple[int, int], options: dict[str, Any]) -> None:
+    case = gaussian_case(0, "float32", seqlens, heads=heads, dims=(16, 16), batch=1, **options)
+    on_device = case.on(CPU)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+def visible_pairs(tiling: Tiling) -> int:
+    return sum(
+        (tile.block.row_stop - tile.block.row) * (tile.key_stop - tile.key)
+        for block in tiling.blocks()
+        for tile in tiling.tiles(block)
+    )
+
+
+def tiling_of(seqlen: int, **options: Any) -> Tiling:
+    x = np.zeros((1, seqlen, 1, 4), np.float32)
+    call = Call(x, x, x, options)
+    return Tiling(call.problem, call.operands)
+
+
+def test_hidden_tiles_are_not_visited() -> None:
+    """Causal costs half and little more, a window its width, lengths their product, a block mask its blocks."""
+    n = 4096
+    half = n * (n + 1) // 2
+    assert half <= visible_pairs(tiling_of(n, causal=True)) <= 1.05 * half
+    width = 400
+    assert visible_pairs(tiling_of(n, window=(width, 0))) <= n * (width + numpy_tiles.CUT_KEYS + 1)
+    lengths = {"q_lengths": np.array([100], np.int32), "kv_lengths": np.array([200], np.int32)}
+    assert visible_pairs(tiling_of(n, **lengths)) == 100 * 200
+    blocks = np.random.default_rng(0).random((n // 64, n // 64)) < 0.1
+    bm = cuflash.BlockMask.from_blocks(blocks, n, n, block_size=(64, 64))
+    assert visible_pairs(tiling_of(n, block_mask=bm)) == blocks.sum() * 64**2
+
+
+def test_full_tiles_have_no_mask() -> None:
+    tiling = tiling_of(2000, window=(700, 0))
+    tiles = [tile for block in tiling.blocks() for tile in tiling.tiles(block)]
+    for tile in tiles:
+        rows, keys = (np.arange(x, y) for x, y in ((tile.block.row, tile.block.row_stop), (tile.key, tile.key_stop)))
+        visible = (keys <= rows[:, None]) & (keys >= rows[:, None] - 700)
+        assert visible.any(axis=1).all(), "every row of a tile sees something"
+        assert tile.is_cut or visible.all()
+    assert any(not tile.is_cut for tile in tiles)
+
+
+@contextlib.contextmanager
+def workers(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, every call runs on that many threads."""
+    real = numpy_threads._BlasThreads.single
+
+    @contextlib.contextmanager
+    def single(self: Any) -> Iterator[int]:
+        with real(self):
+            yield count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(numpy_threads._BlasThreads, "single", single)
+        yield
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("small_tiles")
+def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    case = gaussian_case(1, "float32", (90, 90), heads=(4, 1), **everything(1, "float32", 90, 90))
+    if packed:
+        rng = np.random.default_rng(2)
+        cu = np.array([0, 40, 90], np.int32)
+        q, k, v, dout = (gaussian(rng, (90, heads, 16), "float32") for heads in (4, 1, 1, 4))
+        case = Case(q, k, v, dout, options=everything(2, "float32", 50, 50), cu_seqlens=(cu, cu))
+    monkeypatch.setattr(numpy_tiles, "MIN_PARALLEL_SCORES", 0)
+    results = []
+    for count in (1, 2, 7, 2):
+        with workers(count, monkeypatch):
+            on_device = case.on(CPU)
+            out, lse = on_device.forward()
+            results.append({"out": out, "lse": lse, **on_device.backward(out, lse)})
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+def blas_threads() -> int:
+    functions = numpy_threads._blas_functions()
+    if functions is None:
+        pytest.skip("NumPy's BLAS is none whose threads we can set")
+    return functions[0]()
+
+
+def test_blas_threads_are_restored() -> None:
+    before = blas_threads()
+    seen = []
+
+    def task(number: int, workspace: Workspace) -> None:
+        seen.append(blas_threads())
+        if number == 3:
+            raise KeyError("stop")
+
+    run_tasks(3, task, parallel=True)
+    with pytest.raises(KeyError, match="stop"):
+        run_tasks(1000, task, parallel=True)
+    assert set(seen) == {1}
+    assert len(seen) < 900, "nobody starts another task after an error"
+    assert blas_threads() == before
+
+
+def test_blas_threads_with_calls_at_the_same_time() -> None:
+    before = blas_threads()
+    barrier = threading.Barrier(3)
+    overlapping = []
+
+    def caller() -> None:
+        barrier.wait()
+        run_tasks(20, lambda number, workspace: overlapping.append(blas_threads()), parallel=True)
+
+    threads = [threading.Thread(target=caller) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(overlapping) == {1}
+    assert blas_threads() == before
+
+
+def test_actions_run_in_order() -> None:
+    order = InOrder()
+    done: list[int] = []
+    for number in (2, 0, 1, 5, 4, 3, 6):
+        order.submit(number, lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == list(range(7))
+
+
+def test_scratch_memory_is_reused() -> None:
+    workspace = Workspace()
+    first = workspace.array("scores", (4, 6), "float32")
+    second = workspace.array("scores", (3, 5), "float32")
+    assert np.shares_memory(first, second) and second.flags.c_contiguous
+    assert not np.shares_memory(second, workspace.array("scores", (3, 5), "float64"))
+    made = [workspace.remember(key, lambda key=key: np.array(key)) for key in (1, 2, 1)]  # type: ignore[misc]
+    assert made[0] is made[2] and made[1] == 2
+
+
+def test_float16_is_widened_exactly() -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]
+    assert same_bits(numpy_scores.widen(finite), finite.astype(np.float32))
+    assert same_bits(numpy_scores.widen(every), every.astype(np.float32))
+    assert numpy_scores.widen(np.zeros((3, 0), np.float16)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_hiding_whatever_it_hides(dtype: Any) -> None:
+    heads = numpy_tiles.Heads(0, 4, 0, 2)
+    values = np.array([1.5, -0.0, np.inf, -np.inf, np.nan, np.finfo(dtype).min], dtype)
+    rng = np.random.default_rng(0)
+    scores = rng.choice(values, (2, 5, 6))  # two KV heads, five keys, two query heads of three rows
+    for shape in ((2, 5, 2, 3), (1, 5, 1, 3), (1, 1, 1, 3), (2, 5, 2, 1)):
+        visible = rng.random(shape) < 0.5
+        whole = np.broadcast_to(visible, (2, 5, 2, 3)).reshape(scores.shape)
+        for function, filler in ((numpy_scores.hide, -np.inf), (numpy_scores.zero_hidden, 0.0)):
+            changed = scores.copy()
+            function(changed, visible, heads)
+            assert same_bits(changed, np.where(whole, scores, dtype(filler)))
+
+
+@pytest.mark.parametrize("ranges", [((0, 2), (0, 40), (0, 50)), ((1, 3), (7, 9), (15, 33)), ((2, 3), (24, 25), (8, 8))])
+def test_dropout_of_any_tile(ranges: tuple[tuple[int, int], ...]) -> None:
+    heads, rows, keys = ranges
+    whole = reference.dropout_keep(1, 3, 40, 50, 0.4, 99, first_batch=5)[0]
+    tile = keep_tile(99, 0.4, 5, heads, rows, keys)
+    assert np.array_equal(tile.swapaxes(1, 2), whole[slice(*heads), slice(*rows), slice(*keys)])
+
+
+def test_no_warnings_from_hidden_values() -> None:
+    """NaN and inf that nobody sees, overflow of scores nobody sees: nothing to warn of."""
+    case = gaussian_case(3, "float32", (40, 40), causal=True, kv_lengths=np.array([30, 20], np.int32))
+    case.k[0, 30:], case.v[0, 30:], case.k[1, 20:] = np.nan, np.inf, 3e38
+    on_device = case.on(CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = on_device.forward()
+        on_device.backward(out, lse)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_gradient_of_a_row_of_the_lowest_score(dtype: str) -> None:
+    """Its lse cannot tell how many keys it counts; the gradient is that of uniform weights all the same."""
+    case = gaussian_case(4, dtype, (30, 500), dims=(8, 8))
+    lowest = -float(np.nextafter(case.dtype.type(np.inf), case.dtype.type(0)))
+    bias = np.zeros((30, 1), case.dtype)
+    bias[::2] = lowest
+    case = replace(case.with_options(bias=bias), q=np.zeros_like(case.q))
+    on_device = case.on(CPU)
+    case.assert_gradients(on_device.backward(*on_device.forward()))
+
+
+def test_gradients_of_parts_with_a_large_lse() -> None:
+    """Rows are only scaled to sum to 1 where they may: not the parts of a merge, which sum to less."""
+    case = gaussian_case(5, "float32", (50, 120), dims=(16, 16))
+    case = replace(case, q=case.q * 40)  # scores of hundreds
+    parts = [replace(case, k=case.k[:, keys], v=case.v[:, keys]) for keys in (slice(0, 70), slice(70, 120))]
+    results = [part.on(CPU).forward() for part in parts]
+    out, lse = cuflash.merge([out for out, _ in results], [lse for _, lse in results])
+    grads = [part.on(CPU).backward(out, lse) for part in parts]
+    whole = {"q": grads[0]["q"] + grads[1]["q"]} | {
+        name: np.concatenate([grad[name] for grad in grads], axis=1) for name in "kv"
+    }
+    case.assert_gradients({name: whole[name] for name in "qkv"})
+
+
+def test_gradients_of_scores_of_hundreds() -> None:
+    """A float32 lse of 500 is off by 3e-5, and so would be every probability."""
+    case = gaussian_case(6, "float32", (200, 300), dims=(64, 64), softmax_scale=8.0)
+    on_device = case.on(CPU)
+    case.assert_gradients(on_device.backward(*on_device.forward()), strict=True)
