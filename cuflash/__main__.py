@@ -19,7 +19,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for wrong use."""
+    """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for wrong use or something missing."""
     argv = sys.argv[1:] if argv is None else argv
     commands = "\n".join(f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = import_module(module_name)
     command_parser = argparse.ArgumentParser(prog=f"{parser.prog} {name}", description=summary)
     module.add_arguments(command_parser)
-    status: int = module.run(command_parser.parse_args(argv[1:]))
+    args = command_parser.parse_args(argv[1:])
+    try:
+        status: int = module.run(args)
+    except KeyboardInterrupt:
+        return 130  # as shells report Ctrl-C
     return status
 
 

@@ -47,7 +47,7 @@ class Config:
     context: int = 128
     batch: int = 8
     shards: int = 2  # equal parts of a batch, each differentiated on a thread and a tape of its own
-    steps: int = 1200
+    steps: int = 1000
     dtype: str = "float32"  # of the activations; the parameters are float32 always
     seed: int = 0
 
@@ -164,7 +164,7 @@ class CharGPT:
         parts = [windows[i : i + batch] for i in range(0, count, batch)]
         return sum(float(self.loss(self.parameters, part)) * len(part) for part in parts) / count
 
-    def sample(self, prompt: Array, length: int, temperature: float = 0.7) -> Array:
+    def sample(self, prompt: Array, length: int, temperature: float = 0.8) -> Array:
         """`prompt` and `length` characters that continue it, drawn one by one."""
         rng = np.random.default_rng(self.config.seed)
         characters = list(prompt)
