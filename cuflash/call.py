@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -159,21 +161,11 @@ class Call:
 
     @property
     def _backend(self) -> ModuleType:
-        """The module that computes on this call's arrays; the one for GPUs is imported when first needed."""
-        if isinstance(self.operands.q, np.ndarray):
-            from cuflash import numpy_backend
-
-            return numpy_backend
-        from cuflash import gpu_backend
-
-        return gpu_backend
+        """The module that computes on this call's arrays."""
+        return _backend_of(type(self.operands.q))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        if isinstance(self.operands.q, np.ndarray):
-            return np.empty(shape, dtype)
-        import cupy
-
-        return cupy.empty(shape, dtype)
+        return _empty_of(type(self.operands.q))(shape, dtype)
 
     def _target(
         self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
@@ -182,6 +174,18 @@ class Call:
         check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
         check_target(name, target, inputs)
         return target
+
+
+@cache
+def _backend_of(kind: type) -> ModuleType:
+    """The backend of a kind of array; the one for GPUs is imported when first needed."""
+    return import_module("cuflash.numpy_backend" if issubclass(kind, np.ndarray) else "cuflash.gpu_backend")
+
+
+@cache
+def _empty_of(kind: type) -> Callable[..., Array]:
+    empty: Callable[..., Array] = np.empty if issubclass(kind, np.ndarray) else import_module("cupy").empty
+    return empty
 
 
 def _arrays(inputs: dict[str, Array], keywords: dict[str, Any]) -> dict[str, Array]:
