@@ -7,6 +7,7 @@ CPU cores enough for recognisable text.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -227,7 +228,7 @@ def orthogonalised(x: Array) -> Array:
 def learning_rate_factor(progress: float) -> float:
     """Linear warm-up over the first twentieth of the training, then a cosine to 5%; `progress` is in 0..1."""
     warm_up, final = 0.05, 0.05
-    return min(1.0, progress / warm_up) * (final + (1 - final) * (1 + np.cos(np.pi * progress)) / 2)
+    return min(1.0, progress / warm_up) * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def train(model: CharGPT, characters: Array, max_seconds: float = float("inf")) -> Iterator[Array]:
