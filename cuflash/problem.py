@@ -233,19 +233,23 @@ def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
     """
     seed = arrays.get("dropout_seed", options.dropout_seed)
     _check_seed(seed, options.dropout_p)
-    get = arrays.get
+
+    def contiguous(name: str) -> Array | None:
+        x = arrays.get(name)
+        return None if x is None else with_contiguous_rows(x)
+
     return Operands(
-        with_contiguous_rows(arrays["q"]),
-        with_contiguous_rows(arrays["k"]),
-        with_contiguous_rows(arrays["v"]),
-        to_full_rank("bias", get("bias")),
-        to_full_rank("mask", get("mask")),
-        to_full_rank("alibi_slopes", get("alibi_slopes")),
-        get("sink"),
-        get("q_lengths"),
-        get("kv_lengths"),
-        get("cu_seqlens_q"),
-        get("cu_seqlens_k"),
+        contiguous("q"),
+        contiguous("k"),
+        contiguous("v"),
+        to_full_rank("bias", arrays.get("bias")),
+        to_full_rank("mask", arrays.get("mask")),
+        to_full_rank("alibi_slopes", contiguous("alibi_slopes")),
+        contiguous("sink"),
+        contiguous("q_lengths"),
+        contiguous("kv_lengths"),
+        contiguous("cu_seqlens_q"),
+        contiguous("cu_seqlens_k"),
         seed if options.dropout_p > 0 else None,
         options.block_mask,
     )
