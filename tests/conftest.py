@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import nullcontext
+from typing import Any
+
 import devices
 import pytest
 
@@ -9,7 +13,7 @@ import pytest
 @pytest.fixture(
     scope="session",  # Hypothesis refuses function-scoped fixtures
     params=[
-        pytest.param(device, marks=() if device.name == "numpy" else pytest.mark.gpu, id=device.name)
+        pytest.param(device, marks=pytest.mark.gpu if device.name == "cupy" else (), id=device.name)
         for device in devices.available()
     ],
 )
@@ -17,6 +21,14 @@ def device(request: pytest.FixtureRequest) -> devices.Device:
     """Each device of this machine in turn: NumPy always, CuPy where there is a GPU."""
     chosen: devices.Device = request.param
     return chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test of a device runs within the device's context, the tests between do not."""
+    chosen = getattr(item, "funcargs", {}).get("device")
+    with chosen.active() if isinstance(chosen, devices.Device) else nullcontext():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

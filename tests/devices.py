@@ -1,12 +1,17 @@
 """The devices that a test can run on, and the way to each and back.
 
+NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others ("cpu_device", the
+CUDA kernels on the CPU, slow; several separated by commas).
+
 A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
 strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,10 +21,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Device:
-    """A place where the library runs: its name in the tests' ids and the array namespace of its arrays."""
+    """A place where the library runs: its name in the tests' ids and the array namespace of its arrays.
+
+    Tests run within the context `active()`.
+    """
 
     name: str
     xp: ModuleType
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def put(self, value: Any) -> Any:
         """Copy every NumPy array in ``value`` (nested tuples, lists, dicts) to the device.
@@ -77,11 +86,23 @@ def has_gpu() -> bool:
     return bool(cupy.cuda.is_available())
 
 
+def _kernels_on_the_cpu() -> AbstractContextManager[Any]:
+    from cpu_device import device, hook
+
+    return hook.kernels_on(device.CpuDevice((8, 0), check=device.Check.NONE))
+
+
 def available() -> list[Device]:
-    """The devices of this machine: NumPy always, CuPy where there is a GPU."""
-    devices = [Device("numpy", np)]
-    if has_gpu():
+    """The devices to test on."""
+    names = os.environ.get("CUFLASH_TEST_DEVICES") or ("numpy,cupy" if has_gpu() else "numpy")
+    return [_device(name) for name in names.split(",")]
+
+
+def _device(name: str) -> Device:
+    if name == "cupy":
         import cupy
 
-        devices.append(Device("cupy", cupy))
-    return devices
+        return Device(name, cupy)
+    actives = {"numpy": nullcontext, "cpu_device": _kernels_on_the_cpu}
+    assert name in actives, f"CUFLASH_TEST_DEVICES: expected numpy, cupy or cpu_device, got {name}"
+    return Device(name, np, actives[name])
