@@ -1,7 +1,7 @@
 """The devices that a test can run on, and the way to each and back.
 
-NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others ("cpu_device", the
-CUDA kernels on the CPU, slow; several separated by commas).
+NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "cpu_device",
+which is the CUDA kernels on the CPU (slow), or several of the three, separated by commas.
 
 A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
 strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
