@@ -116,7 +116,7 @@ class Backward:
         """What makes a row's probabilities sum to 1 where its lse is too large to do so.
 
         In the extreme a row whose scores are all finfo.min has lse = finfo.min too, and exp(score - lse) = 1 at every
-        key. A sum that is below 1 for sure is left alone: the lse of a merge counts other keys beside these.
+        key. A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
         """
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)
@@ -128,7 +128,7 @@ class Backward:
             found = compute_scores(tiling, tile, own.q_transposed, load_keys(tiling, operands.k, tile), workspace)
             if found is not None:
                 total[:, within] += column_sums(_probabilities(found, own, block))
-        is_one = (total > 0) & (np.log(total) >= -error)
+        is_one = np.abs(np.log(total)) <= 2 * error
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
     def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:
