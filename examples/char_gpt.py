@@ -49,7 +49,7 @@ class Config:
     batch: int = 8
     shards: int = 2  # equal parts of a batch, each differentiated on a thread and a tape of its own
     steps: int = 1000
-    dtype: str = "float32"  # of the activations; the parameters are float32 always
+    attention_dtype: str = "float32"  # all else is float32
     seed: int = 0
 
 
@@ -126,15 +126,21 @@ class CharGPT:
 
     def __call__(self, parameters: Parameters, indices: Array) -> Any:
         """Logits (batch, seqlen, vocabulary) of the character after each of `indices` (batch, seqlen)."""
-        w = {name: cast(x, self.config.dtype) for name, x in parameters.items()}
+        w = parameters
         x = self.embed(w, indices)
         for layer in range(self.config.num_layers):
-            q, k, v = self.heads(w, layer, x, indices.shape)
-            heads = attention(q, k, v, causal=True, deterministic=True)
+            q, k, v = (cast(x, self.config.attention_dtype) for x in self.heads(w, layer, x, indices.shape))
+            heads = cast(attention(q, k, v, causal=True, deterministic=True), self.dtype)
             x = add(x, linear(reshape(heads, (*indices.shape, self.config.width)), w[f"merge{layer}"]))
             hidden = relu_squared(linear(rms_norm(x), w[f"expand{layer}"]))
             x = add(x, linear(hidden, w[f"contract{layer}"]))
         return linear(rms_norm(x), w["characters"])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the parameters and of everything but attention."""
+        dtype: np.dtype[Any] = self.parameters["characters"].dtype
+        return dtype
 
     def embed(self, w: Parameters, indices: Array) -> Any:
         """The first layer's input (batch, seqlen, width)."""
@@ -149,7 +155,7 @@ class CharGPT:
             reshape(linear(x, w[f"{name}{layer}"]), (*shape, num_heads, dim)) for name in ("query", "key", "value")
         )
         angles = np.arange(shape[1])[:, None, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
-        cos, sin = (self.xp.asarray(f(angles), dtype=self.config.dtype) for f in (np.cos, np.sin))
+        cos, sin = (self.xp.asarray(f(angles), dtype=self.dtype) for f in (np.cos, np.sin))
         return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
     def loss(self, parameters: Parameters, windows: Array) -> Any:

@@ -150,19 +150,14 @@ def cast(x: Array, dtype: Any) -> tuple[Array, Backward]:
 
 @primitive
 def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Backward]:
-    """Mean of ``-log softmax(logits)[target]`` in nats, for ``logits`` (..., classes) and integer ``targets`` (...).
-
-    Computed in float32 at least, whatever the type of the logits.
-    """
-    wide = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
-    shifted = wide - np.max(wide, axis=-1, keepdims=True)
+    """Mean of ``-log softmax(logits)[target]`` in nats, for ``logits`` (..., classes) and integer ``targets`` (...)."""
+    shifted = logits - np.max(logits, axis=-1, keepdims=True)
     exponentials = np.exp(shifted)
     sums = np.sum(exponentials, axis=-1, keepdims=True)
     hit = targets[..., None] == np.arange(logits.shape[-1], like=targets)
     loss = np.mean(np.log(sums)) - np.sum(shifted * hit) / targets.size
 
     def backward(dout: Array) -> tuple[Array, None]:
-        dwide = (exponentials / sums - hit) * (dout / targets.size)
-        return dwide.astype(logits.dtype, copy=False), None
+        return (exponentials / sums - hit) * (dout / targets.size), None
 
     return loss, backward

@@ -16,7 +16,7 @@ from cuflash.examples.char_gpt import CharGPT, Config, Corpus
 from cuflash.__main__ import main
 
 Array = Any
-TINY = Config(width=16, num_layers=2, num_heads=2, context=12, batch=4, steps=3, dtype="float64")
+TINY = Config(width=16, num_layers=2, num_heads=2, context=12, batch=4, steps=3, attention_dtype="float64")
 RNG = np.random.default_rng(0)
 ANGLES = RNG.normal(size=(3, 1, 2))
 INDICES = np.array([[0, 2, 1], [2, 2, 3]])
@@ -66,10 +66,13 @@ def test_primitive_by_finite_differences(name: str) -> None:
 
 def test_model_by_finite_differences() -> None:
     model = CharGPT(TINY, 7, np)
-    # The last matrices of the blocks are zero at first and would hide the rest of the blocks.
-    arrays = [RNG.normal(0, 0.3, x.shape) for x in model.parameters.values()]
+    # In float64; and the blocks' last matrices, zero at first, would hide the rest of the blocks.
+    model.parameters = {name: RNG.normal(0, 0.3, x.shape) for name, x in model.parameters.items()}
     windows = RNG.integers(0, 7, (2, 9))
-    assert_gradients(lambda *xs: model.loss(dict(zip(model.parameters, xs, strict=True)), windows), arrays)
+    assert_gradients(
+        lambda *arrays: model.loss(dict(zip(model.parameters, arrays, strict=True)), windows),
+        list(model.parameters.values()),
+    )
 
 
 def test_tape_adds_up_all_uses_and_knows_unused_variables() -> None:
