@@ -59,6 +59,7 @@ struct AttentionParams {
   const int* block_count;     // (.., num_lists)
   const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
   const u32* block_bits;      // (num_partial, 64, 2)
+  u32* tile_counter;          // sm90/schedule.cuh, or null; 0 before and after a launch
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import kernels
-from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS
+from cuflash import kernels, plan_sm90
+from cuflash.launch_sm90 import PersistentLaunch
+from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, Config, plan
 from cuflash.problem import Array, AttentionProblem, Operands
+from cuflash.tensor_map import ALIGNMENT
 
 # Beyond every index, and far enough from 2^31 that adding an index to it is safe.
 _UNBOUNDED = 1 << 30
@@ -105,13 +107,7 @@ def _inputs(operands: Operands) -> Arrays:
     return {name: x for name, x in zip(_INPUTS, operands, strict=False) if x is not None}
 
 
-def _word_of(name: str) -> int:
-    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
-    assert PARAMS.fields is not None
-    return int(PARAMS.fields[name][1]) // 8
-
-
-_SEED_WORD = _word_of("dropout_key")
+_SEED_WORD = word_of("dropout_key")
 # CuPy passes a struct by value as an array of one opaque element.
 _STRUCT = np.dtype(f"V{PARAMS.itemsize}")
 
@@ -119,19 +115,31 @@ _STRUCT = np.dtype(f"V{PARAMS.itemsize}")
 class _Launch:
     """A kernel with everything of its launch that does not change from call to call."""
 
-    def __init__(self, entry: str, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
-        config = plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
-        file = KERNEL_FILES.get(entry, entry)
-        self.kernel = kernels.get(file, entry, config, device, config.smem_bytes if entry in _TILED else 0)
+    def __init__(
+        self,
+        entry: str,
+        problem: AttentionProblem,
+        arrays: Arrays,
+        device: kernels.Device,
+        hopper: plan_sm90.Config | None,
+    ) -> None:
+        config = hopper or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
+        tiles, blocks = _grid(entry, problem, config, arrays)
+        params = _fixed_params(problem, arrays)
+        params["num_tiles"] = tiles
+        self.persistent: PersistentLaunch | None = None
+        if hopper is not None:
+            entry = hopper.entry
+            params["heads_together"] = plan_sm90.heads_together(problem)
+            self.persistent = PersistentLaunch(problem, hopper, arrays, device, blocks)
+            blocks = self.persistent.blocks
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
+        self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), entry, config, device, self.smem_bytes)
+        self.grid = (blocks,)
         self.block = (config.threads,)
         self.device = device
-        params = _fixed_params(problem, arrays)
-        tiles, blocks = _grid(entry, problem, config, arrays)
-        params["num_tiles"] = tiles
-        self.grid = (blocks,)
         self.words = params.view(np.uint64)
-        self.pointer_words = np.array([_word_of(name) for name in arrays])
+        self.pointer_words = np.array([word_of(name) for name in arrays])
 
     def __call__(self, arrays: Arrays, seed: int | None) -> None:
         if self.grid[0] == 0:
@@ -141,10 +149,11 @@ class _Launch:
         words[self.pointer_words] = [pointer(x) for x in arrays.values()]
         if seed is not None:
             words[_SEED_WORD] = seed
-        self.kernel(self.grid, self.block, (words.view(_STRUCT),), shared_mem=self.smem_bytes)
+        maps = () if self.persistent is None else self.persistent.arguments(words, arrays)
+        self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
-_TILED = ("forward", "backward_dq", "backward_dkv", "backward_bias")
+_TILED = ("forward", "forward_sm90", "backward_dq", "backward_dkv", "backward_bias")
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}
@@ -153,28 +162,43 @@ _launches: dict[Any, _Launch] = {}
 def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device) -> None:
     seed = operands.dropout_seed
     key: tuple[Any, ...] = ()
+    hopper = _hopper_config(problem, arrays, device) if entry == "forward" and device.has_wgmma else None
     if operands.block_mask is not None and entry in _TILED:
-        arrays = {**arrays, **_block_arrays(entry, problem, operands, device)}
+        arrays = {**arrays, **_block_arrays(entry, problem, operands, device, hopper)}
         key = (arrays["block_list"].shape, arrays["block_slots"].shape)
     if "dbias_parts" in arrays:
         key += (arrays["dbias_parts"].shape,)
     if seed is not None and not isinstance(seed, (int, np.integer)):
         arrays = {**arrays, "dropout_seed": seed}
         seed = None
-    key += (entry, problem, device, tuple(arrays), tuple([x.strides for x in arrays.values()]))
+    key += (entry, problem, device, hopper is None, tuple(arrays), tuple([x.strides for x in arrays.values()]))
     launch = _launches.get(key)
     if launch is None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        launch = _launches[key] = _Launch(entry, problem, arrays, device)
+        launch = _launches[key] = _Launch(entry, problem, arrays, device, hopper)
     launch(arrays, seed)
 
 
-def _block_arrays(entry: str, problem: AttentionProblem, operands: Operands, device: kernels.Device) -> Arrays:
+def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> plan_sm90.Config | None:
+    """Hopper's own forward kernel if it can run on these arrays."""
+    tensors = [arrays[name] for name in ("q", "k", "v", "out")]
+    if any(device.pointer(x) % ALIGNMENT for x in tensors):
+        return None
+    return plan_sm90.forward(problem, tuple([(x.strides, x.shape) for x in tensors]))
+
+
+def _block_arrays(
+    entry: str,
+    problem: AttentionProblem,
+    operands: Operands,
+    device: kernels.Device,
+    hopper: plan_sm90.Config | None,
+) -> Arrays:
     """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
     block_mask = operands.block_mask
     assert block_mask is not None
-    config = plan(problem, entry, device.smem_limit)
+    config = hopper or plan(problem, entry, device.smem_limit)
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
@@ -187,7 +211,9 @@ def _block_arrays(entry: str, problem: AttentionProblem, operands: Operands, dev
     }
 
 
-def _grid(entry: str, problem: AttentionProblem, config: Config, arrays: Arrays) -> tuple[int, int]:
+def _grid(
+    entry: str, problem: AttentionProblem, config: Config | plan_sm90.Config, arrays: Arrays
+) -> tuple[int, int]:
     """(tiles of one head, thread blocks of the launch)."""
     if entry == "reduce_sink":
         return 0, problem.num_heads_q

@@ -14,10 +14,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
+from cuflash import tensor_map
 from cuflash.params import layout_asserts
 
 Array = Any
 OPTIONS = ("--std=c++17",)
+# Instructions that later architectures lack are only in an architecture's own set; CuPy would not ask for it.
+_OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
+# NVRTC before this version takes CuPy's -arch beside ours for an error.
+_OWN_ARCH_SINCE = (12, 9)
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 # Shared memory that every kernel may use without asking for more.
@@ -37,9 +42,15 @@ class Device(Protocol):
 
     num_sms: int
     smem_limit: int  # bytes of shared memory that one thread block may use
+    has_wgmma: bool  # runs the kernels of cuda_src/sm90
 
-    def load(self, source: str, entry: str, smem_bytes: int) -> Kernel:
-        """Compile `source` and return its entry."""
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
+        """Compile `source` with further options and return its entry."""
+
+    def tensor_map(
+        self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> Array:
+        """Describe an array for TMA: `tensor_map.encode`."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An uninitialised array in C order."""
@@ -65,13 +76,15 @@ class CupyDevice:
         self.num_sms: int = properties["multiProcessorCount"]
         self.smem_limit: int = properties["sharedMemPerBlockOptin"]
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
+        self.has_wgmma = self.capability == (9, 0) and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
         self.empty = cupy.empty
+        self.tensor_map = tensor_map.encode
 
-    def load(self, source: str, entry: str, smem_bytes: int) -> Kernel:
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
         """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
         cupy = self.namespace
         try:
-            kernel = cupy.RawModule(code=source, options=OPTIONS).get_function(entry)
+            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
         except cupy.cuda.compiler.CompileException as error:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
@@ -117,7 +130,9 @@ def get(entry_file: str, entry: str, constants: Any, device: Device | None = Non
     key = (entry_file, entry, tuple(constants.items()) if isinstance(constants, Mapping) else constants, device)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = device.load(source_of(entry_file, constants), entry, smem_bytes)
+        kernel = _kernels[key] = device.load(
+            source_of(entry_file, constants), entry, smem_bytes, _OWN_ARCH.get(entry_file.partition("/")[0], ())
+        )
     return kernel
 
 
@@ -157,7 +172,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
         registers=max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         static_smem_bytes=max((int(n) for n in re.findall(r"(\d+) bytes smem", log)), default=0),
-        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower()),
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "(C75" in line),
         seconds=time.perf_counter() - start,
         cubin=cubin,
     )

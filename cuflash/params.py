@@ -34,6 +34,7 @@ POINTERS = (
     "block_count",
     "block_slots",
     "block_bits",
+    "tile_counter",
 )
 INTEGERS = (
     "batch",
@@ -76,6 +77,12 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
+
+
+def word_of(name: str) -> int:
+    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
+    assert PARAMS.fields is not None
+    return int(PARAMS.fields[name][1]) // 8
 
 
 def layout_asserts() -> str:

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from cuflash.problem import AttentionProblem
 
-_CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
+CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 _SIZES = {"float32": 4, "float64": 8}
 # Threads along either side of a tile, and the padding of transposed tiles in bytes (cuda_src/tile.cuh).
 _SIDE = 16
@@ -134,7 +134,12 @@ FLAGS = tuple(f.name for f in fields(Config) if f.name.startswith("has_"))
 LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 
 # Entries that live in a file of another name.
-KERNEL_FILES = {"reduce_sink": "reduce", "reduce_slopes": "reduce", "reduce_bias": "reduce"}
+KERNEL_FILES = {
+    "reduce_sink": "reduce",
+    "reduce_slopes": "reduce",
+    "reduce_bias": "reduce",
+    "forward_sm90": "sm90/forward",
+}
 
 
 def head_dim_class(head_dim: int) -> int:
@@ -175,9 +180,9 @@ def config_of(
     tile = next(fitting, row.with_options)
     return Config(
         entry=entry,
-        element=_CPP_TYPES[dtype],
-        accum=_CPP_TYPES[accum],
-        bias_element=_CPP_TYPES[bias_dtype or dtype],
+        element=CPP_TYPES[dtype],
+        accum=CPP_TYPES[accum],
+        bias_element=CPP_TYPES[bias_dtype or dtype],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         block_m=tile.block_m,
@@ -188,13 +193,9 @@ def config_of(
     )
 
 
-@lru_cache(maxsize=4096)
-def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
-    """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
-
-    `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
-    """
-    flags = tuple(
+def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
+    """The options of a problem that are compiled in."""
+    return tuple(
         flag
         for flag, wanted in (
             ("has_window", problem.window_left is not None or problem.window_right is not None),
@@ -207,6 +208,15 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
         )
         if wanted
     )
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
+    """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
+
+    `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
+    """
+    flags = flags_of(problem)
     # A kernel depends on a head dim only where it accumulates a result of that width.
     head_dim = head_dim_class(problem.head_dim) if entry in ("backward_dq", "backward_dkv") else 0
     head_dim_v = head_dim_class(problem.head_dim_v) if entry in ("forward", "backward_dkv") else 0

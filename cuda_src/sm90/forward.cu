@@ -6,10 +6,12 @@
 #include "softmax_fragment.cuh"
 
 struct SharedStorage {
-  alignas(1024) unsigned char q[Q_BYTES];
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char k[STAGES * K_BYTES];
   alignas(1024) unsigned char v[STAGES * V_BYTES];
-  RingBarriers<1> q_barriers;
+  Work work[WORK_STAGES];
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
   SeenKeys seen;
 };
@@ -17,20 +19,23 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory hol
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
-  Ring<1, Q_BYTES> q;
+  WorkRing work;
+  Ring<QUERY_STAGES, Q_BYTES> q;
   Ring<STAGES, K_BYTES> k;
   Ring<STAGES, V_BYTES> v;
 
   __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
-      : q(shared.q, shared.q_barriers), k(shared.k, shared.k_barriers), v(shared.v, shared.v_barriers) {}
+      : work(shared.work, shared.work_barriers),
+        q(shared.q, shared.q_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers) {}
 };
-
-__device__ __forceinline__ bool beyond(const Work& work) { return work.tile * BLOCK_M >= work.sequence.rows_q; }
 
 // One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
 template <int ROWS, int NUM_PANELS, class AnyRing>
 __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
   ring.acquire();
+  ring.expect();
 #pragma unroll
   for (int panel = 0; panel < NUM_PANELS; panel++) {
     ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
@@ -39,17 +44,22 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
 }
 
 // The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
-__device__ __forceinline__ void load_tiles(const AttentionParams& p, Rings rings, const ptx::TensorMap* q_map,
-                                           const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
-  for (Schedule schedule(p); !schedule.done(); schedule.advance()) {
-    if (!schedule.has_tile()) continue;
-    const Work work = schedule.work(p);
-    if (beyond(work)) continue;
+__device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
+                                           const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                                           const ptx::TensorMap* v_map) {
+  const u32 total = p.num_tiles * num_images(p);
+  for (u32 index = blockIdx.x, next; index < total; index = next) {
+    next = next_index(p, index, total);
+    const Work work = work_at(p, index);
     const Sequence& s = work.sequence;
+    if (work.tile * BLOCK_M >= s.rows_q) continue;
+    rings.work.acquire();
+    shared.work[rings.work.stage] = work;
+    rings.work.publish();
+
     const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
-
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (blocks.done()) continue;
     load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
@@ -63,50 +73,47 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, Rings rings
       if (last) break;
     }
   }
+  rings.work.acquire();
+  shared.work[rings.work.stage] = {{}, 0, NO_TILE};
+  rings.work.publish();
 }
 
 // A warpgroup.
-__device__ __forceinline__ void attend(const AttentionParams& p, Rings rings, SeenKeys& seen, int warpgroup) {
-  const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+__device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
-  HiddenValues hidden(seen, warpgroup);
-  for (Schedule schedule(p); !schedule.done(); schedule.advance()) {
-    if (!schedule.has_tile()) continue;
-    const Work work = schedule.work(p);
-    if (beyond(work)) continue;
+  HiddenValues hidden(shared.seen);
+  while (true) {
+    rings.work.wait();
+    const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const ScoreFragment scores(p, s, work.head, tile_row, first_row);
     hidden.begin(p, s, scores.mask);
     FragmentSoftmax softmax(static_cast<float>(p.softmax_scale));
-    float out[HEAD_DIM_V / 2], rescale[2];
+    float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
+    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
-    if (!blocks.done()) {
-      rings.q.wait();
-      {
-        float x[BLOCK_N / 2];
-        rings.k.wait();
-        turns.take();
-        multiply_keys(x, queries, rings.k.buffer());
-        turns.pass();
-        ptx::wgmma_wait_group<0>();
-        keep(x);
-        rings.k.release();
-        const int first_key = blocks.block * BLOCK_N;
-        const bool masked = scores.needs_mask(blocks);
+    if (blocks.done()) {
+      softmax.finish(sink, inverse, lse);
+    } else {
+      const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // From the first scores to the weights of their values.
+      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         scores.apply(x, first_key, masked);
         if (masked) hidden.find(x);
         softmax.step(x, rescale);
         scores.drop(x, first_key);
-        pack(weights, x);
-        if (masked) hidden.clear(rings.v, first_key);
-      }
-      for (blocks.advance(); !blocks.done(); blocks.advance()) {
+      };
+      // The next scores beside the product of the last weights and their values.
+      const auto step = [&](bool masked) {
         float x[BLOCK_N / 2];
+        const int first_key = blocks.block * BLOCK_N;
+        blocks.advance();
         rings.k.wait();
         turns.take();
         multiply_keys(x, queries, rings.k.buffer());
@@ -116,31 +123,52 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Rings rings, Se
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
-        const int first_key = blocks.block * BLOCK_N;
-        const bool masked = scores.needs_mask(blocks);
-        scores.apply(x, first_key, masked);
-        if (masked) hidden.find(x);
-        softmax.step(x, rescale);
-        scores.drop(x, first_key);
+        if (blocks.done()) rings.q.release();
+        weigh(x, first_key, masked);
         ptx::wgmma_wait_group<0>();
         keep(out);
         rings.v.release();
         pack(weights, x);
         rescale_rows(out, rescale);
         if (masked) hidden.clear(rings.v, first_key);
+      };
+
+      rings.q.wait();
+      {
+        float x[BLOCK_N / 2];
+        const int first_key = blocks.block * BLOCK_N;
+        const bool masked = scores.needs_mask(blocks);
+        blocks.advance();
+        rings.k.wait();
+        turns.take();
+        multiply_keys(x, queries, rings.k.buffer());
+        turns.pass();
+        ptx::wgmma_wait_group<0>();
+        keep(x);
+        rings.k.release();
+        if (blocks.done()) rings.q.release();
+        weigh(x, first_key, masked);
+        pack(weights, x);
+        if (masked) hidden.clear(rings.v, first_key);
       }
-      rings.q.release();
+      // Two copies of the step, so that the common one is short.
+      while (!blocks.done()) {
+        if (scores.needs_mask(blocks)) {
+          step(true);
+        } else {
+          step(false);
+        }
+      }
       rings.v.wait();
       turns.take();
       multiply_values(out, weights, rings.v.buffer());
       turns.pass();
+      softmax.finish(sink, inverse, lse);
       ptx::wgmma_wait_group<0>();
       keep(out);
       rings.v.release();
     }
 
-    float inverse[2], lse[2];
-    softmax.finish(p.sink == nullptr ? -infinity() : p.sink[work.head], inverse, lse);
     if constexpr (HAS_DROPOUT) {
       inverse[0] *= static_cast<float>(p.dropout_rescale);
       inverse[1] *= static_cast<float>(p.dropout_rescale);
@@ -154,6 +182,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Rings rings, Se
     }
     write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
                    inverse);
+    __syncwarp();
+    rings.work.release();
   }
   turns.finish();
 }
@@ -165,6 +195,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
     constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
+    shared.work_barriers.init(WARPS);
     shared.q_barriers.init(WARPS);
     shared.k_barriers.init(WARPS);
     shared.v_barriers.init(WARPS);
@@ -176,9 +207,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, rings, &q_map, &k_map, &v_map);
+    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, shared, rings, &q_map, &k_map, &v_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, rings, shared.seen, warpgroup);
+    attend(p, shared, rings, warpgroup);
   }
 }

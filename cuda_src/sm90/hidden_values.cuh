@@ -7,15 +7,15 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// Keys outside the lengths and the window of all queries are known beforehand, and every warpgroup clears their values
-// for itself: others write the same zeros. Which keys are hidden one by one shows in the scores of all warpgroups.
+// Keys outside the lengths and the window of all queries are known beforehand; which keys are hidden one by one shows
+// in the scores of all warpgroups. Either way all warpgroups find a tile masked, and clear its rows together.
 struct HiddenValues {
   SeenKeys& seen;
-  int warpgroup, parity;
+  int parity;
   int first_seen, end_of_seen;  // keys
 
-  __device__ __forceinline__ HiddenValues(SeenKeys& seen, int warpgroup)
-      : seen(seen), warpgroup(warpgroup), parity(0), first_seen(0), end_of_seen(0) {
+  __device__ __forceinline__ explicit HiddenValues(SeenKeys& seen)
+      : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
     if (HIDES_ANYWHERE) {
       for (int i = threadIdx.x; i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP) seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
       sync_consumers();
@@ -49,22 +49,20 @@ struct HiddenValues {
       parity ^= 1;
       v.wait();
       sync_consumers();
-      clear_rows(v.buffer(), threadIdx.x, CONSUMERS * WARPGROUP, [&](int row) { return flags[row] == 0; });
-      sync_consumers();
+      clear_rows(v.buffer(), [&](int row) { return flags[row] == 0; });
       if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
     } else {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
-      clear_rows(v.buffer(), threadIdx.x % WARPGROUP, WARPGROUP, [&](int row) { return row < begin || row >= end; });
-      sync_warpgroup(warpgroup);
+      clear_rows(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }
 
  private:
   template <class Hidden>
-  static __device__ __forceinline__ void clear_rows(u32 values, int thread, int threads, Hidden hidden) {
-    for (int row = thread; row < BLOCK_N; row += threads) {
+  static __device__ __forceinline__ void clear_rows(u32 values, Hidden hidden) {
+    for (int row = threadIdx.x; row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
       if (!hidden(row)) continue;
       for (int panel = 0; panel < PANELS_V; panel++) {
         auto* target = static_cast<uint4*>(__cvta_shared_to_generic(values + (panel * BLOCK_N + row) * ROW_BYTES));
@@ -73,5 +71,6 @@ struct HiddenValues {
       }
     }
     ptx::fence_async_shared();
+    sync_consumers();
   }
 };

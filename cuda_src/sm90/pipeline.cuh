@@ -50,10 +50,12 @@ struct Ring {
     phase ^= 1;
   }
 
-  // The loading thread: waits for the buffer and announces its bytes, which are to arrive at full().
-  __device__ __forceinline__ void acquire() const {
-    wait_for(empty_barriers + stage * 8, phase ^ 1);
-    ptx::mbarrier_arrive_expect(full(), BYTES);
+  // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
+  __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
+  __device__ __forceinline__ void expect() const { ptx::mbarrier_arrive_expect(full(), BYTES); }
+  __device__ __forceinline__ void publish() {
+    ptx::mbarrier_arrive(full());
+    advance();
   }
 
   // The using warps.
@@ -86,8 +88,5 @@ struct Turns {
   }
 };
 
-// Waits for the own warpgroup, or for all warpgroups that compute.
-__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
-  ptx::barrier_sync(1 + CONSUMERS + warpgroup, WARPGROUP);
-}
-__device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1 + 2 * CONSUMERS, CONSUMERS * WARPGROUP); }
+// Waits for all warpgroups that compute.
+__device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1 + CONSUMERS, CONSUMERS * WARPGROUP); }

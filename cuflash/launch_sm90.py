@@ -1,0 +1,97 @@
+"""What a launch of Hopper's kernels takes beside the parameter struct: tensor maps, and a counter of tiles."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from cuflash import kernels
+from cuflash.params import word_of
+from cuflash.plan_sm90 import Config
+from cuflash.problem import Array, AttentionProblem
+from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
+
+Maps = tuple[Array, ...]
+_ELEMENT_BYTES = 2
+_COUNTER_WORD = word_of("tile_counter")
+# A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
+_MAX_MAPS = 256
+# Launches take counters in turn, so that one is only met again when the launch before it is long over. A captured
+# launch may run at any later time, so it has a counter of its own.
+_NUM_COUNTERS = 1 << 16
+_NUM_CAPTURED = 1 << 12
+
+
+class PersistentLaunch:
+    """The changing arguments of one kernel whose thread blocks stay and take tile after tile."""
+
+    def __init__(
+        self, problem: AttentionProblem, config: Config, arrays: dict[str, Array], device: kernels.Device, tiles: int
+    ) -> None:
+        self.blocks = min(tiles, device.num_sms)
+        self._counters = _counters_of(device) if tiles > self.blocks else None
+        self._device = device
+        self._dtype = problem.dtype
+        self._layouts = tuple(_layout(arrays[name]) for name in ("q", "k", "v"))
+        self._rows = (config.block_m, config.block_n, config.block_n)
+        self._maps: dict[tuple[int, int, int], Maps] = {}
+
+    def arguments(self, words: np.ndarray[Any, Any], arrays: dict[str, Array]) -> Maps:
+        """The arguments behind the struct; the struct's `words` get the counter."""
+        if self._counters is not None:
+            words[_COUNTER_WORD] = self._counters.next()
+        pointer = self._device.pointer
+        addresses = (pointer(arrays["q"]), pointer(arrays["k"]), pointer(arrays["v"]))
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            maps = self._maps[addresses] = tuple(
+                self._device.tensor_map(
+                    address, self._dtype, extents, strides, (SWIZZLE_BYTES // _ELEMENT_BYTES, rows, 1, 1)
+                )
+                for address, (extents, strides), rows in zip(addresses, self._layouts, self._rows, strict=True)
+            )
+        return maps
+
+
+def _layout(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents and strides (head_dim, seqlen, num_heads, batch) of (batch, seqlen, num_heads, head_dim) or packed."""
+    shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
+    # The stride of an axis of size 1 means nothing, but TMA wants it well formed.
+    filler = math.ceil(shape[-1] * _ELEMENT_BYTES / ALIGNMENT) * ALIGNMENT
+    batch, row, head = (filler if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True))
+    return (shape[3], shape[1], shape[2], shape[0]), (row, head, batch)
+
+
+class _Counters:
+    """Counters in a device's memory that are 0 between launches."""
+
+    def __init__(self, device: kernels.Device) -> None:
+        xp = device.namespace
+        self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint32)
+        self._runtime: Any = None
+        if xp is not np:
+            # Once per process and device: other streams may use the zeros, too.
+            xp.cuda.get_current_stream().synchronize()
+            self._current_stream = xp.cuda.get_current_stream
+            self._runtime = xp.cuda.runtime
+        self._address = device.pointer(self._array)
+        self._launches = count()
+        self._captured = count()
+
+    def next(self) -> int:
+        """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
+        if self._runtime is not None and self._runtime.streamIsCapturing(self._current_stream().ptr):
+            number = next(self._captured)
+            return 0 if number >= _NUM_CAPTURED else self._address + 4 * (_NUM_COUNTERS + number)
+        return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)
+
+
+@cache
+def _counters_of(device: kernels.Device) -> _Counters:
+    return _Counters(device)

@@ -1,0 +1,171 @@
+"""Rows of the table for Hopper's own kernels (wgmma, TMA), and when they run. Pure, no CuPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.problem import AttentionProblem
+from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
+
+ROWS_OF_WARPGROUP = 64
+WARPGROUP = 128
+# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all.
+_REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Barriers, the running tiles, and which keys are seen, beside the tiles.
+_SMEM_BESIDE_TILES = 1024
+_SMEM_BYTES = 227 * 1024
+# Keys and values of heads that are computed together are to stay in L2, of which Hopper has 50 MB.
+_L2_BYTES = 32 << 20
+# Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
+_PLAIN_SCALES = (2.0**-64, 2.0**64)
+_16_BIT = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, and whether the warpgroups take turns at the tensor cores."""
+
+    block_m: int
+    block_n: int
+    ping_pong: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to these: without a window, with one, with other options, with a bias or a mask.
+
+    The more an option takes in registers, the smaller the tile: no kernel spills.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    full: Tile
+    windowed: Tile
+    with_options: Tile
+    with_arrays: Tile
+
+
+# The first row that is wide enough is taken.
+FORWARD = (
+    Row(64, 64, Tile(192, 128), Tile(192, 128), Tile(128, 128), Tile(128, 64)),
+    Row(96, 96, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
+    Row(128, 128, Tile(128, 176), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
+    Row(192, 128, Tile(128, 128), Tile(128, 128), Tile(128, 96), Tile(128, 64)),
+    Row(192, 192, Tile(128, 112), Tile(128, 112), Tile(128, 64), Tile(128, 64)),
+    Row(256, 256, Tile(128, 80), Tile(128, 80), Tile(128, 64), Tile(128, 32)),
+)
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: every field but `entry` is a constant of the generated source."""
+
+    entry: str
+    element: str
+    accum: str
+    bias_element: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    stages: int
+    query_stages: int
+    consumers: int  # warpgroups that compute
+    producer_registers: int
+    consumer_registers: int
+    ping_pong: bool
+    exp_period: int  # of a row's elements every so many-th is exponentiated without the units for it; 0: none
+    plain_scores: bool  # a score is a product of q and k times a positive scale
+    smem_bytes: int
+    has_window: bool
+    has_softcap: bool
+    has_bias: bool
+    has_mask: bool
+    has_alibi: bool
+    has_dropout: bool
+    has_block_mask: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+
+def forward_config(
+    row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
+) -> Config:
+    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+    if {"has_bias", "has_mask"} & set(flags):
+        tile = row.with_arrays
+    elif set(flags) <= {"has_window"} and plain_scores:
+        tile = row.windowed if flags else row.full
+    else:
+        tile = row.with_options
+    consumers = tile.block_m // ROWS_OF_WARPGROUP
+    producer_registers, consumer_registers = _REGISTERS[consumers]
+    row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
+    queries = tile.block_m * row_bytes
+    smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + _SMEM_BESIDE_TILES
+    # With room for them the next tile's queries come early.
+    query_stages = 2 if smem_bytes + queries <= _SMEM_BYTES else 1
+    smem_bytes += (query_stages - 1) * queries
+    return Config(
+        entry="forward_sm90",
+        element=CPP_TYPES[dtype],
+        accum="float",
+        bias_element=CPP_TYPES[bias_dtype or dtype],
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        stages=STAGES,
+        query_stages=query_stages,
+        consumers=consumers,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
+        ping_pong=tile.ping_pong,
+        exp_period=0,
+        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        smem_bytes=smem_bytes,
+        **{flag: flag in flags for flag in FLAGS},
+    )
+
+
+def obstacle(problem: AttentionProblem) -> str:
+    """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
+    if problem.dtype not in _16_BIT:
+        return f"wgmma takes 16-bit inputs, not {problem.dtype}"
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
+        return "TMA takes no empty arrays"
+    return ""
+
+
+def _expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether TMA can walk an array: strides are multiples of 16 bytes, and positive; the last axis is contiguous."""
+    axes = zip(strides[:-1], shape[:-1], strict=True)
+    return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
+
+
+@lru_cache(maxsize=4096)
+def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
+    """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
+
+    The arrays are those that are read or written in vectors of 16 bytes, and their addresses are multiples of it.
+    """
+    if obstacle(problem) or not all(_expressible(*layout) for layout in layouts):
+        return None
+    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    low, high = _PLAIN_SCALES
+    plain_scores = low <= problem.softmax_scale <= high
+    return forward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), plain_scores)
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """Query heads (of all sequences) whose keys and values fit in L2 together."""
+    sequences = 1 if problem.packed else problem.batch
+    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    fitting = max(_L2_BYTES // bytes_of_head, 1) * problem.group_size
+    return min(fitting, problem.num_heads_q * sequences)
