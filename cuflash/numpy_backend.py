@@ -74,6 +74,7 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
         top = sink_rows(tiling, block)
         total = (top != -np.inf).astype(dtype)
     acc = np.zeros((*shape, p.head_dim_v), dtype)
+    lowest = np.finfo(dtype).min
 
     for tile in tiling.tiles(block):
         rows = np.s_[:, tile.rows_within(block)]
@@ -86,7 +87,7 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
             hide(scores, found.visible, heads)
             v = without_rows(v, found.visible.any(axis=(0, 2, 3)))
         new_top = np.maximum(top[rows], scores.max(axis=1))
-        shift = np.maximum(new_top, np.finfo(dtype).min)  # -inf - -inf is no number
+        shift = np.maximum(new_top, lowest)  # -inf - -inf is no number
         scores -= shift[:, None]
         np.exp(scores, out=scores)
         rescale = np.exp(top[rows] - shift)

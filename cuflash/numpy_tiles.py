@@ -130,7 +130,20 @@ class Tiling:
             starts_q = starts_k = [0] * p.batch
             sizes_q, sizes_k = [p.seqlen_q] * p.batch, [p.seqlen_k] * p.batch
         rows, keys = _used(o.q_lengths, sizes_q), _used(o.kv_lengths, sizes_k)
+        if p.packed:
+            self._check_cover(max(rows, default=0), max(keys, default=0))
         return [Sequence(*fields) for fields in zip(range(p.batch), starts_q, starts_k, rows, keys, strict=True)]
+
+    def _check_cover(self, rows: int, keys: int) -> None:
+        """ValueError if an extra does not reach to the end of the longest packed sequence."""
+        extras = {name: getattr(self.operands, name) for name in ("bias", "mask", "block_mask")}
+        for name, x in extras.items():
+            broadcast = 0 if name == "block_mask" else 1  # a size that fits any sequence
+            if x is not None and any(broadcast != x.shape[2 + i] < need for i, need in enumerate((rows, keys))):
+                raise ValueError(
+                    f"{name}: expected (..., rows, columns) of at least ({rows}, {keys}), or 1 where it broadcasts, "
+                    f"to cover the longest sequence, got {tuple(x.shape)}"
+                )
 
     @property
     def is_large(self) -> bool:
@@ -187,7 +200,7 @@ class Tiling:
             start, full_start = max(0, first - p.window_left), max(0, last - p.window_left)
         if p.window_right is not None:
             stop, full_stop = min(stop, last + p.window_right + 1), min(stop, first + p.window_right + 1)
-        if full_start >= full_stop:
+        if full_stop - full_start < CUT_KEYS:
             spans = [(start, stop, True)]
         else:
             spans = [(start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)]

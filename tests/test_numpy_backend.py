@@ -312,3 +312,14 @@ def test_gradients_of_scores_of_hundreds() -> None:
     case = gaussian_case(6, "float32", (200, 300), dims=(64, 64), softmax_scale=8.0)
     on_device = case.on(CPU)
     case.assert_gradients(on_device.backward(*on_device.forward()), strict=True)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "block_mask"])
+def test_extras_must_cover_the_longest_sequence(name: str) -> None:
+    x, cu = np.zeros((9, 1, 4), np.float32), np.array([0, 2, 9], np.int32)
+    mask = np.ones((7, 6), bool)
+    extras = {"bias": mask.astype(np.float32), "mask": mask, "block_mask": cuflash.BlockMask.from_dense(mask)}
+    options: dict[str, Any] = {name: extras[name]}
+    with pytest.raises(ValueError, match=rf"{name}: expected \(\.\.\., rows, columns\) of at least \(7, 7\)"):
+        cuflash.attention_varlen(x, x, x, cu, cu, **options)
+    cuflash.attention_varlen(x, x, x, cu, cu, **options, kv_lengths=np.array([2, 6], np.int32))
