@@ -128,7 +128,7 @@ class Backward:
             found = compute_scores(tiling, tile, own.q_transposed, load_keys(tiling, operands.k, tile), workspace)
             if found is not None:
                 total[:, within] += column_sums(_probabilities(found, own, block))
-        is_one = np.abs(np.log(total)) <= 2 * error
+        is_one = (total > 0) & (np.abs(np.log(total)) <= 2 * error)
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
     def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:

@@ -190,10 +190,11 @@ def _visible_by_position(tiling: Tiling, tile: Tile, workspace: Workspace) -> Ar
     def make() -> Array:
         aligned, keys = np.arange(num_rows) + offset, np.arange(num_keys)[:, None]
         visible = np.ones((num_keys, num_rows), bool)
+        reach = abs(offset) + num_rows + num_keys  # a wider window hides nothing here, but may overflow an int64
         if left is not None:
-            visible &= keys >= aligned - left
+            visible &= keys >= aligned - min(left, reach)
         if right is not None:
-            visible &= keys <= aligned + right
+            visible &= keys <= aligned + min(right, reach)
         return visible[None, :, None]
 
     return workspace.remember((offset, num_keys, num_rows), make)

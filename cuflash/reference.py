@@ -107,7 +107,8 @@ def _visible(
     real_rows = i < q_len
     visible = real_rows & (j < kv_len)
     diagonal = i + kv_len - q_len  # the key that query i is aligned to
-    left, right = window if window is not None else (None, None)
+    # More than both lengths is unbounded, and might overflow.
+    left, right = (side if side is None else min(side, seqlen_q + seqlen_k) for side in window or (None, None))
     if causal:
         visible &= j <= diagonal
     if left is not None:

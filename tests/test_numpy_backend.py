@@ -323,3 +323,13 @@ def test_extras_must_cover_the_longest_sequence(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}: expected \(\.\.\., rows, columns\) of at least \(7, 7\)"):
         cuflash.attention_varlen(x, x, x, cu, cu, **options)
     cuflash.attention_varlen(x, x, x, cu, cu, **options, kv_lengths=np.array([2, 6], np.int32))
+
+
+@pytest.mark.parametrize("side", [10**4, 2**63 - 1, 10**30])
+def test_windows_wider_than_anything(side: int) -> None:
+    case = gaussian_case(7, "float32", (70, 40), dims=(8, 8))  # the first rows are aligned to keys before the first
+    plain = case.with_options(causal=True).on(CPU).forward()
+    for window in ((side, 0), (0, side), (side, side)):
+        out, lse = case.with_options(window=window).on(CPU).forward()
+        case.with_options(window=window).assert_forward(out, lse)
+        assert window[1] or same_bits(out, plain[0])
