@@ -77,7 +77,6 @@ class Config:
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
-    exp_period: int  # of a row's elements every so many-th is exponentiated without the units for it; 0: none
     plain_scores: bool  # a score is a product of q and k times a positive scale
     smem_bytes: int
     has_window: bool
@@ -127,7 +126,6 @@ def forward_config(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
-        exp_period=0,
         plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
         smem_bytes=smem_bytes,
         **{flag: flag in flags for flag in FLAGS},

@@ -122,12 +122,6 @@ __device__ __forceinline__ float ex2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The larger one; NaN if either is. sm_80.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 // log2 x; absolute error 2^-22 around 1, else relative 2^-22.
 __device__ __forceinline__ float lg2(float x) {
   float y;

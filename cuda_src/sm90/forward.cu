@@ -82,6 +82,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
 __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
+  const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
     const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
@@ -90,7 +91,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const ScoreFragment scores(p, s, work.head, tile_row, first_row);
     hidden.begin(p, s, scores.mask);
-    FragmentSoftmax softmax(static_cast<float>(p.softmax_scale));
+    FragmentSoftmax softmax(scale);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
 #pragma unroll

@@ -7,34 +7,6 @@
 // weights up to 256 are as exact, and most steps need no rescaling. Decided per row, so rows stay independent.
 constexpr float MAX_GROWTH = 8;
 
-// 2^x on the units for products and sums, for a share of the elements where those for 2^x are the bottleneck
-// (FlashAttention-4): x is split into an integer and a rest within 1/2, and 2^rest is a polynomial, of relative error
-// 1e-4 in the third degree and 3e-6 in the fourth, before the result is rounded to 16 bits.
-template <class T>
-constexpr int EXP_DEGREE = 3;
-template <>
-constexpr int EXP_DEGREE<__half> = 4;
-
-__device__ __forceinline__ float exp_2_by_products(float x) {
-  constexpr float ROUNDING = 12582912;  // 1.5 * 2^23: behind it the lowest bits are an integer's
-  constexpr u32 ONE = 0x3f800000;
-  x = ptx::max_nan(x, -127);  // gives 0
-  const float shifted = x + ROUNDING;
-  const float rest = x - (shifted - ROUNDING);
-  float power;
-  if constexpr (EXP_DEGREE<Element> == 3) {
-    power = (0.05500875f * rest + 0.24221076f) * rest + 0.69328292f;
-  } else {
-    power = ((0.00958284f * rest + 0.05590641f) * rest + 0.24024099f) * rest + 0.69312419f;
-  }
-  return (power * rest + 1) * __uint_as_float((__float_as_uint(shifted) << 23) + ONE);
-}
-
-// Of the elements of a row every EXP_PERIOD-th, or none.
-__device__ __forceinline__ constexpr bool is_by_products(int element) {
-  return EXP_PERIOD > 0 && element % (EXP_PERIOD + (EXP_PERIOD == 0)) == EXP_PERIOD - 1;
-}
-
 struct FragmentSoftmax {
   float to_natural, to_base_2;  // factors of a score
   float maximum[2], sum[2];
@@ -67,9 +39,7 @@ struct FragmentSoftmax {
         for (int side = 0; side < 2; side++) {
           float& w = x[e + side];
           // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
-          w = HAS_BIAS ? (w - reference) * LOG2_E : w * to_base_2 - offset;
-          const bool by_products = is_by_products(e / 4 * 2 + side);
-          w = by_products ? exp_2_by_products(w) : ptx::ex2(w);
+          w = ptx::ex2(HAS_BIAS ? (w - reference) * LOG2_E : w * to_base_2 - offset);
           row_sum += w;
         }
       }

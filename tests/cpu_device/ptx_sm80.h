@@ -63,7 +63,6 @@ inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {})
 
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
-inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float lg2(float x) { return std::log2(flushed(x)); }
 inline float tanh(float x) { return std::tanh(x); }
 inline unsigned round_to_tf32(float x) {
