@@ -59,7 +59,8 @@ def hopper(text: str, check: Check, seed: int) -> float:
     q, k, v = integers(rng, 64, 64), integers(rng, tiles * 64, 64), integers(rng, tiles * 64, 64)
     out = np.full((64, 64), np.nan, ml_dtypes.bfloat16)
     maps = [
-        tensor_map.encode(x.ctypes.data, x.dtype, (64, len(x), 1), (128, x.nbytes), (64, 64, 1)) for x in (q, k, v, out)
+        tensor_map.encode(x.ctypes.data, "bfloat16", (64, len(x), 1), (128, x.nbytes), (64, 64, 1))
+        for x in (q, k, v, out)
     ]
     module = device.compile(HEADERS + kernels.inlined("sm90/ptx.cuh") + text, (), "hopper", check)
     module.launch("multiply", (1,), (160,), (*maps, tiles), 6 * 8192 + 64, seed=seed)

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.plan import smem_limit
-
-from .build import KERNEL_FLAGS, NO_COMPILER, Check, DeviceError, available, build, runtime, with_lines
+from . import tensor_map
+from .build import KERNEL_FLAGS, NO_COMPILER, Check, DeviceError, available, build_kernels, runtime, with_lines
 from .translate import translate
 
 __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "available", "compile"]
 
 MAX_PARAMETERS = 256
+DEFAULT_SMEM_BYTES = 48 * 1024  # what a kernel may use without asking for more
 _Extent = ctypes.c_uint * 3
 
 
@@ -185,7 +185,11 @@ def compile(source: str, options: Sequence[str] = (), name: str = "kernel", chec
 @functools.cache
 def _load(text: str, flags: tuple[str, ...], name: str, check: Check) -> Module:
     runtime(check is Check.ADDRESS)
-    return Module(ctypes.CDLL(str(build({name: text}, flags, name))), check)
+    return Module(ctypes.CDLL(str(build_kernels(text, flags, name))), check)
+
+
+# Bytes of shared memory that one block may use, by compute capability.
+SMEM_LIMITS = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (12, 0): 101376}
 
 
 class CpuDevice:
@@ -194,7 +198,7 @@ class CpuDevice:
     Parameters
     ----------
     capability : tuple of int
-        Which kernels the plan chooses, such as (9, 0).
+        Which kernels the plan chooses: a key of ``SMEM_LIMITS``.
     num_sms : int
         As many blocks a persistent kernel launches.
     check : Check, optional
@@ -206,17 +210,21 @@ class CpuDevice:
     def __init__(self, capability: tuple[int, int], num_sms: int = 2, check: Check | None = None) -> None:
         self.capability = capability
         self.num_sms = num_sms
+        self.smem_limit = SMEM_LIMITS[capability]
+        self.has_wgmma = capability == (9, 0)
         self.name = f"CPU as sm_{capability[0]}{capability[1]}"
-        self._check = check
-        self.smem_limit = smem_limit(f"sm_{capability[0]}{capability[1]}")
         self.empty = np.empty
+        self.tensor_map = tensor_map.encode
+        self._check = check
 
-    def load(self, source: str, entry: str, smem_bytes: int) -> Any:
+    def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
         """Compile ``source`` and return its entry: call it with grid, block, args and shared_mem."""
-        module = compile(source, (), entry, self._check)
+        if smem_bytes > self.smem_limit:
+            raise ValueError(f"{entry}: {smem_bytes} bytes of shared memory, {self.name} has {self.smem_limit}")
+        module = compile(source, options, entry, self._check)
 
-        def kernel(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
-            if shared_mem > max(smem_bytes, 48 * 1024):
+        def kernel(grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared_mem: int = 0) -> None:
+            if shared_mem > max(smem_bytes, DEFAULT_SMEM_BYTES):
                 raise ValueError(f"{entry}: a launch with {shared_mem} bytes of shared memory, {smem_bytes} announced")
             module.launch(entry, grid, block, args, shared_mem)
 

@@ -36,8 +36,25 @@ std::string describe(Place place) {
   fail(Where("", 0), "%s: %s (shared address %zu, %zu bytes%s)", here.c_str(), what, offset, bytes, there.c_str());
 }
 
-// Whether the thread has seen what `id` did at `clock`.
-bool ordered(const Thread& thread, unsigned id, uint32_t clock) { return thread.shadow.clock[id] >= clock; }
+// Whether the thread has seen what the stamp is of.
+bool ordered(const Thread& thread, const Stamp& stamp) {
+  return stamp.id == thread.id || thread.shadow.clock[stamp.id] >= stamp.clock;
+}
+
+// The write, or an echo of it, that the thread has seen; null if none. What a cell holds is known after any of them.
+const Stamp* seen_write(const Thread& thread, const Cell& cell) {
+  if (ordered(thread, cell.write)) return &cell.write;
+  for (int e = 0; e < cell.num_echoes; e++)
+    if (ordered(thread, cell.echoes[e])) return &cell.echoes[e];
+  return nullptr;
+}
+
+// Whether the thread may overwrite what the write and its echoes left.
+bool all_writes_seen(const Thread& thread, const Cell& cell) {
+  bool seen = ordered(thread, cell.write);
+  for (int e = 0; e < cell.num_echoes; e++) seen &= ordered(thread, cell.echoes[e]);
+  return seen;
+}
 
 void check_states(Block& block, size_t offset, size_t bytes, bool write, Place place) {
   for (size_t i = offset; i < offset + bytes; i++) {
@@ -57,22 +74,26 @@ void for_cells(Block& block, size_t offset, size_t bytes, F f) {
   }
 }
 
-void record(Cell& cell, bool write, uint8_t mask, unsigned id, uint32_t clock, Place place, uint16_t fence) {
-  if (write) {
-    const bool same = cell.writer == id && cell.write_clock == clock;
-    cell.write_mask = same ? cell.write_mask | mask : mask;
-    cell.writer = id;
-    cell.write_clock = clock;
-    cell.write_place = place;
-    cell.fence = fence;
-  } else {
-    const bool same = cell.reader == id && cell.read_clock == clock;
-    cell.read_mask = same ? cell.read_mask | mask : mask;
-    cell.reader = id;
-    cell.read_clock = clock;
-    cell.read_place = place;
-  }
+void record_write(Cell& cell, uint8_t mask, Stamp stamp, Place place) {
+  const bool same = cell.write.id == stamp.id && cell.write.clock == stamp.clock;
+  cell.write_mask = same ? cell.write_mask | mask : mask;
+  cell.write = stamp;
+  cell.write_place = place;
+  cell.num_echoes = 0;
 }
+
+void record_read(Cell& cell, uint8_t mask, Stamp stamp, Place place) {
+  const bool same = cell.read.id == stamp.id && cell.read.clock == stamp.clock;
+  cell.read_mask = same ? cell.read_mask | mask : mask;
+  cell.read = stamp;
+  cell.read_place = place;
+}
+
+Stamp stamp_of(const Thread& thread) {
+  return {thread.shadow.clock[thread.id], uint16_t(thread.id), thread.shadow.fence};
+}
+
+Stamp stamp_of(Ticket ticket) { return {ticket.clock, uint16_t(ticket.id), 0}; }
 
 const char* kRace = "two threads touch this shared memory, one of them writes, and nothing orders them";
 
@@ -141,34 +162,44 @@ void access(Block& block, size_t offset, size_t bytes, bool write, Thread& threa
   settle(thread);
   check_states(block, offset, bytes, write, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
-    if (cell.write_mask & mask && cell.writer != thread.id && !ordered(thread, cell.writer, cell.write_clock)) {
-      if (!write || bytes > sizeof thread.shadow.doubtful.old) report(place, kRace, at, bytes, cell.write_place);
-      DoubtfulWrite& doubtful = thread.shadow.doubtful;
-      doubtful.pointer = block.shared + offset;
-      doubtful.bytes = bytes;
-      memcpy(doubtful.old, doubtful.pointer, bytes);
-      doubtful.place = place;
-      doubtful.other = cell.write_place;
+    if (!write) {
+      if (cell.write_mask & mask && !seen_write(thread, cell)) report(place, kRace, at, bytes, cell.write_place);
+      return record_read(cell, mask, stamp_of(thread), place);
     }
-    if (write && cell.read_mask & mask && cell.reader != thread.id && !ordered(thread, cell.reader, cell.read_clock))
-      report(place, kRace, at, bytes, cell.read_place);
-    record(cell, write, mask, thread.id, thread.shadow.clock[thread.id], place, thread.shadow.fence);
+    if (cell.read_mask & mask && !ordered(thread, cell.read)) report(place, kRace, at, bytes, cell.read_place);
+    if (!(cell.write_mask & mask) || all_writes_seen(thread, cell))
+      return record_write(cell, mask, stamp_of(thread), place);
+    DoubtfulWrite& doubtful = thread.shadow.doubtful;
+    if (bytes > sizeof doubtful.old) report(place, kRace, at, bytes, cell.write_place);
+    doubtful.offset = offset;
+    doubtful.bytes = bytes;
+    memcpy(doubtful.old, block.shared + offset, bytes);
+    doubtful.block = &block;
+    doubtful.place = place;
+    doubtful.other = cell.write_place;
   });
   if (write) std::fill_n(block.shadow.states.begin() + offset, bytes, kValid);
 }
 
-void check_initialised(Block& block, size_t offset, size_t bytes, Where where) {
-  check_states(block, offset, bytes, false, place_of(where));
-}
-
 void settle(Thread& thread) {
   DoubtfulWrite& doubtful = thread.shadow.doubtful;
-  if (!doubtful.pointer) return;
-  const void* pointer = doubtful.pointer;
-  doubtful.pointer = nullptr;
-  if (memcmp(pointer, doubtful.old, doubtful.bytes) == 0) return;
-  report(doubtful.place, kRace, static_cast<const unsigned char*>(pointer) - thread.block->shared, doubtful.bytes,
-         doubtful.other);
+  if (!doubtful.block) return;
+  Block& block = *doubtful.block;
+  doubtful.block = nullptr;
+  if (memcmp(block.shared + doubtful.offset, doubtful.old, doubtful.bytes))
+    report(doubtful.place, kRace, doubtful.offset, doubtful.bytes, doubtful.other);
+  for_cells(block, doubtful.offset, doubtful.bytes, [&](Cell& cell, uint8_t, size_t) {
+    if (cell.write.id == thread.id) return;
+    int e = 0;
+    while (e < cell.num_echoes && cell.echoes[e].id != thread.id) e++;
+    if (e == Cell::kEchoes) return;
+    cell.echoes[e] = stamp_of(thread);
+    cell.num_echoes = std::max<int>(cell.num_echoes, e + 1);
+  });
+}
+
+void check_initialised(Block& block, size_t offset, size_t bytes, Where where) {
+  check_states(block, offset, bytes, false, place_of(where));
 }
 
 void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where) {
@@ -178,13 +209,13 @@ void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer
   check_states(block, offset, bytes, false, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
     if (cell.write_mask & mask) {
-      if (!ordered(issuer, cell.writer, cell.write_clock)) report(place, kRace, at, bytes, cell.write_place);
-      const unsigned threads = worker->shadow.threads;
-      if (cell.writer < threads && worker->threads[cell.writer].shadow.fence == cell.fence)
+      const Stamp* write = seen_write(issuer, cell);
+      if (!write) report(place, kRace, at, bytes, cell.write_place);
+      if (write->id < worker->shadow.threads && worker->threads[write->id].shadow.fence == write->fence)
         report(place, "ordinary stores are read by an asynchronous operation without fence.proxy.async", at, bytes,
                cell.write_place);
     }
-    record(cell, false, mask, ticket.id, ticket.clock, place, 0);
+    record_read(cell, mask, stamp_of(ticket), place);
   });
 }
 
@@ -194,11 +225,9 @@ void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Tick
   settle(issuer);
   check_states(block, offset, bytes, true, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
-    if (cell.write_mask & mask && !ordered(issuer, cell.writer, cell.write_clock))
-      report(place, kRace, at, bytes, cell.write_place);
-    if (cell.read_mask & mask && !ordered(issuer, cell.reader, cell.read_clock))
-      report(place, kRace, at, bytes, cell.read_place);
-    record(cell, true, mask, ticket.id, ticket.clock, place, 0);
+    if (cell.write_mask & mask && !all_writes_seen(issuer, cell)) report(place, kRace, at, bytes, cell.write_place);
+    if (cell.read_mask & mask && !ordered(issuer, cell.read)) report(place, kRace, at, bytes, cell.read_place);
+    record_write(cell, mask, stamp_of(ticket), place);
   });
   std::fill_n(block.shadow.states.begin() + offset, bytes, kInFlight);
 }

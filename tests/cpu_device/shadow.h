@@ -20,13 +20,20 @@ using Place = uint64_t;               // a Where or a return address, packed
 
 enum State : uint8_t { kUnwritten, kValid, kInFlight, kRedZone };
 
+// What a thread or an asynchronous operation did, and when.
+struct Stamp {
+  uint32_t clock = 0;
+  uint16_t id = 0;
+  uint16_t fence = 0;  // the writer's count of proxy fences
+};
+
 // Four bytes of shared memory. Masks say which of the four.
 struct Cell {
-  Place write_place, read_place;
-  uint32_t write_clock, read_clock;
-  uint16_t writer, reader;
-  uint8_t write_mask, read_mask;
-  uint16_t fence;  // the writer's count of proxy fences when it wrote
+  static constexpr int kEchoes = 3;
+  Stamp write, read;
+  Place write_place = 0, read_place = 0;
+  Stamp echoes[kEchoes];  // of threads that stored, unordered, the value that the write had left there
+  uint8_t write_mask = 0, read_mask = 0, num_echoes = 0;
 };
 
 struct BlockState {
@@ -39,10 +46,10 @@ struct ClusterState {
   unsigned threads = 0;
 };
 
-// A write that met another thread's unordered write: a defect unless it stores the value that stands there.
+// A write that met another thread's unordered write: a defect, unless it stores the value that stands there.
 struct DoubtfulWrite {
-  const void* pointer = nullptr;
-  size_t bytes = 0;
+  Block* block = nullptr;
+  size_t offset = 0, bytes = 0;
   unsigned char old[16];
   Place place = 0, other = 0;
 };

@@ -139,6 +139,9 @@ void add_release(int* address, int value) { __atomic_fetch_add(address, value, _
 
 void memory_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-void fence_async_shared() { self().shadow.fence++; }
+void fence_async_shared() {
+  shadow::settle(self());
+  self().shadow.fence++;
+}
 
 }  // namespace cpu_device

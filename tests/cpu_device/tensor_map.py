@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_RANK = 5
 _MARK = 0x70616D5F75706321
 _LAYOUT = np.dtype(
@@ -20,20 +21,20 @@ _LAYOUT = np.dtype(
 
 def encode(
     address: int,
-    dtype: Any,
+    dtype: str,
     extents: Sequence[int],
     strides: Sequence[int],
     box: Sequence[int],
     swizzle: int = 128,
 ) -> np.ndarray[Any, Any]:
-    """Describe a tensor for TMA.
+    """Describe a tensor for TMA; what ``cuflash.tensor_map.encode`` does for a GPU.
 
     Parameters
     ----------
     address : int
         Of the first element.
-    dtype : dtype
-        Of the elements.
+    dtype : str
+        A name in ``ELEMENT_BYTES``.
     extents, box : sequence of int
         Elements of the tensor and of one copy, innermost dimension first.
     strides : sequence of int
@@ -51,7 +52,7 @@ def encode(
     ValueError
         Where the driver would refuse too.
     """
-    size, rank = np.dtype(dtype).itemsize, len(extents)
+    size, rank = ELEMENT_BYTES[dtype], len(extents)
     checks = {
         "1 to 5 dimensions": 1 <= rank <= MAX_RANK,
         "one stride less than dimensions": len(strides) == rank - 1,
@@ -72,7 +73,7 @@ def encode(
     encoded["extents"][0, :rank] = extents
     encoded["box"][0, :rank] = box
     encoded["swizzle"] = SWIZZLES[swizzle]
-    encoded["is_float"] = np.dtype(dtype).kind == "f"
+    encoded["is_float"] = dtype == "float32"
     padded = np.zeros(128, np.uint8)
     padded[: _LAYOUT.itemsize] = encoded.view(np.uint8)
     return padded.view("V128")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .build import DeviceError
+from .build import HEADER, DeviceError
 
 RED_ZONE_BYTES = 64
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
@@ -39,7 +39,7 @@ def translate(source: str, red_zones: bool) -> str:
         at = text.index("__shared__")
         raise DeviceError(f"a __shared__ declaration of an unknown form: {text[at : at + 80]!r}")
     launchers = dict.fromkeys(_launcher(m[1]) for m in _HEAD.finditer(text))
-    return "\n".join(['#include "cuda_on_cpu.h"', '#line 1 "kernel"', text, *launchers, table]) + "\n"
+    return "\n".join([f'#include "{HEADER}"', '#line 1 "kernel"', text, *launchers, table]) + "\n"
 
 
 def _without_comment(match: re.Match[str]) -> str:

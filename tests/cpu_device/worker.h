@@ -140,14 +140,14 @@ struct Worker {
   unsigned live = 0;
 };
 
-extern thread_local Worker* worker;
+extern thread_local Worker* worker __attribute__((tls_model("initial-exec")));
 
 // The addresses whose accesses are checked.
 struct Window {
   uintptr_t base = 0;
   size_t bytes = 0;
 };
-extern thread_local Window window;
+extern thread_local Window window __attribute__((tls_model("initial-exec")));
 
 inline Thread& self() { return *static_cast<Thread*>(current); }
 inline Block& block() { return *self().block; }
