@@ -1,11 +1,13 @@
-// dk and dv: one thread block walks the queries, of all heads of the group, that see its BLOCK_N keys. Nothing is
-// added by atomics, so the result is the same bits always.
+// dk and dv, or one of them where the other's head dim is 0: one thread block walks the queries, of all heads of the
+// group, that see its BLOCK_N keys. Nothing is added by atomics, so the result is the same bits always.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_N / SIDE, COLUMNS = BLOCK_M / SIDE;
 using ScoreChunks = ChunkPair<BLOCK_N, BLOCK_M>;
-using DoutChunk = Chunk<HEAD_DIM_V, BLOCK_M>;
-using QueryChunk = Chunk<HEAD_DIM, BLOCK_M>;
+constexpr bool HAS_DK = HEAD_DIM > 0, HAS_DV = HEAD_DIM_V > 0;
+constexpr int DK_COLUMNS = HAS_DK ? HEAD_DIM : SIDE, DV_COLUMNS = HAS_DV ? HEAD_DIM_V : SIDE;  // arrays have a size
+using DoutChunk = Chunk<DV_COLUMNS, BLOCK_M>;
+using QueryChunk = Chunk<DK_COLUMNS, BLOCK_M>;
 constexpr int WIDER = DoutChunk::SIZE > QueryChunk::SIZE ? DoutChunk::SIZE : QueryChunk::SIZE;
 constexpr int BUFFER = ScoreChunks::SIZE > WIDER ? ScoreChunks::SIZE : WIDER;
 
@@ -28,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
   const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
 
   Buffers<BUFFER> buffers(shared.buffers);
-  Accum dk[ROWS][HEAD_DIM / SIDE], dv[ROWS][HEAD_DIM_V / SIDE];
+  Accum dk[ROWS][DK_COLUMNS / SIDE], dv[ROWS][DV_COLUMNS / SIDE];
   clear(dk);
   clear(dv);
 
@@ -47,34 +49,51 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
       QueryChunk query_chunk;
       Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
       SoftcapTile<ROWS, COLUMNS> softcap;
-      tile.compute(dropped, ds, softcap, buffers, score_chunks, first_key, first_row, masked, shared.seen,
-                   [&] { dout_chunk.fetch(tile.dout, first_row, 0); });
-      softcap.apply(ds);
-      const u8* seen = masked ? shared.seen : nullptr;
-      write_transposed(shared.factor, dropped);
-      if (masked) __syncthreads();  // `seen` is complete
-      multiply_rows<BLOCK_M>(dv, buffers, shared.factor, dout_chunk, tile.dout, first_row, seen,
-                             [&] { query_chunk.fetch(tile.q, first_row, 0); });
-      __syncthreads();  // dv has read P
-      write_transposed(shared.factor, ds);
-      multiply_rows<BLOCK_M>(dk, buffers, shared.factor, query_chunk, tile.q, first_row, seen, [&] {
+      const auto next_tile = [&] {
         if (!blocks.done()) tile.fetch(score_chunks, first_key, blocks.block * BLOCK_M);
+      };
+      const auto next_dk = [&] {
+        if constexpr (HAS_DK) {
+          query_chunk.fetch(tile.q, first_row, 0);
+        } else {
+          next_tile();
+        }
+      };
+      tile.compute(dropped, ds, softcap, buffers, score_chunks, first_key, first_row, masked, shared.seen, [&] {
+        if constexpr (HAS_DV) {
+          dout_chunk.fetch(tile.dout, first_row, 0);
+        } else {
+          next_dk();
+        }
       });
+      const u8* seen = masked ? shared.seen : nullptr;
+      if constexpr (HAS_DV) {
+        write_transposed(shared.factor, dropped);
+        if (masked) __syncthreads();  // `seen` is complete
+        multiply_rows<BLOCK_M>(dv, buffers, shared.factor, dout_chunk, tile.dout, first_row, seen, next_dk);
+      }
+      if constexpr (HAS_DK) {
+        softcap.apply(ds);
+        __syncthreads();  // dv has read P, and `seen` is complete
+        write_transposed(shared.factor, ds);
+        multiply_rows<BLOCK_M>(dk, buffers, shared.factor, query_chunk, tile.q, first_row, seen, next_tile);
+      }
     }
   }
 
-  Accum scale_k[ROWS], scale_v[ROWS];
+  Accum factor[ROWS];
+  if constexpr (HAS_DK) {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    scale_k[r] = static_cast<Accum>(p.softmax_scale);
-    scale_v[r] = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : Accum(1);
+    for (int r = 0; r < ROWS; r++) factor[r] = static_cast<Accum>(p.softmax_scale);
+    if (p.dk.data != nullptr)
+      write_rows(p.dk.at(batch, s.row_k, head_kv), p.dk.row_stride, first_key, s.len_k, s.rows_k, p.head_dim, dk,
+                 factor);
   }
-  if (p.dk.data != nullptr) {
-    write_rows(p.dk.at(batch, s.row_k, head_kv), p.dk.row_stride, first_key, s.len_k, s.rows_k, p.head_dim, dk,
-               scale_k);
-  }
-  if (p.dv.data != nullptr) {
-    write_rows(p.dv.at(batch, s.row_k, head_kv), p.dv.row_stride, first_key, s.len_k, s.rows_k, p.head_dim_v, dv,
-               scale_v);
+  if constexpr (HAS_DV) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) factor[r] = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : Accum(1);
+    if (p.dv.data != nullptr)
+      write_rows(p.dv.at(batch, s.row_k, head_kv), p.dv.row_stride, first_key, s.len_k, s.rows_k, p.head_dim_v, dv,
+                 factor);
   }
 }

@@ -65,8 +65,7 @@ __device__ __forceinline__ void clear(Accum (&x)[ROWS][COLUMNS]) {
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b,
                                                int b_stride) {
-// Unrolling all of a chunk costs registers and buys nothing.
-#pragma unroll 4
+#pragma unroll UNROLL
   for (int k = 0; k < BLOCK_K; k++) {
     Accum left[ROWS], right[COLUMNS];
     read_owned(left, a + k * a_stride, thread_row());

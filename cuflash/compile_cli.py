@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cuflash import kernels
-from cuflash.plan import KERNEL_FILES, PORTABLE, Config, smem_limit, table
+from cuflash.plan import KERNEL_FILES, PORTABLE, Config, function_of, smem_limit, table
 from cuflash.problem import DTYPES
 
 
@@ -100,7 +100,8 @@ def _warm(args: argparse.Namespace) -> int:
     start = time.perf_counter()
 
     def load(config: Config) -> None:
-        kernels.get(KERNEL_FILES.get(config.entry, config.entry), config.entry, config, device, config.smem_bytes)
+        file = KERNEL_FILES.get(config.entry, config.entry)
+        kernels.get(file, function_of(config.entry), config, device, config.smem_bytes)
 
     for done, _ in enumerate(_in_parallel(args.jobs, load, selected), 1):
         if not args.json and sys.stderr.isatty():

@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import kernels, plan_sm90
 from cuflash.launch_sm90 import PersistentLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
-from cuflash.plan import KERNEL_FILES, Config, plan
+from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.tensor_map import ALIGNMENT
 
@@ -21,9 +21,6 @@ _NO_LIMIT = (1 << 31) - 1
 # Rows of one block of delta.cu, threads of one block of reduce.cu.
 _DELTA_ROWS = 8
 _REDUCE_THREADS = 256
-
-# Kernels whose tiles are keys, and those that read a block mask's lists of columns.
-_TILES_OF_KEYS = ("backward_dkv",)
 
 Arrays = dict[str, Array]
 
@@ -57,9 +54,10 @@ def backward(
         by_rows["dslope_rows"] = device.empty(problem.lse_shape, problem.accum_dtype)
     if by_rows:
         launch("backward_dq", arrays={**arrays, **by_rows})
-    by_columns = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    if by_columns:
-        launch("backward_dkv", arrays={**arrays, **by_columns})
+    for entry in key_kernels(problem):
+        of_keys = {name: grads[name[1:]] for name in KEY_KERNELS[entry] if name[1:] in grads}
+        if of_keys:
+            launch(entry, arrays={**arrays, **of_keys})
     if "bias" in grads:
         _backward_bias(launch, problem, {**arrays, "dbias": grads["bias"]}, device)
     if "sink" in grads:
@@ -134,7 +132,7 @@ class _Launch:
             self.persistent = PersistentLaunch(problem, hopper, arrays, device, blocks)
             blocks = self.persistent.blocks
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
-        self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), entry, config, device, self.smem_bytes)
+        self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), function_of(entry), config, device, self.smem_bytes)
         self.grid = (blocks,)
         self.block = (config.threads,)
         self.device = device
@@ -153,7 +151,7 @@ class _Launch:
         self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
-_TILED = ("forward", "forward_sm90", "backward_dq", "backward_dkv", "backward_bias")
+_TILED = ("forward", "forward_sm90", "backward_dq", *KEY_KERNELS, "backward_bias")
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}
@@ -202,7 +200,7 @@ def _block_arrays(
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
-    by_columns = entry in _TILES_OF_KEYS
+    by_columns = entry in KEY_KERNELS
     return {
         "block_list": lists.col_index if by_columns else lists.row_index,
         "block_count": lists.col_count if by_columns else lists.row_count,
@@ -211,9 +209,7 @@ def _block_arrays(
     }
 
 
-def _grid(
-    entry: str, problem: AttentionProblem, config: Config | plan_sm90.Config, arrays: Arrays
-) -> tuple[int, int]:
+def _grid(entry: str, problem: AttentionProblem, config: Config | plan_sm90.Config, arrays: Arrays) -> tuple[int, int]:
     """(tiles of one head, thread blocks of the launch)."""
     if entry == "reduce_sink":
         return 0, problem.num_heads_q
@@ -225,7 +221,7 @@ def _grid(
     if entry == "backward_bias":
         splits = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
         return 0, _bias_tiles(problem, config) * splits
-    of_keys = entry in _TILES_OF_KEYS
+    of_keys = entry in KEY_KERNELS
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     block = _DELTA_ROWS if entry == "delta" else config.block_n if of_keys else config.block_m
     heads = problem.num_heads_kv if of_keys else problem.num_heads_q

@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from cuflash import __version__
-from cuflash.plan import Config, plan
+from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
@@ -99,7 +99,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         dropout_p=0.5 if args.dropout else 0.0,
         block_mask=args.block_mask,
     )
-    entries = ["forward", "backward_dq", "backward_dkv", *(["backward_bias"] if args.bias else [])]
+    entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     return {"on the CPU": "NumPy, tiled", **{entry: _reason(plan(problem, entry)) for entry in entries}}
 
 

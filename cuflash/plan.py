@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 
-from cuflash.problem import AttentionProblem
+from cuflash.problem import MAX_HEAD_DIM, AttentionProblem
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 _SIZES = {"float32": 4, "float64": 8}
@@ -20,11 +20,12 @@ HEAD_DIM_CLASSES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, and the depth of a chunk on its way through shared memory."""
+    """Queries and keys of a tile, the depth of a chunk on its way through shared memory, and how far it is unrolled."""
 
     block_m: int
     block_n: int
     block_k: int
+    unroll: int
 
 
 @dataclass(frozen=True)
@@ -45,32 +46,34 @@ class Row:
 
 # (kernel, accumulator, head-dim class of the widest result) -> tiles, by measurement on an H200.
 PORTABLE: dict[tuple[str, str, int], Row] = {
-    ("forward", "float32", 32): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
-    ("forward", "float32", 64): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
-    ("forward", "float32", 128): Row((Tile(128, 128, 16), Tile(128, 64, 16)), Tile(64, 64, 16)),
-    ("forward", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
-    ("forward", "float64", 32): Row((Tile(128, 32, 8),), Tile(64, 32, 8)),
-    ("forward", "float64", 64): Row((Tile(128, 32, 8),), Tile(64, 32, 8)),
-    ("forward", "float64", 128): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
-    ("forward", "float64", 256): Row((Tile(64, 32, 8),), Tile(32, 32, 8)),
-    ("backward_dq", "float32", 32): Row((Tile(128, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dq", "float32", 64): Row((Tile(128, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dq", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dq", "float64", 32): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
-    ("backward_dq", "float64", 64): Row((Tile(64, 32, 16),), Tile(64, 32, 8)),
-    ("backward_dq", "float64", 128): Row((Tile(64, 64, 8),), Tile(64, 32, 8)),
-    ("backward_dq", "float64", 256): Row((Tile(64, 32, 8),), Tile(32, 32, 8)),
-    ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8),), Tile(64, 64, 16)),
-    ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8),), Tile(64, 64, 16)),
-    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dkv", "float32", 256): Row((Tile(64, 64, 16),), Tile(64, 64, 16)),
-    ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16),), Tile(32, 64, 8)),
-    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16),), Tile(32, 64, 8)),
-    ("backward_dkv", "float64", 128): Row((Tile(32, 64, 8),), Tile(32, 32, 8)),
-    ("backward_dkv", "float64", 256): Row((Tile(32, 32, 8),), Tile(32, 32, 8)),
-    ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16)),
-    ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8)),
+    ("forward", "float32", 32): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
+    ("forward", "float32", 64): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
+    ("forward", "float32", 128): Row((Tile(128, 128, 8, 8), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
+    ("forward", "float32", 256): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
+    ("forward", "float64", 32): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
+    ("forward", "float64", 64): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
+    ("forward", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 16, 4)),
+    ("forward", "float64", 256): Row((Tile(32, 64, 8, 4),), Tile(32, 32, 8, 4)),
+    ("backward_dq", "float32", 32): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
+    ("backward_dq", "float32", 64): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
+    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 16, 16)),
+    ("backward_dq", "float32", 256): Row((Tile(64, 64, 8, 8),), Tile(32, 64, 16, 16)),
+    ("backward_dq", "float64", 32): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
+    ("backward_dq", "float64", 64): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
+    ("backward_dq", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 16, 4)),
+    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 4),), Tile(32, 32, 4, 4)),
+    ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
+    ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
+    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16)),
+    ("backward_dkv", "float32", 256): Row((Tile(64, 32, 16, 16),), Tile(32, 32, 16, 16)),
+    ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
+    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
+    ("backward_dkv", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 8, 4)),
+    # dk and dv by themselves: where both together do not fit the registers.
+    ("backward_dk", "float64", 256): Row((Tile(32, 32, 8, 4),), Tile(32, 32, 8, 4)),
+    ("backward_dv", "float64", 256): Row((Tile(32, 32, 8, 4),), Tile(32, 32, 8, 4)),
+    ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16, 16)),
+    ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8, 4)),
 }
 # Kilobytes of shared memory that a thread block may use, by compute capability (CUDA C++ programming guide, technical
 # specifications). No GPU has less than the smallest.
@@ -109,6 +112,7 @@ class Config:
     block_m: int
     block_n: int
     block_k: int
+    unroll: int
     smem_bytes: int
     has_window: bool
     has_softcap: bool
@@ -135,11 +139,29 @@ LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 
 # Entries that live in a file of another name.
 KERNEL_FILES = {
+    "backward_dk": "backward_dkv",
+    "backward_dv": "backward_dkv",
     "reduce_sink": "reduce",
     "reduce_slopes": "reduce",
     "reduce_bias": "reduce",
     "forward_sm90": "sm90/forward",
 }
+
+
+# Kernels whose tiles are keys, and what they compute.
+KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_dv": ("dv",)}
+
+
+def function_of(entry: str) -> str:
+    """Name of the ``extern "C"`` function of a kernel."""
+    return "backward_dkv" if entry in KEY_KERNELS else entry
+
+
+def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
+    """The kernels that compute dk and dv: one, or one each where both together do not fit the registers."""
+    widest = head_dim_class(max(problem.head_dim, problem.head_dim_v))
+    together = ("backward_dkv", problem.accum_dtype, widest) in PORTABLE
+    return ("backward_dkv",) if together else ("backward_dk", "backward_dv")
 
 
 def head_dim_class(head_dim: int) -> int:
@@ -153,7 +175,7 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
     pad = _PAD_BYTES // size
     widest = max(head_dim, head_dim_v)
     chunk = tile.block_k * max(tile.block_m + tile.block_n + 2 * pad, widest)
-    if entry == "backward_dkv":
+    if entry in KEY_KERNELS:
         factor, seen = tile.block_m * (tile.block_n + pad), tile.block_m
     elif entry == "backward_bias":
         factor, seen = _SIDE * max(tile.block_m, tile.block_n), tile.block_n
@@ -188,6 +210,7 @@ def config_of(
         block_m=tile.block_m,
         block_n=tile.block_n,
         block_k=tile.block_k,
+        unroll=tile.unroll,
         smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
         **{flag: flag in flags for flag in FLAGS},
     )
@@ -210,6 +233,13 @@ def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
     )
 
 
+def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The classes that matter to a kernel: those of results that it accumulates; 0 for the others."""
+    of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
+    of_v = entry in ("forward", "backward_dkv", "backward_dv")
+    return head_dim if of_k else 0, head_dim_v if of_v else 0
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
     """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
@@ -217,9 +247,11 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
     """
     flags = flags_of(problem)
-    # A kernel depends on a head dim only where it accumulates a result of that width.
-    head_dim = head_dim_class(problem.head_dim) if entry in ("backward_dq", "backward_dkv") else 0
-    head_dim_v = head_dim_class(problem.head_dim_v) if entry in ("forward", "backward_dkv") else 0
+    if entry in ("backward_dk", "backward_dv"):
+        head_dim, head_dim_v = _result_classes(entry, MAX_HEAD_DIM, MAX_HEAD_DIM)
+    else:
+        classes = head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v)
+        head_dim, head_dim_v = _result_classes(entry, *classes)
     return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
 
 
@@ -229,8 +261,7 @@ _TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window",
 def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for entry, accum, widest in PORTABLE:
-        head_dim = widest if entry in ("backward_dq", "backward_dkv") else 0
-        head_dim_v = widest if entry in ("forward", "backward_dkv") else 0
+        head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
             for flags in _TABLE_FLAGS if entry != "backward_bias" else (("has_bias",), FLAGS):
                 yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype
