@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from cuflash import kernels
+from cuflash import kernels, plan_sm90
 from cuflash.plan import KERNEL_FILES, PORTABLE, Config, function_of, smem_limit, table
 from cuflash.problem import DTYPES
+
+AnyConfig = Config | plan_sm90.Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
-    parser.add_argument("--kernel", nargs="+", choices=sorted({k for k, *_ in PORTABLE}), help="only these kernels")
+    parser.add_argument(
+        "--kernel", nargs="+", choices=sorted({"forward_sm90", *(k for k, *_ in PORTABLE)}), help="only these kernels"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 
@@ -45,17 +49,17 @@ def run(args: argparse.Namespace) -> int:
     return _warm(args)
 
 
-def configs(args: argparse.Namespace, limit: int) -> Iterator[Config]:
+def configs(args: argparse.Namespace, limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
     """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
-    for config, dtype in table(limit):
+    for config, dtype in (*table(limit), *(plan_sm90.table() if has_wgmma else ())):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 
 
-def describe(config: Config) -> str:
+def describe(config: AnyConfig) -> str:
     """One kernel in a few words."""
     dims = "/".join(str(d) for d in (config.head_dim, config.head_dim_v) if d) or "any"
-    return f"{config.entry} {config.element} d{dims} {config.block_m}x{config.block_n}x{config.block_k} {config.flags}"
+    return f"{config.entry} {config.element} d{dims} {config.tile} {config.flags}"
 
 
 def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
@@ -66,13 +70,13 @@ def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Ite
 
 
 def _check(args: argparse.Namespace) -> int:
-    def compile_one(item: tuple[str, Config]) -> kernels.Report:
+    def compile_one(item: tuple[str, AnyConfig]) -> kernels.Report:
         arch, config = item
         return kernels.compile_for(
             arch, kernels.source_of(KERNEL_FILES.get(config.entry, config.entry), config), config.entry
         )
 
-    items = [(arch, config) for arch in args.arch for config in configs(args, smem_limit(arch))]
+    items = [(arch, config) for arch in args.arch for config in configs(args, smem_limit(arch), arch == "sm_90a")]
     failed = 0
     for (arch, config), report in zip(items, _in_parallel(args.jobs, compile_one, items), strict=True):
         good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
@@ -96,10 +100,10 @@ def _warm(args: argparse.Namespace) -> int:
     import cupy
 
     device = kernels.device_of(cupy.empty(0))
-    selected = list(configs(args, device.smem_limit))
+    selected = list(configs(args, device.smem_limit, device.has_wgmma))
     start = time.perf_counter()
 
-    def load(config: Config) -> None:
+    def load(config: AnyConfig) -> None:
         file = KERNEL_FILES.get(config.entry, config.entry)
         kernels.get(file, function_of(config.entry), config, device, config.smem_bytes)
 

@@ -219,6 +219,7 @@ def _grid(entry: str, problem: AttentionProblem, config: Config | plan_sm90.Conf
     if entry == "reduce_bias":
         return 0, math.ceil(arrays["dbias"].size / _REDUCE_THREADS)
     if entry == "backward_bias":
+        assert isinstance(config, Config)
         splits = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
         return 0, _bias_tiles(problem, config) * splits
     of_keys = entry in KEY_KERNELS

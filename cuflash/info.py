@@ -8,7 +8,7 @@ import json
 import platform
 from typing import Any
 
-from cuflash import __version__
+from cuflash import __version__, plan_sm90
 from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
@@ -100,7 +100,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         block_mask=args.block_mask,
     )
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
-    return {"on the CPU": "NumPy, tiled", **{entry: _reason(plan(problem, entry)) for entry in entries}}
+    chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
+    return {"on the CPU": "NumPy, tiled", "on Hopper": f"forward: {plan_sm90.reason(problem)}", **chosen}
 
 
 def _reason(config: Config) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -92,6 +91,10 @@ class _Counters:
         return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)
 
 
-@cache
+_counters: dict[kernels.Device, _Counters] = {}
+
+
 def _counters_of(device: kernels.Device) -> _Counters:
-    return _Counters(device)
+    if device not in _counters:
+        _counters[device] = _Counters(device)
+    return _counters[device]

@@ -128,6 +128,11 @@ class Config:
         return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
 
     @property
+    def tile(self) -> str:
+        """Queries, keys and depth of a tile."""
+        return f"{self.block_m}x{self.block_n}x{self.block_k}"
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return _SIDE * _SIDE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,7 +55,7 @@ FORWARD = (
     Row(128, 128, Tile(128, 176), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
     Row(192, 128, Tile(128, 128), Tile(128, 128), Tile(128, 96), Tile(128, 64)),
     Row(192, 192, Tile(128, 112), Tile(128, 112), Tile(128, 64), Tile(128, 64)),
-    Row(256, 256, Tile(128, 80), Tile(128, 80), Tile(128, 64), Tile(128, 32)),
+    Row(256, 256, Tile(128, 80), Tile(128, 80), Tile(128, 32), Tile(128, 32)),
 )
 STAGES = 2
 
@@ -86,6 +87,16 @@ class Config:
     has_alibi: bool
     has_dropout: bool
     has_block_mask: bool
+
+    @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
+    def tile(self) -> str:
+        """Queries and keys of a tile."""
+        return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:
@@ -153,12 +164,33 @@ def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tup
 
     The arrays are those that are read or written in vectors of 16 bytes, and their addresses are multiples of it.
     """
-    if obstacle(problem) or not all(_expressible(*layout) for layout in layouts):
-        return None
+    return None if obstacle(problem) or not all(_expressible(*layout) for layout in layouts) else _config(problem)
+
+
+def _config(problem: AttentionProblem) -> Config:
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     low, high = _PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high
     return forward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), plain_scores)
+
+
+def reason(problem: AttentionProblem) -> str:
+    """What the forward pass takes on Hopper, and why, in words."""
+    if obstacle(problem):
+        return f"portable kernel: {obstacle(problem)}"
+    config = _config(problem)
+    return (
+        f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
+        f"{config.flags}; portable kernel where an address or a stride of q, k, v or out is no multiple of 16 bytes"
+    )
+
+
+def table() -> Iterator[tuple[Config, str]]:
+    """Every row in both dtypes (returned beside it), plain, and with the options of visibility."""
+    for row in FORWARD:
+        for dtype in _16_BIT:
+            for flags in ((), ("has_window",), ("has_window", "has_block_mask")):
+                yield forward_config(row, dtype, None, flags), dtype
 
 
 def heads_together(problem: AttentionProblem) -> int:
