@@ -1,0 +1,98 @@
+"""Hopper's forward kernel on the CPU device: it is the one that runs, and its results are those of the NumPy path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_device import device, hook
+
+import cuflash
+from cuflash import gpu_backend, plan_sm90
+
+Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+
+RNG = np.random.default_rng(0)
+MASK = RNG.random((150, 200)) < 0.5
+MASK[:, 10:40] = False
+MASK[5] = False
+HIDDEN_BY_MASK = slice(10, 40)
+
+
+def normal(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float16)
+
+
+def inputs(head_dim: int, head_dim_v: int) -> tuple[Array, Array, Array]:
+    return normal(2, 150, 4, head_dim), normal(2, 200, 2, head_dim), normal(2, 200, 2, head_dim_v)
+
+
+def both(q: Array, k: Array, v: Array, hidden: Any = None, **options: Any) -> None:
+    """Compares out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
+    bad_k, bad_v = k.copy(), v.copy()
+    if hidden is not None:
+        bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
+    gpu_backend._launches.clear()
+    poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        out, lse = cuflash.attention(q, bad_k, bad_v, out=poisoned, return_lse=True, **options)
+    assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+    wide = {
+        name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+        for name, x in options.items()
+    }
+    expected, expected_lse = cuflash.attention(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True, **wide)
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
+    head_dim, head_dim_v = head_dims
+    both(*inputs(head_dim, head_dim_v), causal=causal)
+
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "window": (slice(0, 20), {"window": (30, 10)}),
+    "negative scale": (None, {"softmax_scale": -0.3}),
+    "softcap": (None, {"softcap": 2.0, "causal": True}),
+    "alibi": (None, {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True}),
+    "bias": (HIDDEN_BY_MASK, {"bias": np.where(MASK, normal(150, 200), np.float16(-np.inf))}),
+    "smallest bias": (None, {"bias": np.full((150, 200), np.finfo(np.float32).min, np.float32)}),
+    "mask": (HIDDEN_BY_MASK, {"mask": MASK}),
+    "sink": (None, {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)}),
+    "lengths": (
+        slice(120, 200),
+        {"kv_lengths": np.array([120, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
+    ),
+    "dropout": (None, {"dropout_p": 0.3, "dropout_seed": 1234567890123}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    hidden, options = OPTIONS[name]
+    both(*inputs(64, 64), hidden=hidden, **options)
+
+
+def test_block_mask() -> None:
+    block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
+    both(*inputs(64, 64), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)
+
+
+def test_strides() -> None:
+    q, k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in inputs(64, 64))
+    both(q, k, v)
+
+
+def test_other_layouts_take_the_portable_kernel() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 59, 59, "float16")
+    shape = (1, 8, 1, 59)
+    packed = np.zeros(shape, np.float16).strides
+    padded = np.zeros((1, 8, 1, 64), np.float16)[..., :59].strides
+    assert plan_sm90.forward(problem, ((packed, shape),) * 4) is None
+    assert plan_sm90.forward(problem, ((padded, shape),) * 4) is not None
+    assert "float32" in plan_sm90.reason(cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
