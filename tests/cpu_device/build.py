@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -19,8 +22,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 HEADER = "cuda_on_cpu.h"
 NO_COMPILER = (
-    "the CPU test device needs a C++17 compiler on x86-64 Linux: install the system's g++ (apt install g++), "
-    "or clang++, or set CXX"
+    "the CPU test device needs a C++17 compiler on x86-64 Linux: the system's package (apt install g++), "
+    "or pip install ziglang (without AddressSanitizer), or set CXX"
 )
 
 
@@ -42,32 +45,47 @@ BASE_FLAGS = ("-std=c++17", "-g1", "-gdwarf-4", "-march=native", "-fPIC", "-fno-
 _UNDEFINED = (
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,unreachable,return,bool,enum"
 )
-KERNEL_FLAGS = {
-    Check.NONE: ("-O1", "-fwrapv"),
+_KERNEL_FLAGS = {
+    Check.NONE: ("-O1", "-fwrapv", "-fno-sanitize=all"),
     Check.SHARED: ("-O1", "-fsanitize=thread", _UNDEFINED),
     Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", _UNDEFINED),
 }
-RUNTIME_FLAGS = {False: ("-O3", "-pthread"), True: ("-O1", "-pthread", "-fsanitize=address")}
+RUNTIME_FLAGS = {False: ("-O3", "-pthread", "-fno-sanitize=all"), True: ("-O1", "-pthread", "-fsanitize=address")}
 RUNTIME_PARTS = (
     "fibers", "sync", "shared", "shadow", "undefined", "mbarrier", "copies", "tensor_map", "fragments", "wgmma",
     "launch",
 )  # fmt: skip
 
 
-def compiler() -> str | None:
-    """The C++ compiler to use, or None where there is none."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler; empty where there is none."""
+    if "CXX" in os.environ:
+        return tuple(shlex.split(os.environ["CXX"]))
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found:
+        return (found,)
+    return (sys.executable, "-m", "ziglang", "c++") if importlib.util.find_spec("ziglang") else ()
 
 
 def available() -> bool:
     """Whether this machine can run the CPU test device; else tests skip with ``NO_COMPILER``."""
-    return compiler() is not None and platform.machine() == "x86_64" and platform.system() == "Linux"
+    return bool(compiler()) and platform.machine() == "x86_64" and platform.system() == "Linux"
+
+
+def kernel_flags(check: Check) -> tuple[str, ...]:
+    """The flags of kernels that are compiled for a kind of check."""
+    flags = _KERNEL_FLAGS[check]
+    if "ziglang" not in compiler():
+        return flags
+    # It links handlers of its own, which end the process.
+    return (*(f for f in flags if f != _UNDEFINED), "-fno-sanitize=undefined")
 
 
 @functools.cache
 def sanitizer_library() -> str:
     """AddressSanitizer's library, which must be preloaded into the process that launches kernels under it."""
-    run = subprocess.run([str(compiler()), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    run = subprocess.run([*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
 
@@ -118,7 +136,7 @@ def build(texts: Mapping[str, str], flags: Sequence[str], name: str) -> Path:
             Path(folder, f"{part}.cpp").write_text(text)
             _run([*_compile_command(flags), "-c", f"{part}.cpp"], folder)
         objects = [f"{part}.o" for part in texts]
-        _run([str(compiler()), "-shared", *link_flags, "-o", "out.so", *objects, "-ldl"], folder)
+        _run([*compiler(), "-shared", *link_flags, "-o", "out.so", *objects, "-ldl"], folder)
         os.replace(Path(folder, "out.so"), library)
     return library
 
@@ -137,7 +155,7 @@ def build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
 
 
 def _compile_command(flags: Sequence[str]) -> list[str]:
-    return [str(compiler()), *BASE_FLAGS, *flags, f"-I{FOLDER}", *(f"-I{f}" for f in cuda_include())]
+    return [*compiler(), *BASE_FLAGS, *flags, f"-I{FOLDER}", *(f"-I{f}" for f in cuda_include())]
 
 
 def _key(*parts: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import tensor_map
-from .build import KERNEL_FLAGS, NO_COMPILER, Check, DeviceError, available, build_kernels, runtime, with_lines
+from .build import NO_COMPILER, Check, DeviceError, available, build_kernels, kernel_flags, runtime, with_lines
 from .translate import translate
 
 __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "available", "compile"]
@@ -178,7 +178,7 @@ def compile(source: str, options: Sequence[str] = (), name: str = "kernel", chec
         raise DeviceError(NO_COMPILER)
     if check is None:
         check = Check(_from_environment("CHECK", Check.NONE.value))
-    flags = ["-DCUFLASH_CPU_DEVICE", *KERNEL_FLAGS[check], *(o for o in options if o.startswith("-D"))]
+    flags = ["-DCUFLASH_CPU_DEVICE", *kernel_flags(check), *(o for o in options if o.startswith("-D"))]
     return _load(translate(source, red_zones=check is not Check.NONE), tuple(flags), name, check)
 
 

@@ -146,6 +146,17 @@ extern "C" void __tsan_read_range(void* pointer, size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, size_t bytes) {
   cpu_device::access(pointer, bytes, true, cpu_device::shadow::place_of(__builtin_return_address(0)));
 }
+// clang's; g++ writes such copies out.
+extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+  using namespace cpu_device;
+  access(from, bytes, false, shadow::place_of(__builtin_return_address(0)));
+  access(to, bytes, true, shadow::place_of(__builtin_return_address(0)));
+  return memcpy(to, from, bytes);
+}
+extern "C" void* __tsan_memset(void* to, int byte, size_t bytes) {
+  cpu_device::access(to, bytes, true, cpu_device::shadow::place_of(__builtin_return_address(0)));
+  return memset(to, byte, bytes);
+}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}

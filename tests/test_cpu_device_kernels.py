@@ -1,0 +1,60 @@
+"""The library's kernels on the CPU device, as every architecture that the plan knows: the suite's main property."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cases import Case
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import Check, CpuDevice
+from devices import Device
+from hypothesis import given
+from strategies import cases, examples
+
+pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+
+HOST = Device("numpy", np)
+# Fewer multiprocessors than tiles, so that persistent kernels walk.
+NUM_SMS = 3
+
+
+@pytest.fixture(scope="module", params=[(7, 5), (8, 0), (9, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
+    chosen: tuple[int, int] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def plain(capability: tuple[int, int]) -> Iterator[CpuDevice]:
+    with hook.kernels_on(CpuDevice(capability, NUM_SMS, Check.NONE)) as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def checked(capability: tuple[int, int]) -> Iterator[CpuDevice]:
+    with hook.kernels_on(CpuDevice(capability, NUM_SMS, Check.SHARED)) as device:
+        yield device
+
+
+def assert_agrees(case: Case) -> None:
+    on_device = case.on(HOST)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.usefixtures("plain")
+@examples(50)
+@given(case=cases())
+def test_kernels_agree_with_reference(case: Case) -> None:
+    assert_agrees(case)
+
+
+@pytest.mark.usefixtures("checked")
+@examples(15)
+@given(case=cases(max_scores=20_000))
+def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
+    assert_agrees(case)
