@@ -13,7 +13,7 @@ struct Blocks {
       : block(first), end(last_plus_1), partial(false) {
     if constexpr (HAS_BLOCK_MASK) {
       const i64 grid = s.batch_or_0() * p.block_batch_stride + head * p.block_head_stride;
-      const bool covered = which_list < p.num_lists;
+      const bool covered = s.batch >= 0 && which_list < p.num_lists;
       const i64 index = grid * p.num_lists + which_list;
       list = p.block_list + index * p.list_capacity;
       list_end = list + (covered ? p.block_count[index] : 0);

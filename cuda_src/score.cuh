@@ -14,7 +14,8 @@ struct Score {
     scale = static_cast<Accum>(p.softmax_scale);
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
-    if constexpr (HAS_ALIBI) slope = p.alibi_slopes[s.batch_or_0() * p.alibi_batch_stride + head];
+    // Rows outside every sequence have no slopes, and without sequences there is no array of them.
+    if constexpr (HAS_ALIBI) slope = s.batch < 0 ? Accum(0) : p.alibi_slopes[s.batch * p.alibi_batch_stride + head];
     if constexpr (HAS_BIAS) {
       bias = p.bias.data + s.batch_or_0() * p.bias.batch_stride + head * p.bias.head_stride;
       bias_row_stride = p.bias.row_stride;

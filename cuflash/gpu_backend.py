@@ -180,7 +180,7 @@ def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: A
 
 def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> plan_sm90.Config | None:
     """Hopper's own forward kernel if it can run on these arrays."""
-    tensors = [arrays[name] for name in ("q", "k", "v", "out")]
+    tensors = [arrays[name] for name in ("q", "k", "v")]
     if any(device.pointer(x) % ALIGNMENT for x in tensors):
         return None
     return plan_sm90.forward(problem, tuple([(x.strides, x.shape) for x in tensors]))

@@ -162,7 +162,8 @@ def _expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
     """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
-    The arrays are those that are read or written in vectors of 16 bytes, and their addresses are multiples of it.
+    The arrays are those that TMA reads, and their addresses are multiples of 16 bytes. The result may lie anywhere, so
+    that its bits depend on the inputs alone.
     """
     return None if obstacle(problem) or not all(_expressible(*layout) for layout in layouts) else _config(problem)
 
@@ -181,7 +182,7 @@ def reason(problem: AttentionProblem) -> str:
     config = _config(problem)
     return (
         f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; portable kernel where an address or a stride of q, k, v or out is no multiple of 16 bytes"
+        f"{config.flags}; portable kernel where an address or a stride of q, k or v is no multiple of 16 bytes"
     )
 
 

@@ -22,6 +22,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
 // Writes out * factor[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are padding and 0.
 __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                                                const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+  const bool vectors =
+      (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % sizeof(Vector) == 0;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = row + 8 * r;
@@ -41,7 +43,7 @@ __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, in
       transpose_quad(piece.words);
       const int column = group * 32 + lane() % 4 * VECTOR;
       if (i >= rows) continue;
-      if (column + VECTOR <= head_dim) {
+      if (vectors && column + VECTOR <= head_dim) {
         *reinterpret_cast<Vector*>(target + column) = piece.vector;
       } else {
 #pragma unroll
