@@ -14,7 +14,7 @@ import numpy as np
 import tolerance
 from devices import Device
 from ml_dtypes import bfloat16
-from noise import forward_magnitudes, gradient_magnitudes
+from noise import FEW, forward_magnitudes, gradient_magnitudes
 from numpy.typing import NDArray
 
 import cuflash
@@ -25,8 +25,6 @@ Grads = dict[str, Any]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 EXTRAS = ("bias", "sink", "alibi_slopes")
-# Of so few elements (those of a gradient of sinks, say) plain attention's error is luck, however long the sums are.
-FEW = 256
 
 
 def np_dtype(name: str) -> np.dtype[Any]:

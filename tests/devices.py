@@ -1,7 +1,7 @@
 """The devices that a test can run on, and the way to each and back.
 
-NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "cpu_device",
-which is the CUDA kernels on the CPU (slow), or several of the three, separated by commas.
+NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "sm_80" and
+"sm_90", which are the CUDA kernels of these architectures on the CPU (slow), or several, separated by commas.
 
 A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
 strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -86,10 +87,10 @@ def has_gpu() -> bool:
     return bool(cupy.cuda.is_available())
 
 
-def _kernels_on_the_cpu() -> AbstractContextManager[Any]:
+def _kernels_on_the_cpu(capability: tuple[int, int]) -> AbstractContextManager[Any]:
     from cpu_device import device, hook
 
-    return hook.kernels_on(device.CpuDevice((8, 0), check=device.Check.NONE))
+    return hook.kernels_on(device.CpuDevice(capability, check=device.Check.NONE))
 
 
 def available() -> list[Device]:
@@ -103,6 +104,10 @@ def _device(name: str) -> Device:
         import cupy
 
         return Device(name, cupy)
-    actives = {"numpy": nullcontext, "cpu_device": _kernels_on_the_cpu}
-    assert name in actives, f"CUFLASH_TEST_DEVICES: expected numpy, cupy or cpu_device, got {name}"
+    actives: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "numpy": nullcontext,
+        "sm_80": partial(_kernels_on_the_cpu, (8, 0)),
+        "sm_90": partial(_kernels_on_the_cpu, (9, 0)),
+    }
+    assert name in actives, f"CUFLASH_TEST_DEVICES: expected names out of cupy, {', '.join(actives)}, got {name}"
     return Device(name, np, actives[name])

@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tolerance
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from cases import Case
 
 Array = NDArray[Any]
+
+# Of so few elements (those of a gradient of sinks, say) plain attention's error is luck, however long the sums are.
+FEW = 256
 
 
 def score_magnitude(case: Case) -> float:
@@ -36,7 +40,33 @@ def forward_magnitudes(case: Case) -> dict[str, Array]:
 def gradient_magnitudes(case: Case, out: Array | None, lse: Array | None) -> dict[str, Array]:
     """For each gradient: the absolute values of its terms, which share the relative error of P."""
     terms = case.reference_backward(out, lse, magnitudes=True)
-    return {name: term * (1 + score_magnitude(case)) for name, term in terms.items()}
+    score = 1 + score_magnitude(case)
+    delta = _delta_magnitude(case)
+    return {name: score * term + (delta[name] if term.size < FEW else 0) for name, term in terms.items()}
+
+
+def _delta_magnitude(case: Case) -> dict[str, float]:
+    """What the rounding of out, which delta = dout . out starts from, makes of each gradient.
+
+    It counts where a few elements are all there is: the gradient of one bias for a whole row is 0 but for this error.
+    Sums over n rows of either sign grow with the square root of n.
+    """
+    keep = 1 / (1 - case.options.get("dropout_p", 0.0))
+    accum = "float64" if case.dtype == np.float64 else "float32"
+    # Half a rounding of the inputs' dtype, in roundings of the accumulating type.
+    error = tolerance.EPS[case.dtype.name] / tolerance.EPS[accum] / 2 / tolerance.ROUNDINGS
+    row = error * _norm(case.dout) * _norm(case.v) * keep
+    scale = abs(case.options.get("softmax_scale", case.q.shape[-1] ** -0.5))
+    rows = row * np.sqrt(case.q.size / case.q.shape[-1])
+    reach = case.q.shape[-3] + case.k.shape[-3]
+    return {
+        "q": row * scale * _norm(case.k),
+        "k": rows * scale * _norm(case.q),
+        "v": 0.0,
+        "bias": rows,
+        "sink": rows,
+        "alibi_slopes": rows * reach,
+    }
 
 
 def _norm(x: Array) -> float:
