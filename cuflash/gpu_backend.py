@@ -25,12 +25,32 @@ _REDUCE_THREADS = 256
 Arrays = dict[str, Array]
 
 
-def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
-    """Write the result and lse of a problem."""
+def forward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Array,
+    lse: Array,
+    memo: dict[bool, _Launch] | None = None,
+) -> None:
+    """Write the result and lse of a problem.
+
+    `memo` belongs to one combination of metadata, with fresh results and no operands but q, k and v: what is found
+    there needs no look-up by strides. It is kept by whether the addresses suit TMA, on which the kernel depends.
+    """
+    device = kernels.device_of(out)
+    if memo is not None:
+        pointer = device.pointer
+        pointers = [pointer(operands.q), pointer(operands.k), pointer(operands.v), pointer(out), pointer(lse)]
+        aligned = (pointers[0] | pointers[1] | pointers[2]) % ALIGNMENT == 0
+        if aligned in memo:
+            memo[aligned](pointers, None)
+            return
     arrays = _inputs(operands)
     arrays["out"] = out
     arrays["lse"] = lse
-    _launch("forward", problem, operands, arrays, kernels.device_of(out))
+    launch = _launch("forward", problem, operands, arrays, device)
+    if memo is not None:
+        memo[aligned] = launch
 
 
 def backward(
@@ -135,19 +155,20 @@ class _Launch:
         self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), function_of(entry), config, device, self.smem_bytes)
         self.grid = (blocks,)
         self.block = (config.threads,)
-        self.device = device
         self.words = params.view(np.uint64)
-        self.pointer_words = np.array([word_of(name) for name in arrays])
+        self.pointer_words = [word_of(name) for name in arrays]  # q, k, v stand first
 
-    def __call__(self, arrays: Arrays, seed: int | None) -> None:
+    def __call__(self, pointers: list[int], seed: int | None) -> None:
         if self.grid[0] == 0:
             return
-        pointer = self.device.pointer
         words = self.words.copy()
-        words[self.pointer_words] = [pointer(x) for x in arrays.values()]
+        for word, pointer in zip(self.pointer_words, pointers, strict=True):
+            words[word] = pointer
         if seed is not None:
             words[_SEED_WORD] = seed
-        maps = () if self.persistent is None else self.persistent.arguments(words, arrays)
+        maps = (
+            () if self.persistent is None else self.persistent.arguments(words, (pointers[0], pointers[1], pointers[2]))
+        )
         self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
@@ -157,8 +178,10 @@ _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}
 
 
-def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device) -> None:
-    seed = operands.dropout_seed
+def _launch(
+    entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device
+) -> _Launch:
+    seed: Any = operands.dropout_seed
     key: tuple[Any, ...] = ()
     hopper = _hopper_config(problem, arrays, device) if entry == "forward" and device.has_wgmma else None
     if operands.block_mask is not None and entry in _TILED:
@@ -175,7 +198,9 @@ def _launch(entry: str, problem: AttentionProblem, operands: Operands, arrays: A
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         launch = _launches[key] = _Launch(entry, problem, arrays, device, hopper)
-    launch(arrays, seed)
+    pointer = device.pointer
+    launch([pointer(x) for x in arrays.values()], seed)
+    return launch
 
 
 def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> plan_sm90.Config | None:
