@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -38,6 +38,7 @@ class _Checked(NamedTuple):
     problem: AttentionProblem
     library: interop.Library
     plain: bool  # q, k, v are operands as they are, and there are no others
+    memo: dict[Any, Any]  # of the backend, for plain calls with fresh results
 
 
 # Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up. The bound keeps a
@@ -59,10 +60,10 @@ class Call:
         cu_seqlens_q and cu_seqlens_k of packed sequences.
     """
 
-    __slots__ = ("inputs", "library", "operands", "problem")
+    __slots__ = ("_memo", "inputs", "library", "operands", "problem")
 
     def __init__(
-        self, q: Array, k: Array, v: Array, keywords: dict[str, Any], cu_seqlens: tuple[Array, Array] | None = None
+        self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
     ) -> None:
         self.inputs = inputs = {"q": q, "k": k, "v": v}
         library = None
@@ -84,6 +85,7 @@ class Call:
             _checked[key] = checked
         self.problem = checked.problem
         self.library = library or checked.library
+        self._memo = checked.memo if checked.plain and type(inputs["q"]) is not np.ndarray else None
         if checked.plain:
             self.operands = Operands(inputs["q"], inputs["k"], inputs["v"], *_NO_EXTRAS)
         else:
@@ -111,7 +113,10 @@ class Call:
             else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype)
-            self._backend.forward(problem, self.operands, target, lse)
+            if out is None and self._memo is not None:
+                self._backend.forward(problem, self.operands, target, lse, self._memo)
+            else:
+                self._backend.forward(problem, self.operands, target, lse)
             return (self.release(target) if out is None else out), lse
 
     def backward(
@@ -188,7 +193,7 @@ def _empty_of(kind: type) -> Callable[..., Array]:
     return empty
 
 
-def _arrays(inputs: dict[str, Array], keywords: dict[str, Any]) -> dict[str, Array]:
+def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
     """All arrays of a call by name."""
     arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
     seed = keywords.get("dropout_seed")
@@ -210,7 +215,7 @@ def _signature(x: Any) -> tuple[Any, ...]:
     return kind, getattr(x, "shape", None) or repr(x)
 
 
-def _check(inputs: dict[str, Array], keywords: dict[str, Any]) -> _Checked:
+def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     unknown = keywords.keys() - OPTION_NAMES
     if unknown:
         raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
@@ -227,7 +232,7 @@ def _check(inputs: dict[str, Array], keywords: dict[str, Any]) -> _Checked:
         and problem.dropout_p == 0
         and all(with_contiguous_rows(x) is x for x in arrays.values())
     )
-    return _Checked(problem, library, plain)
+    return _Checked(problem, library, plain, {})
 
 
 def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:

@@ -39,12 +39,10 @@ class PersistentLaunch:
         self._rows = (config.block_m, config.block_n, config.block_n)
         self._maps: dict[tuple[int, int, int], Maps] = {}
 
-    def arguments(self, words: np.ndarray[Any, Any], arrays: dict[str, Array]) -> Maps:
-        """The arguments behind the struct; the struct's `words` get the counter."""
+    def arguments(self, words: np.ndarray[Any, Any], addresses: tuple[int, int, int]) -> Maps:
+        """The arguments behind the struct for q, k and v at `addresses`; the struct's `words` get the counter."""
         if self._counters is not None:
             words[_COUNTER_WORD] = self._counters.next()
-        pointer = self._device.pointer
-        addresses = (pointer(arrays["q"]), pointer(arrays["k"]), pointer(arrays["v"]))
         maps = self._maps.get(addresses)
         if maps is None:
             if len(self._maps) >= _MAX_MAPS:
