@@ -85,7 +85,7 @@ class Call:
             _checked[key] = checked
         self.problem = checked.problem
         self.library = library or checked.library
-        self._memo = checked.memo if checked.plain and type(inputs["q"]) is not np.ndarray else None
+        self._memo = checked.memo if checked.plain and not isinstance(inputs["q"], np.ndarray) else None
         if checked.plain:
             self.operands = Operands(inputs["q"], inputs["k"], inputs["v"], *_NO_EXTRAS)
         else:
@@ -167,10 +167,10 @@ class Call:
     @property
     def _backend(self) -> ModuleType:
         """The module that computes on this call's arrays."""
-        return _backend_of(type(self.operands.q))
+        return _backend_of(isinstance(self.operands.q, np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return _empty_of(type(self.operands.q))(shape, dtype)
+        return _empty_of(isinstance(self.operands.q, np.ndarray))(shape, dtype)
 
     def _target(
         self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
@@ -182,14 +182,14 @@ class Call:
 
 
 @cache
-def _backend_of(kind: type) -> ModuleType:
-    """The backend of a kind of array; the one for GPUs is imported when first needed."""
-    return import_module("cuflash.numpy_backend" if issubclass(kind, np.ndarray) else "cuflash.gpu_backend")
+def _backend_of(on_cpu: bool) -> ModuleType:
+    """The backend of NumPy or of CuPy arrays, imported when first needed."""
+    return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
 
 @cache
-def _empty_of(kind: type) -> Callable[..., Array]:
-    empty: Callable[..., Array] = np.empty if issubclass(kind, np.ndarray) else import_module("cupy").empty
+def _empty_of(on_cpu: bool) -> Callable[..., Array]:
+    empty: Callable[..., Array] = np.empty if on_cpu else import_module("cupy").empty
     return empty
 
 

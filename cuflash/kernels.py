@@ -89,11 +89,11 @@ class CupyDevice:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return kernel  # type: ignore[no-any-return]
+        return kernel
 
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
-        return x.data.ptr  # type: ignore[no-any-return]
+        return x.data.ptr
 
 
 @cache
@@ -104,7 +104,7 @@ def _cupy_device(index: int) -> CupyDevice:
 def _current_gpu() -> int:
     import cupy
 
-    return cupy.cuda.runtime.getDevice()  # type: ignore[no-any-return]
+    return cupy.cuda.runtime.getDevice()
 
 
 def device_of(x: Array) -> Device:
