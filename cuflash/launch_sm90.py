@@ -59,9 +59,11 @@ class PersistentLaunch:
 def _layout(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Extents and strides (head_dim, seqlen, num_heads, batch) of (batch, seqlen, num_heads, head_dim) or packed."""
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
-    # The stride of an axis of size 1 means nothing, but TMA wants it well formed.
-    filler = math.ceil(shape[-1] * _ELEMENT_BYTES / ALIGNMENT) * ALIGNMENT
-    batch, row, head = (filler if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True))
+    axes = list(zip(shape[:-1], strides[:-1], strict=True))
+    # The stride of an axis of size 1 means nothing, but TMA wants it well formed: that of a contiguous outermost axis.
+    row_bytes = math.ceil(shape[-1] * _ELEMENT_BYTES / ALIGNMENT) * ALIGNMENT
+    filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
+    batch, row, head = (filler if n == 1 else s for n, s in axes)
     return (shape[3], shape[1], shape[2], shape[0]), (row, head, batch)
 
 

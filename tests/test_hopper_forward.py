@@ -89,10 +89,10 @@ def test_strides() -> None:
 
 
 def test_other_layouts_take_the_portable_kernel() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 59, 59, "float16")
-    shape = (1, 8, 1, 59)
-    packed = np.zeros(shape, np.float16).strides
-    padded = np.zeros((1, 8, 1, 64), np.float16)[..., :59].strides
-    assert plan_sm90.forward(problem, ((packed, shape),) * 4) is None
-    assert plan_sm90.forward(problem, ((padded, shape),) * 4) is not None
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 56, 56, "float16")
+    shape = (1, 8, 1, 56)
+    odd = np.zeros((1, 8, 1, 59), np.float16)[..., :56].strides
+    padded = np.zeros((1, 8, 1, 64), np.float16)[..., :56].strides
+    assert plan_sm90.forward(problem, ((odd, shape),) * 3) is None
+    assert plan_sm90.forward(problem, ((padded, shape),) * 3) is not None
     assert "float32" in plan_sm90.reason(cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
