@@ -122,7 +122,10 @@ char* new_stack() {
   return static_cast<char*>(memory) + kPage;
 }
 
-void free_stack(char* stack) { munmap(stack - kPage, kStackBytes + kPage); }
+void free_stack(char* stack) {
+  ASAN_FORGET(stack, kStackBytes);
+  munmap(stack - kPage, kStackBytes + kPage);
+}
 
 void prepare_stack(Thread& thread) {
   ASAN_FORGET(thread.stack, kStackBytes);  // the frames of the fiber before were never left
