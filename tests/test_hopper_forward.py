@@ -39,7 +39,7 @@ def both(q: Array, k: Array, v: Array, hidden: Any = None, **options: Any) -> No
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         out, lse = cuflash.attention(q, bad_k, bad_v, out=poisoned, return_lse=True, **options)
     assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
-    wide = {
+    wide: dict[str, Any] = {
         name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
         for name, x in options.items()
     }
