@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_device import device as cpu_device
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from strategies import examples
 
 from cuflash import BlockMask, block_device, kernels
 from cuflash.block_store import CANONICAL, HIDDEN, VISIBLE
-from cpu_device import device as cpu_device
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

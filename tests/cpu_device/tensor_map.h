@@ -12,7 +12,7 @@ struct TensorMap {
   uint16_t box[5];
   uint8_t rank;
   uint8_t element_bytes;
-  uint8_t swizzle;  // of 16, 32, 64 or 128 bytes: 0 none, 1, 2, 3
+  uint8_t swizzle;   // of 16, 32, 64 or 128 bytes: 0 none, 1, 2, 3
   uint8_t is_float;  // float32: the only elements that sums are modelled of
 };
 static_assert(sizeof(TensorMap) <= 128, "fits the place of a CUtensorMap");
