@@ -91,20 +91,18 @@ def sanitizer_library() -> str:
 
 @functools.cache
 def cuda_include() -> tuple[str, ...]:
-    """The folders of the CUDA headers: those of the NVIDIA wheels, or of an installed toolkit."""
+    """The folders of the CUDA headers: those of the NVIDIA wheels, then those of an installed toolkit."""
     try:
         import nvidia
 
-        roots = [Path(p) for p in nvidia.__path__]
+        wheels = [folder for root in nvidia.__path__ for folder in Path(root).glob("*/include")]
     except ImportError:
-        roots = []
-    folders = [h.parent for root in roots for h in (*root.glob("*/include/cuda_fp16.h"), *root.glob("*/include/crt"))]
-    toolkit = Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"
-    if not folders and (toolkit / "cuda_fp16.h").exists():
-        folders = [toolkit]
-    if not folders:
+        wheels = []
+    toolkit = Path(os.environ.get("CUDA_PATH") or Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").parents[1])
+    found = [folder for folder in (*wheels, toolkit / "include") if (folder / "vector_types.h").exists()]
+    if not found:
         raise DeviceError('no CUDA headers: pip install "cuda-toolkit[nvrtc,cudart,crt,cccl]==13.*"')
-    return tuple(dict.fromkeys(str(f) for folder in folders for f in (folder, folder / "cccl") if f.is_dir()))
+    return tuple(str(f) for folder in found for f in (folder, folder / "cccl") if f.is_dir())
 
 
 @functools.cache
