@@ -45,7 +45,7 @@ void prepare_block(unsigned rank, uint3 index) {
 }
 
 void run_cluster(uint64_t number) {
-  const Launch& launch = *worker->launch;
+  Launch& launch = *worker->launch;
   const dim3 c = launch.shape.cluster, g = launch.shape.grid;
   const uint3 at = unravel(number, dim3{g.x / c.x, g.y / c.y, g.z / c.z});
   worker->random_state = launch.seed * 0x9e3779b97f4a7c15u + number * 0xbf58476d1ce4e5b9u + 1;
@@ -63,10 +63,11 @@ void run_cluster(uint64_t number) {
   run_fibers();
   for (Block& block : worker->blocks) {
     end_shared(block);
+    if (!launch.failed) check_warpgroups(block);
     for (Warp& warp : block.warps) release_products(warp);
   }
   if (!launch.failed && !worker->pending.empty())
-    set_error(*worker->launch, "a block has ended while a copy into its shared memory was in flight");
+    set_error(launch, "a block has ended while a copy into its shared memory was in flight");
 }
 
 void find_own_stack() {

@@ -176,6 +176,24 @@ void complete_oldest(Products& mine) {
   mine.groups.erase(mine.groups.begin());
 }
 
+// What of a product is the same in all warps of the warpgroup.
+std::array<uint64_t, 3> common(const Wgmma& p) {
+  const uint64_t flags = (p.accumulate ? 1 : 0) | (p.transposed_a ? 2 : 0) | (p.transposed_b ? 4 : 0) |
+                         (p.a_registers ? 8 : 0) | uint64_t(p.format) << 4 | uint64_t(p.columns) << 8;
+  return {p.a, p.b, flags};
+}
+
+void compare_with_other_warps(const Wgmma& product) {
+  const unsigned number = current->rank / kWarpSize;
+  WgmmaLog& log = block().wgmma_logs[number / 4];
+  const size_t first = log.first(), mine = log.issued[number % 4]++;
+  if (mine == first + log.products.size())
+    log.products.push_back(common(product));
+  else if (log.products[mine - first] != common(product))
+    fail(product.where, "wgmma: the warps of a warpgroup issue different products");
+  for (size_t n = log.first(); n > first; n--) log.products.pop_front();
+}
+
 void issue_operation(void* const all[32], unsigned) {
   const Wgmma& first = *static_cast<Wgmma*>(all[0]);
   for (int l = 0; l < 32; l++) {
@@ -183,6 +201,7 @@ void issue_operation(void* const all[32], unsigned) {
     if (other.b != first.b || (!first.a_registers && other.a != first.a) || other.accumulate != first.accumulate)
       fail(first.where, "wgmma: the lanes of a warp pass different descriptors");
   }
+  compare_with_other_warps(first);
   Products& mine = products();
   Product product{};
   product.what = first;
@@ -242,6 +261,13 @@ void check_products() {
   const Products* mine = warp().products;
   if (mine && !mine->accumulators.empty())
     fail(mine->accumulators.front().where, "wgmma: the warp exits without having waited for it");
+}
+
+void check_warpgroups(const Block& block) {
+  for (const auto& [warpgroup, log] : block.wgmma_logs)
+    if (!log.products.empty())
+      set_error(*worker->launch,
+                "wgmma: some warps of warpgroup " + std::to_string(warpgroup) + " have issued more than others");
 }
 
 void release_products(Warp& warp) {

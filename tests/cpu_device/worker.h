@@ -1,6 +1,9 @@
 // The runtime's own view: threads, warps, blocks, and what one OS thread holds while it runs a cluster of blocks.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -52,6 +55,13 @@ struct Thread : ThreadView {
 
 struct Products;  // the asynchronous matrix products of a warp (wgmma.cpp)
 
+// The products that the four warps of a warpgroup have issued: all must issue the same.
+struct WgmmaLog {
+  std::deque<std::array<uint64_t, 3>> products;  // those that not every warp has issued yet
+  size_t issued[4] = {};
+  size_t first() const { return *std::min_element(issued, issued + 4); }  // number of the first in `products`
+};
+
 struct Warp {
   struct Arrival {
     unsigned mask = 0;  // 0: not waiting
@@ -93,6 +103,7 @@ struct Block {
   size_t shared_top = 0;            // end of the part in use
   std::vector<void*> static_shared;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
+  std::map<unsigned, WgmmaLog> wgmma_logs;  // by warpgroup
   shadow::BlockState shadow;
 };
 
@@ -169,6 +180,7 @@ void end_shared(Block& block);
 // Check that the running thread leaves nothing in flight.
 void check_copies();
 void check_products();
+void check_warpgroups(const Block& block);  // after its end
 void release_products(Warp& warp);
 
 // What an address of the cluster means: the block, and the address there.
