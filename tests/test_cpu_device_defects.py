@@ -118,12 +118,6 @@ BY_RESULT = [
     ("hopper", "q + step * 32, 0", "q + step * 64 + 128, 0", "does not begin with a repetition"),
     ("hopper", "ptx::wgmma_fence();", "", "no wgmma.fence"),
     ("hopper", "(q + step * 32,", "(q + (threadIdx.x & 32) * 32 + step * 32,", "warps of a warpgroup issue different"),
-    (
-        "hopper",
-        "step < 4; step++) {\n      ptx::wgmma_rs",
-        "step < 4 - (threadIdx.x & 32) / 32; step++) {\n      ptx::wgmma_rs",
-        "issued more",
-    ),
     ("hopper", "(column ^ row % 8)", "column", "wrong"),
     ("hopper", "ptx::bulk_wait_group_read<0>();", "", "may still read shared memory"),
     ("hopper", "ptx::bulk_commit_group();", "", "not committed"),
