@@ -48,7 +48,7 @@ class Row:
 PORTABLE: dict[tuple[str, str, int], Row] = {
     ("forward", "float32", 32): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
     ("forward", "float32", 64): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
-    ("forward", "float32", 128): Row((Tile(128, 128, 8, 8), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
+    ("forward", "float32", 128): Row((Tile(128, 128, 8, 4), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
     ("forward", "float32", 256): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
     ("forward", "float64", 32): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
     ("forward", "float64", 64): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
@@ -61,7 +61,7 @@ PORTABLE: dict[tuple[str, str, int], Row] = {
     ("backward_dq", "float64", 32): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
     ("backward_dq", "float64", 64): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
     ("backward_dq", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 16, 4)),
-    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 4),), Tile(32, 32, 4, 4)),
+    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 2),), Tile(32, 32, 4, 4)),
     ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
     ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
     ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16)),
