@@ -91,7 +91,8 @@ def test_public_names() -> None:
 
 
 def test_import_adds_less_than_50_ms_to_numpy() -> None:
-    code = "import numpy, time; t = time.perf_counter(); import cuflash; print(time.perf_counter() - t)"
+    # The processor's time: the wall's is that of whatever else the machine does.
+    code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(7)) < 0.050
 
 
