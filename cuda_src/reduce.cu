@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
 // Gradient of the slopes from its rows. One block a (slope batch, head).
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
-  const bool shared_slopes = p.alibi_batch_stride == 0;
+  const bool shared_slopes = p.dalibi_batch_stride == 0;  // slopes of stride 0 may still be one of each sequence
   i64 begin = 0, end = p.seqlen_q, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
   if (p.cu_seqlens_q != nullptr) {
     first_batch = 0;
