@@ -116,6 +116,7 @@ BY_RESULT = [
     ("hopper", "k + stage * TILE_BYTES + step * 32, 0, 1024", "k + stage * TILE_BYTES + step * 32, 0, 512", "wrong"),
     ("hopper", "v + stage * TILE_BYTES + step * 2048", "v + stage * TILE_BYTES + step * 32", "wrong"),
     ("hopper", "q + step * 32, 0", "q + step * 64 + 128, 0", "does not begin with a repetition"),
+    ("hopper", "full, 0, tile * SIDE", "full, 4, tile * SIDE", "no multiple of 16 bytes"),
     ("hopper", "ptx::wgmma_fence();", "", "no wgmma.fence"),
     ("hopper", "(q + step * 32,", "(q + (threadIdx.x & 32) * 32 + step * 32,", "warps of a warpgroup issue different"),
     ("hopper", "(column ^ row % 8)", "column", "wrong"),

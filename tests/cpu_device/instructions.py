@@ -7,7 +7,7 @@ zeros. The instruction's registers and the memory that it wrote go to `out`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -245,20 +245,23 @@ def _bulk() -> list[Case]:
     ]
 
 
-# Coordinates that leave the tensor at either end.
-_LOADS = (
-    ("3d", Map("float32", (40, 9, 5), (176, 1600), (32, 8, 2), 0), "-4, 3, 4", 32 * 8 * 2 * 4),
-    ("3d_swizzle_32", Map("bfloat16", (40, 9, 5), (80, 720), (16, 8, 2), 32), "30, -2, 1", 16 * 8 * 2 * 2),
-    ("3d_swizzle_64", Map("float32", (40, 9, 5), (176, 1600), (16, 8, 2), 64), "30, -2, 1", 16 * 8 * 2 * 4),
+# A map, the coordinates of a load and of a store that leave the tensor at either end, and the bytes of a box. The
+# innermost coordinate is a multiple of 16 bytes, and of a store not negative: else an H200 stops.
+_BOXES = (
+    ("3d", Map("float32", (40, 9, 5), (176, 1600), (32, 8, 2)), "-4, 3, 4", "12, 3, 4", 2048),
+    ("3d_swizzle_32", Map("bfloat16", (40, 9, 5), (80, 720), (16, 8, 2), 32), "32, -2, 1", "32, -2, 1", 512),
+    ("3d_swizzle_64", Map("float32", (40, 9, 5), (176, 1600), (16, 8, 2), 64), "28, -2, 1", "28, 2, -1", 1024),
     (
         "4d_swizzle_128",
         Map("bfloat16", (100, 30, 3, 2), (208, 6240, 18720), (64, 16, 1, 2), 128),
         "64, 20, 2, -1",
+        "64, 20, 2, 1",
         4096,
     ),
     (
         "5d_swizzle_128",
         Map("bfloat16", (64, 30, 2, 3, 2), (256, 128, 7680, 23040), (64, 16, 2, 1, 1), 128),
+        "0, 22, 0, 1, 1",
         "0, 22, 0, 1, 1",
         4096,
     ),
@@ -267,15 +270,16 @@ _LOADS = (
 
 def _tma() -> list[Case]:
     cases = []
-    for name, tensor, at, size in _LOADS:
+    for name, tensor, load_at, store_at, size in _BOXES:
         body = _barrier("1") + f"if (t == 0) {{ ptx::tma_prefetch_map(&map); ptx::mbarrier_arrive_expect(bar, {size});"
-        body += f" ptx::tma_load(base + 2048, &map, bar, {at}); }}\n  {_WAIT}"
+        body += f" ptx::tma_load(base + 2048, &map, bar, {load_at}); }}\n  {_WAIT}"
         body += f"for (int i = t; i < {size // 4}; i += 32) out[i] = reinterpret_cast<unsigned*>(smem + 2048)[i];"
         cases.append(Case(f"tma_load_{name}", "sm_90a", body, random_words, map=tensor))
-    for name, tensor, at, _ in _LOADS:
-        into = Map(tensor.dtype, tensor.extents, tensor.strides, tensor.box, tensor.swizzle, of_out=True)
         body = "fill(smem, in, 8192); ptx::fence_async_shared(); __syncthreads();\n  if (t == 0) {"
-        body += f" ptx::tma_store(&map, base + 2048, {at}); ptx::bulk_commit_group(); ptx::bulk_wait_group<0>(); }}"
+        body += (
+            f" ptx::tma_store(&map, base + 2048, {store_at}); ptx::bulk_commit_group(); ptx::bulk_wait_group<0>(); }}"
+        )
+        into = replace(tensor, of_out=True)
         cases.append(Case(f"tma_store_{name}", "sm_90a", body, random_words, map=into))
         if tensor.dtype == "float32":
             sums = body.replace("tma_store", "tma_reduce_add")

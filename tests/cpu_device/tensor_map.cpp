@@ -35,6 +35,9 @@ Box box_of(const void* map, const int* coordinates, int rank, Where where) {
     box.at[d] = coordinates[d];
     box.bytes *= box.map.box[d];
   }
+  if (box.at[0] * box.map.element_bytes % kPieceBytes)
+    fail(where, "TMA: the innermost coordinate %d is no multiple of 16 bytes, an illegal instruction on a GPU",
+         box.at[0]);
   return box;
 }
 
@@ -135,6 +138,8 @@ void tensor_load_multicast(uint32_t shared, const void* map, uint32_t mbarrier, 
 void tensor_store(const void* map, uint32_t shared, const int* coordinates, int rank, Reduction reduction,
                   Where where) {
   const Box box = box_of(map, coordinates, rank, where);
+  if (box.at[0] < 0)
+    fail(where, "TMA: a store at the negative innermost coordinate %d, an illegal instruction on an H200", box.at[0]);
   if (reduction != Reduction::kNone && !(box.map.is_float && box.map.element_bytes == sizeof(float)))
     fail(where, "TMA: sums of float32 only");
   box_memory(box, shared, where);
