@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import DTYPES, Case, gaussian_case
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import Check, CpuDevice
@@ -39,11 +39,22 @@ def checked(capability: tuple[int, int]) -> Iterator[CpuDevice]:
         yield device
 
 
+# One of every class of head dims that a table has rows for, on any architecture.
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+
+
 def assert_agrees(case: Case) -> None:
     on_device = case.on(HOST)
     out, lse = on_device.forward()
     case.assert_forward(out, lse)
     case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_row_of_the_tables(dtype: str, head_dim: int) -> None:
+    assert_agrees(gaussian_case(0, dtype, (70, 150), (2, 1), (head_dim, head_dim), 1, causal=True))
 
 
 @pytest.mark.usefixtures("plain")
