@@ -90,7 +90,7 @@ def has_gpu() -> bool:
 def _kernels_on_the_cpu(capability: tuple[int, int]) -> AbstractContextManager[Any]:
     from cpu_device import device, hook
 
-    return hook.kernels_on(device.CpuDevice(capability, check=device.Check.NONE))
+    return hook.kernels_on(device.CpuDevice(capability))
 
 
 def available() -> list[Device]:

@@ -24,6 +24,9 @@ import cuflash
 
 Array = NDArray[Any]
 
+# A result that is right comes without a warning.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
 
 @examples(200)
 @given(case=cases(packed=False))

@@ -18,6 +18,9 @@ from cuflash import reference
 
 Array = NDArray[Any]
 
+# A result that is right comes without a warning.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
 MASK32 = 0xFFFFFFFF
 
 

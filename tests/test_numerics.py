@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+# A result that is right comes without a warning.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
 # Beyond it the rounding of lse is several of P.
 LARGE_LSE = 16
 

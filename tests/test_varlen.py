@@ -15,6 +15,9 @@ from visibility import Sequence, blind_rows, padded_rows, sequences
 
 import cuflash
 
+# A result that is right comes without a warning.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
 
 def _alone(case: Case, index: int, sequence: Sequence) -> Case:
     """The used part of one sequence as a padded problem of batch 1 without lengths."""
