@@ -4,7 +4,8 @@ Shapes and options are drawn; the numbers come from a generator whose seed is dr
 small, printable and quick to shrink.
 
 The profile is chosen by the environment variable CUFLASH_TEST_PROFILE: "quick" (the default: the same examples in
-every run, some minutes in all) or "long" (new examples every time, `LONG_FACTOR` times as many).
+every run, some minutes in all) or "long" (new examples every time, `LONG_FACTOR` times as many; needs pytest's
+``--timeout 0``).
 """
 
 from __future__ import annotations
