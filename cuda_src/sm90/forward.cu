@@ -1,9 +1,9 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
 // CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after tile.
-#include "epilogue.cuh"
+#include "../softmax_fragment.cuh"
+#include "../write_fragment.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
-#include "softmax_fragment.cuh"
 
 struct SharedStorage {
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
@@ -89,7 +89,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
-    const ScoreFragment scores(p, s, work.head, tile_row, first_row);
+    const int row = first_row + warp_row() + fragment_row();
+    const ScoreFragment scores(p, s, work.head);
     hidden.begin(p, s, scores.mask);
     FragmentSoftmax softmax(scale);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
@@ -103,12 +104,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       softmax.finish(sink, inverse, lse);
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // Whether the current tile needs its mask. All warpgroups have to agree where they look for hidden keys together.
+      const auto needs_mask = [&] {
+        return HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
+                              : scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
       // From the first scores to the weights of their values.
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
-        scores.apply(x, first_key, masked);
+        scores.apply(x, row, first_key, masked);
         if (masked) hidden.find(x);
         softmax.step(x, rescale);
-        scores.drop(x, first_key);
+        scores.drop(x, row, first_key);
       };
       // The next scores beside the product of the last weights and their values.
       const auto step = [&](bool masked) {
@@ -138,7 +144,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       {
         float x[BLOCK_N / 2];
         const int first_key = blocks.block * BLOCK_N;
-        const bool masked = scores.needs_mask(blocks);
+        const bool masked = needs_mask();
         blocks.advance();
         rings.k.wait();
         turns.take();
@@ -154,7 +160,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       }
       // Two copies of the step, so that the common one is short.
       while (!blocks.done()) {
-        if (scores.needs_mask(blocks)) {
+        if (needs_mask()) {
           step(true);
         } else {
           step(false);
@@ -175,7 +181,6 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       inverse[1] *= static_cast<float>(p.dropout_rescale);
     }
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row = first_row + fragment_row();
     if (lane() % 4 < 2) {
       const int i = row + 8 * (lane() % 4);
       const float own = lane() % 4 == 0 ? lse[0] : lse[1];

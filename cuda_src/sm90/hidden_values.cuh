@@ -1,6 +1,7 @@
 // Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
 #pragma once
-#include "score_fragment.cuh"
+#include "../score_fragment.cuh"
+#include "products.cuh"
 
 // Which keys of a tile some query sees; the two buffers take turns.
 struct SeenKeys {

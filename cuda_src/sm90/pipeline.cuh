@@ -1,13 +1,10 @@
 // Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, and the turns
 // that the warpgroups take at the tensor cores.
 #pragma once
-#include "../types.cuh"
+#include "../fragment.cuh"
 #include "ptx.cuh"
 
-constexpr int WARP = 32, WARPGROUP = 128;
-constexpr u32 ALL_LANES = 0xffffffffu;
-
-__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
+constexpr int WARPGROUP = 128;
 
 __device__ __forceinline__ void wait_for(u32 mbarrier, u32 parity) {
   while (!ptx::mbarrier_try_wait(mbarrier, parity)) {

@@ -11,11 +11,8 @@ constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (HEAD_DIM_V + 
 constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;
 constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BYTES * PANELS_V;
 
-// A fragment of N columns: element e is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
-__device__ __forceinline__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + lane() / 4; }
-__device__ __forceinline__ int fragment_column() { return lane() % 4 * 2; }
-__device__ __forceinline__ constexpr int row_offset(int e) { return e / 2 % 2 * 8; }
-__device__ __forceinline__ constexpr int column_offset(int e) { return e / 4 * 8 + e % 2; }
+// First row of the thread's warp within its warpgroup.
+__device__ __forceinline__ int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 
 template <int N>
 __device__ __forceinline__ void keep(float (&x)[N]) {
@@ -53,18 +50,4 @@ __device__ __forceinline__ void multiply_values(float (&out)[HEAD_DIM_V / 2], u3
                               weights[4 * step + 3], b + step * (STEP * ROW_BYTES / 16), true);
   }
   ptx::wgmma_commit_group();
-}
-
-__device__ __forceinline__ u32 packed(__nv_bfloat16, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const u32*>(&pair);
-}
-__device__ __forceinline__ u32 packed(__half, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const u32*>(&pair);
-}
-
-__device__ __forceinline__ void pack(u32 (&weights)[BLOCK_N / 4], const float (&x)[BLOCK_N / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 4; i++) weights[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
 }

@@ -1,7 +1,9 @@
-// The online softmax on a fragment of 64 queries: a thread has two rows, each shared by the four lanes of a quad.
+// The online softmax on a warp's fragment of 16 queries: a thread has two rows, each shared by the four lanes of a
+// quad.
 #pragma once
-#include "../softmax.cuh"
-#include "products.cuh"
+#include "fragment.cuh"
+#include "sm80/ptx.cuh"
+#include "softmax.cuh"
 
 // Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
 // weights up to 256 are as exact, and most steps need no rescaling. Decided per row, so rows stay independent.
@@ -66,8 +68,9 @@ struct FragmentSoftmax {
   }
 };
 
-__device__ __forceinline__ void rescale_rows(float (&out)[HEAD_DIM_V / 2], const float (&rescale)[2]) {
+template <int N>
+__device__ __forceinline__ void rescale_rows(float (&out)[N], const float (&rescale)[2]) {
   if (!__any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1)) return;
 #pragma unroll
-  for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] *= rescale[e / 2 % 2];
+  for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }

@@ -1,7 +1,7 @@
-// Results of a warpgroup to global memory, straight from registers.
+// Results of a warp to global memory, straight from its accumulators.
 #pragma once
-#include "../sequence.cuh"
-#include "products.cuh"
+#include "fragment.cuh"
+#include "sequence.cuh"
 
 // Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
@@ -20,8 +20,9 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
 }
 
 // Writes out * factor[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are padding and 0.
+template <int N>
 __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                                               const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+                                               const float (&out)[N], const float (&factor)[2]) {
   const bool vectors =
       (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % sizeof(Vector) == 0;
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, in
     const int i = row + 8 * r;
     Element* target = data + i * row_stride;
 #pragma unroll
-    for (int group = 0; group < HEAD_DIM_V / 32; group++) {
+    for (int group = 0; group < N / 16; group++) {
       union {
         u32 words[4];
         Vector vector;

@@ -1,9 +1,9 @@
-// Score, mask and dropout on the score fragment of a warpgroup.
+// Score, mask and dropout on a warp's fragment of 16 queries and BLOCK_N keys. `row` is the thread's first query.
 #pragma once
-#include "../blocks.cuh"
-#include "../philox.cuh"
-#include "../score.cuh"
-#include "products.cuh"
+#include "blocks.cuh"
+#include "fragment.cuh"
+#include "philox.cuh"
+#include "score.cuh"
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
@@ -14,21 +14,19 @@ struct ScoreFragment {
   Score score;
   Mask mask;
   Dropout dropout;
-  int tile_row, first_row;  // of the thread block and of the warpgroup
 
-  __device__ __forceinline__ ScoreFragment(const AttentionParams& p, const Sequence& s, int head, int tile_row,
-                                           int first_row)
-      : score(p, s, head), mask(p, s, head), dropout(p, s, head), tile_row(tile_row), first_row(first_row) {}
+  __device__ __forceinline__ ScoreFragment(const AttentionParams& p, const Sequence& s, int head)
+      : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
-  // All warpgroups have to agree where they look for hidden keys together.
-  __device__ __forceinline__ bool needs_mask(const Blocks& blocks) const {
-    const int row = HIDES_ANYWHERE ? tile_row : first_row, rows = HIDES_ANYWHERE ? BLOCK_M : ROWS_OF_WARPGROUP;
-    return HAS_MASK || HAS_BIAS || blocks.partial || !mask.columns_inside(row, rows, blocks.block * BLOCK_N, BLOCK_N);
+  // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
+  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, int first_row, int rows) const {
+    return HAS_MASK || HAS_BIAS || blocks.partial ||
+           !mask.columns_inside(first_row, rows, blocks.block * BLOCK_N, BLOCK_N);
   }
 
   // Turns products into scores, -inf where hidden.
-  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], int first_key, bool masked) const {
-    const int row = first_row + fragment_row(), column = first_key + fragment_column();
+  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+    const int column = first_key + fragment_column();
     if constexpr (!PLAIN_SCORES) {
 #pragma unroll
       for (int e = 0; e < BLOCK_N / 2; e++) x[e] = score.value(x[e], row + row_offset(e), column + column_offset(e));
@@ -57,14 +55,13 @@ struct ScoreFragment {
     }
   }
 
-  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int first_key) const {
+  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
 #pragma unroll
       for (int e = 0; e < BLOCK_N / 2; e += 8) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-          const u32 kept =
-              dropout.keep(first_row + fragment_row(), first_key + fragment_column() + column_offset(e + side));
+          const u32 kept = dropout.keep(row, first_key + fragment_column() + column_offset(e + side));
           // Words are numbered by row, then column, fragments the other way round.
           if (!(kept & 1)) weights[e + side] = 0;
           if (!(kept & 4)) weights[e + 2 + side] = 0;
