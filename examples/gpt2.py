@@ -1,0 +1,226 @@
+"""GPT-2 (Radford et al., 2019) with its gradients written out, on NumPy or CuPy alone.
+
+No autodiff: each block returns its result and a function from the gradient of the result to that of its input.
+Attention is either cuflash's or an honest baseline: batched matrix products and one softmax kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+from .gpt2_ops import Array, NumpyOps
+
+Backward = Callable[[Array], Array]
+
+BYTES = 256  # the texts are bytes: only these rows of the table of tokens are ever looked up
+
+
+@dataclass(frozen=True)
+class Config:
+    """The model's size; the defaults are GPT-2 small."""
+
+    width: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    context: int = 1024
+    vocabulary: int = 50304  # GPT-2's 50257, filled up to a multiple of 128
+
+
+TINY = Config(width=256, num_layers=1, num_heads=4, context=128, vocabulary=BYTES)
+
+
+def cuflash_attention(ops: NumpyOps, qkv: Array, deterministic: bool | None = None) -> tuple[Array, Backward]:
+    """Causal attention on a fused qkv (batch, seqlen, 3, heads, dim), its gradients written into a fused one too."""
+    q, k, v = (qkv[:, :, i] for i in range(3))
+    out, backward = cuflash.attention_vjp(q, k, v, causal=True, deterministic=deterministic)
+
+    def gradient(dout: Array) -> Array:
+        dqkv = ops.xp.empty_like(qkv)
+        backward(dout, out=tuple(dqkv[:, :, i] for i in range(3)))
+        return dqkv
+
+    return out, gradient
+
+
+def baseline_attention(ops: NumpyOps, qkv: Array) -> tuple[Array, Backward]:
+    """The same by batched products in the same dtype and one kernel for the softmax, which keeps all weights.
+
+    Every product is a batch over sequences, head by head: neither qkv nor the result has to be transposed.
+    """
+    batch, seqlen, _, num_heads, dim = qkv.shape
+    scale = dim**-0.5
+    weights = ops.xp.empty((num_heads, batch, seqlen, seqlen), qkv.dtype)
+    out = ops.xp.empty((batch, seqlen, num_heads, dim), qkv.dtype)
+    heads = [tuple(qkv[:, :, i, head] for i in range(3)) for head in range(num_heads)]
+    for head, (q, k, _) in enumerate(heads):
+        ops.matmul(q, k.swapaxes(1, 2), out=weights[head])
+    ops.causal_softmax(weights, scale)
+    for head, (_, _, v) in enumerate(heads):
+        ops.matmul(weights[head], v, out=out[:, :, head])
+
+    def gradient(dout: Array) -> Array:
+        dqkv = ops.xp.empty_like(qkv)
+        dweights = ops.xp.empty_like(weights)
+        for head, (_, _, v) in enumerate(heads):
+            ops.matmul(dout[:, :, head], v.swapaxes(1, 2), out=dweights[head])
+            ops.matmul(weights[head].swapaxes(1, 2), dout[:, :, head], out=dqkv[:, :, 2, head])
+        ops.causal_softmax_backward(dweights, weights, scale)
+        for head, (q, k, _) in enumerate(heads):
+            ops.matmul(dweights[head], k, out=dqkv[:, :, 0, head])
+            ops.matmul(dweights[head].swapaxes(1, 2), q, out=dqkv[:, :, 1, head])
+        return dqkv
+
+    return out, gradient
+
+
+ATTENTIONS = {"cuflash": cuflash_attention, "baseline": baseline_attention}
+
+
+class GPT2:
+    """The parameters, and the loss with its gradients.
+
+    Parameters
+    ----------
+    config : Config
+    ops : NumpyOps or CupyOps
+        Where and in which type it is computed.
+    attention : callable
+        ``(ops, qkv) -> out, backward``, as `ATTENTIONS`.
+    seed : int
+        Of the initial parameters.
+
+    Attributes
+    ----------
+    master, weights, gradients : array (size,)
+        All parameters in float32, in the working type, and their gradients in float32; matrices come first.
+    """
+
+    def __init__(self, config: Config, ops: NumpyOps, attention: Callable[..., Any], seed: int) -> None:
+        self.config, self.ops, self.attention = config, ops, attention
+        width, deep = config.width, config.num_layers
+        rng = np.random.default_rng(seed)
+        matrices: dict[str, tuple[int, ...]] = {
+            "tokens": (config.vocabulary, width),
+            "positions": (config.context, width),
+        }
+        vectors: dict[str, tuple[int, ...]] = {}
+        for layer in range(deep):
+            matrices |= {
+                f"qkv{layer}": (width, 3 * width),
+                f"merge{layer}": (width, width),
+                f"expand{layer}": (width, 4 * width),
+                f"contract{layer}": (4 * width, width),
+            }
+            vectors |= {f"{name}_bias{layer}": shape[1:] for name, shape in self._of(matrices, layer).items()}
+            vectors |= {f"{name}{layer}": (width,) for name in ("gain1_", "shift1_", "gain2_", "shift2_")}
+        vectors |= {"gain": (width,), "shift": (width,)}
+        self.shapes = matrices | vectors
+        self.decayed = sum(math.prod(shape) for shape in matrices.values())
+        initial = np.zeros(sum(math.prod(shape) for shape in self.shapes.values()), np.float32)
+        for name, view in self.views(initial).items():
+            if name.startswith("gain"):
+                view[...] = 1
+            elif view.ndim == 2:
+                # the matrices that end a branch are smaller, so that the sum over branches keeps its size
+                deviation = 0.02 / math.sqrt(2 * deep) if name.startswith(("merge", "contract")) else 0.02
+                view[...] = deviation * rng.standard_normal(view.shape, np.float32)
+        self.master = ops.xp.asarray(initial)
+        self.weights = self.master.astype(ops.dtype)
+        self.gradients = ops.xp.zeros_like(self.master)
+        self.w, self.dw = self.views(self.weights), self.views(self.gradients)
+
+    @staticmethod
+    def _of(matrices: Mapping[str, tuple[int, ...]], layer: int) -> dict[str, tuple[int, ...]]:
+        names = ("qkv", "merge", "expand", "contract")
+        return {name: matrices[f"{name}{layer}"] for name in names}
+
+    def views(self, flat: Array) -> dict[str, Array]:
+        """Each parameter's part of a flat array of all, under its name."""
+        parts, start = {}, 0
+        for name, shape in self.shapes.items():
+            parts[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        return parts
+
+    def _layer(self, layer: int, x: Array, branch: Array | None, bias: str, shape: tuple[int, int]) -> Any:
+        """One block: its residual stream and last branch, not yet added, and the way back."""
+        ops, w, dw = self.ops, self.w, self.dw
+        width, heads = self.config.width, self.config.num_heads
+        gain1, shift1, gain2, shift2 = (f"{name}_{layer}" for name in ("gain1", "shift1", "gain2", "shift2"))
+        qkv_bias, merge_bias, expand_bias = (f"{name}_bias{layer}" for name in ("qkv", "merge", "expand"))
+
+        x1, y1, statistics1 = ops.add_layer_norm(x, branch, w.get(bias), w[gain1], w[shift1])
+        qkv = ops.matmul(y1, w[f"qkv{layer}"])
+        ops.add_bias(qkv, w[qkv_bias])
+        out, attention_backward = self.attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
+        merged = ops.matmul(out.reshape(-1, width), w[f"merge{layer}"])
+        x2, y2, statistics2 = ops.add_layer_norm(x1, merged, w[merge_bias], w[gain2], w[shift2])
+        hidden = ops.matmul(y2, w[f"expand{layer}"])
+        active = ops.bias_gelu(hidden, w[expand_bias])
+        result = ops.matmul(active, w[f"contract{layer}"])
+
+        def backward(dx: Array) -> Array:
+            dactive = ops.matmul(dx, w[f"contract{layer}"].T)
+            ops.matmul(active.T, dx, out=dw[f"contract{layer}"])
+            dhidden = ops.gelu_backward(dactive, hidden, w[expand_bias], dw[expand_bias])
+            dy2 = ops.matmul(dhidden, w[f"expand{layer}"].T)
+            ops.matmul(y2.T, dhidden, out=dw[f"expand{layer}"])
+            dx2 = ops.layer_norm_backward(dy2, x2, statistics2, w[gain2], dx, (dw[gain2], dw[shift2], dw[merge_bias]))
+            dout = ops.matmul(dx2, w[f"merge{layer}"].T)
+            ops.matmul(out.reshape(-1, width).T, dx2, out=dw[f"merge{layer}"])
+            dqkv = attention_backward(dout.reshape(out.shape)).reshape(-1, 3 * width)
+            ops.bias_gradient(dqkv, dw[qkv_bias])
+            dy1 = ops.matmul(dqkv, w[f"qkv{layer}"].T)
+            ops.matmul(y1.T, dqkv, out=dw[f"qkv{layer}"])
+            return ops.layer_norm_backward(dy1, x1, statistics1, w[gain1], dx2, (dw[gain1], dw[shift1], dw.get(bias)))
+
+        return x2, result, backward
+
+    def _forward(self, tokens: Array) -> tuple[Array, list[Backward], Backward]:
+        ops, w, dw = self.ops, self.w, self.dw
+        x, branch, bias = ops.embed(tokens, w["tokens"], w["positions"]), None, ""
+        way_back = []
+        for layer in range(self.config.num_layers):
+            x, branch, backward = self._layer(layer, x, branch, bias, tokens.shape)
+            way_back.append(backward)
+            bias = f"contract_bias{layer}"
+        x, y, statistics = ops.add_layer_norm(x, branch, w[bias], w["gain"], w["shift"])
+
+        def head_backward(dlogits: Array) -> Array:
+            ops.matmul(dlogits.T, y, out=dw["tokens"])
+            dy = ops.matmul(dlogits, w["tokens"])
+            return ops.layer_norm_backward(dy, x, statistics, w["gain"], None, (dw["gain"], dw["shift"], dw[bias]))
+
+        return ops.matmul(y, w["tokens"].T), way_back, head_backward
+
+    def loss(self, windows: Array) -> Array:
+        """Mean loss in nats of each byte of `windows` (batch, seqlen + 1) but the first, given those before."""
+        logits, _, _ = self._forward(self._contiguous(windows[:, :-1]))
+        return self.ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())
+
+    def loss_and_gradients(self, windows: Array) -> Array:
+        """The same, and all of `gradients` are written."""
+        ops, dw = self.ops, self.dw
+        tokens = self._contiguous(windows[:, :-1])
+        dlogits, way_back, head_backward = self._forward(tokens)
+        loss = ops.cross_entropy(dlogits, self._contiguous(windows[:, 1:]).ravel())
+        dx = head_backward(dlogits)
+        while way_back:
+            dx = way_back.pop()(dx)  # and with it go the block's activations
+        # A product with the one-hot matrix adds the rows of equal bytes in one order on every device.
+        one_hot = (tokens.reshape(-1, 1) == ops.xp.arange(BYTES, dtype=np.int32)).astype(ops.dtype)
+        ops.matmul(one_hot.T, dx, out=dw["tokens"][:BYTES], add=True)
+        seqlen, width = tokens.shape[1], self.config.width
+        dw["positions"][seqlen:] = 0
+        ops.bias_gradient(dx.reshape(-1, seqlen * width), dw["positions"][:seqlen].reshape(-1))
+        return loss
+
+    def _contiguous(self, tokens: Array) -> Array:
+        return self.ops.xp.ascontiguousarray(tokens, dtype=np.int32)

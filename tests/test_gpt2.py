@@ -1,0 +1,168 @@
+"""The GPT-2 example: its gradients, its kernels, and training that survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuflash.examples import train_gpt2
+from cuflash.examples.gpt2 import ATTENTIONS, GPT2, TINY, Config
+from cuflash.examples.gpt2_ops import CupyOps, NumpyOps
+from cuflash.examples.train_gpt2 import CHECKPOINT, Run, Text, Trainer, main
+
+Array = Any
+OPTIONS = ["--size", "tiny", "--context", "32", "--batch", "2", "--device", "cpu"]
+RUN = Run("tiny", 32, 2, 4, 1e-3, "cuflash", True, 0)
+
+
+class Float64(NumpyOps):
+    """For finite differences."""
+
+    dtype = np.dtype(np.float64)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_gradients_of_every_parameter(attention: str) -> None:
+    config = Config(width=16, num_layers=2, num_heads=2, context=12, vocabulary=256)
+    model = GPT2(config, Float64(), ATTENTIONS[attention], seed=0)
+    rng = np.random.default_rng(0)
+    model.weights[:] += 0.1 * rng.normal(size=model.weights.shape)  # away from gains of 1 and biases of 0
+    model.gradients = np.full(model.weights.shape, np.nan)
+    model.dw = model.views(model.gradients)
+    windows = rng.integers(0, 256, (3, 11))
+    loss = model.loss_and_gradients(windows)
+    assert float(loss) == pytest.approx(float(model.loss(windows)), rel=1e-12)
+    step = 1e-5
+    for name, gradient in model.dw.items():
+        weight, direction = model.w[name], rng.normal(size=gradient.shape)
+        before = weight.copy()
+        weight[...] = before + step * direction
+        above = model.loss(windows)
+        weight[...] = before - step * direction
+        below = model.loss(windows)
+        weight[...] = before
+        assert np.sum(gradient * direction) == pytest.approx((above - below) / (2 * step), rel=1e-6, abs=1e-8), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_gpu_agrees_with_the_cpu(attention: str) -> None:
+    config = replace(TINY, context=1280)  # rows of scores that need several warps, the last one in part
+    models = [GPT2(config, ops, ATTENTIONS[attention], seed=0) for ops in (NumpyOps(), CupyOps(TINY.width))]
+    rng = np.random.default_rng(0)
+    start = models[0].weights + 0.1 * rng.normal(size=models[0].weights.shape).astype("float32")
+    windows = rng.integers(0, 256, (2, 1281))
+    losses, gradients = [], []
+    for model in models:
+        xp = model.ops.xp
+        model.weights[:] = xp.asarray(start).astype(model.ops.dtype)
+        model.gradients[:] = np.nan
+        losses.append(float(model.loss_and_gradients(xp.asarray(windows))))
+        gradients.append(model.views(model.gradients if xp is np else model.gradients.get()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    for name, expected in gradients[0].items():
+        error = np.linalg.norm(gradients[1][name] - expected)
+        assert error < 0.05 * np.linalg.norm(expected), name
+
+
+@pytest.mark.gpu
+def test_gpu_optimizer() -> None:
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(4, 1000)).astype("float32")
+    start[2] = np.abs(start[2])
+    settings = {**train_gpt2.SETTINGS, "step": 3, "rate": 0.01}
+    results = []
+    for ops in (NumpyOps(), CupyOps(256)):
+        master, first, second, gradient = (ops.xp.asarray(x).copy() for x in start)
+        weights = ops.xp.empty_like(master, dtype=ops.dtype)
+        ops.adamw(weights, master, (first, second), gradient, 600, **settings)
+        results.append([x if ops.xp is np else x.get() for x in (master, first, second, weights.astype("float32"))])
+    for ours, expected, tolerance in zip(*reversed(results), (1e-5, 1e-5, 1e-5, 1e-2), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=1e-6)
+
+
+def trainer() -> Trainer:
+    return Trainer(RUN, NumpyOps(), Text(None))
+
+
+def test_goes_on_exactly(tmp_path: Path) -> None:
+    whole, first, second = trainer(), trainer(), trainer()
+    assert not first.load(tmp_path)
+    for _ in range(RUN.steps):
+        whole.advance()
+    for _ in range(2):
+        first.advance()
+    first.save(tmp_path)
+    assert second.load(tmp_path)
+    while second.step < RUN.steps:
+        second.advance()
+    for ours, expected in zip(
+        (second.model.master, *second.moments), (whole.model.master, *whole.moments), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+    assert [float(x) for x in second.losses] == [float(x) for x in whole.losses]
+
+
+def test_refuses_the_checkpoint_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer().save(tmp_path)
+    assert main([*OPTIONS, "--steps", "7", "--rate", "0.001", "--out", str(tmp_path)]) == 2
+    assert "steps" in capsys.readouterr().err
+
+
+def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written to the disk when the kill came is not taken for a checkpoint."""
+    first = trainer()
+    first.advance()
+    first.save(tmp_path)
+    whole = (tmp_path / CHECKPOINT).read_bytes()
+    first.advance()
+
+    def killed(*arguments: Any, **keywords: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(SystemExit):
+        first.save(tmp_path)
+    assert (tmp_path / CHECKPOINT).read_bytes() == whole
+    again = trainer()
+    assert again.load(tmp_path) and again.step == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_command_survives_a_kill(tmp_path: Path) -> None:
+    for library in ("matplotlib", "tqdm"):
+        pytest.importorskip(library)
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 400)
+    command = [sys.executable, "-m", "cuflash.examples.train_gpt2", *OPTIONS, "--text", str(text)]
+    command += ["--steps", "15", "--checkpoint-every", "2", "--out", str(tmp_path / "run")]
+    checkpoint = tmp_path / "run" / CHECKPOINT
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not checkpoint.exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert "going on after step" in result.stdout and "tokens/s" in result.stdout
+    losses = json.loads((tmp_path / "run" / "losses.json").read_text())["losses"]
+    assert len(losses) == 15 and losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+
+
+def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_gpt2, "WARM_UP_STEPS", 1)
+    path = tmp_path / "figures.json"
+    assert main([*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert list(results) == ["cuflash", "cuflash, deterministic", "baseline"]
+    losses = [result["loss"] for result in results.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)  # all three train the same model on the same text
+    assert "x the baseline" in capsys.readouterr().out
