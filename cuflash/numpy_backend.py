@@ -19,6 +19,7 @@ from cuflash.numpy_scores import (
     compute_scores,
     dropout_keep,
     hide,
+    hide_cut,
     load_keys,
     load_rows,
     sink_rows,
@@ -84,7 +85,10 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
         v = load_keys(tiling, o.v, tile)
         scores = found.scores
         if found.visible is not None:
-            hide(scores, found.visible, heads)
+            if found.cut is not None:
+                hide_cut(scores, found.cut, heads)
+            else:
+                hide(scores, found.visible, heads)
             v = without_rows(v, found.visible.any(axis=(0, 2, 3)))
         new_top = np.maximum(top[rows], scores.max(axis=1))
         shift = np.maximum(new_top, lowest)  # -inf - -inf is no number

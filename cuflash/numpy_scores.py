@@ -21,11 +21,25 @@ from cuflash.philox import keep_tile
 Array = NDArray[Any]
 
 
+# What of a tile is visible, as bool to go with `split_heads`; True if all of it, None if nothing.
+Visible = Array | Literal[True] | None
+
+
+class Cut(NamedTuple):
+    """What causal and a window leave of a tile, ready to be used again for the next tile of the same place."""
+
+    visible: Visible  # (1, keys, 1, rows)
+    rows: slice  # where something is hidden
+    keep: Array  # of these rows, as integers of the scores' size: all bits set where visible
+    fill: Array  # likewise: the bits of -inf where hidden
+
+
 class Scores(NamedTuple):
     """The scores of a tile and what their gradient needs, in scratch memory."""
 
     scores: Array  # (KV heads, keys, query heads of each * rows)
     visible: Array | None  # bool, broadcasts to the view `split_heads`; None if everything is
+    cut: Cut | None  # where `visible` comes from, if from causal and the window alone
     tanh: Array | None  # like scores
     distance: Array | None  # (keys, 1, rows)
 
@@ -98,10 +112,22 @@ def hide(scores: Array, visible: Array, heads: Heads) -> None:
     """Replace hidden elements, NaN and inf too, by -inf, in place."""
     zero_hidden(scores, visible, heads)
     bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
-    hidden = visible.astype(bits.dtype)
+    bits |= _infinities(visible, scores.dtype)
+
+
+def hide_cut(scores: Array, cut: Cut, heads: Heads) -> None:
+    """What `hide` does, where causal and a window alone hide something."""
+    bits = split_heads(scores, heads)[..., cut.rows].view(cut.keep.dtype)
+    bits &= cut.keep
+    bits |= cut.fill
+
+
+def _infinities(visible: Array, dtype: np.dtype[Any]) -> Array:
+    """The bits of -inf where hidden, else 0."""
+    hidden = visible.astype(f"i{dtype.itemsize}")
     hidden -= 1  # all bits set where hidden
-    hidden &= np.array(-np.inf, scores.dtype).view(bits.dtype)
-    bits |= hidden
+    hidden &= np.array(-np.inf, dtype).view(hidden.dtype)
+    return hidden
 
 
 def without_rows(x: Array, keep: Any) -> Array:
@@ -151,7 +177,7 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
-    visible = _visible(tiling, tile, bias, workspace)
+    visible, cut = _visible(tiling, tile, bias, workspace)
     if visible is None:
         return None
     scores = workspace.array("scores", (len(k), k.shape[1], q.shape[2]), p.accum_dtype)
@@ -174,7 +200,7 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         penalty = workspace.array("penalty", view.shape, p.accum_dtype)
         np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
         view -= penalty
-    return Scores(scores, None if visible is True else visible, tanh, distance)
+    return Scores(scores, None if visible is True else visible, cut, tanh, distance)
 
 
 def _aligned(tile: Tile) -> Array:
@@ -182,13 +208,13 @@ def _aligned(tile: Tile) -> Array:
     return np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
 
 
-def _visible_by_position(tiling: Tiling, tile: Tile, workspace: Workspace) -> Array:
-    """What causal and a window leave of a tile, (1, keys, 1, rows)."""
+def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:
+    """What causal and a window leave of a tile."""
     left, right = tiling.problem.window_left, tiling.problem.window_right
     num_keys, num_rows = tile.key_stop - tile.key, tile.block.row_stop - tile.block.row
     offset = tile.block.row + tile.block.sequence.diagonal - tile.key
 
-    def make() -> Array:
+    def make() -> Cut:
         aligned, keys = np.arange(num_rows) + offset, np.arange(num_keys)[:, None]
         visible = np.ones((num_keys, num_rows), bool)
         reach = abs(offset) + num_rows + num_keys  # a wider window hides nothing here, but may overflow an int64
@@ -196,17 +222,24 @@ def _visible_by_position(tiling: Tiling, tile: Tile, workspace: Workspace) -> Ar
             visible &= keys >= aligned - min(left, reach)
         if right is not None:
             visible &= keys <= aligned + min(right, reach)
-        return visible[None, :, None]
+        cut_rows = np.flatnonzero(~visible.all(axis=0))
+        rows = slice(int(cut_rows[0]), int(cut_rows[-1]) + 1) if len(cut_rows) else slice(0, 0)
+        visible = visible[None, :, None]
+        own = visible[..., rows]
+        fill = _infinities(own, np.dtype(tiling.problem.accum_dtype))
+        shown: Visible = True if visible.all() else visible if visible.any() else None
+        return Cut(shown, rows, -own.astype(fill.dtype), fill)
 
     return workspace.remember((offset, num_keys, num_rows), make)
 
 
-def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspace) -> Array | Literal[True] | None:
-    """What of a tile is visible, to go with `split_heads`: True if all of it, None if nothing."""
+def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspace) -> tuple[Visible, Cut | None]:
+    """What of a tile is visible, and `Scores.cut`."""
     o, heads = tiling.operands, tile.block.heads
+    cut = _cut(tiling, tile, workspace) if tile.is_cut else None
+    if cut is not None and cut.visible is None:
+        return None, None
     parts: list[Array] = []
-    if tile.is_cut:
-        parts.append(_visible_by_position(tiling, tile, workspace))
     if o.mask is not None:
         parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], heads))
     if bias is not None:
@@ -217,12 +250,14 @@ def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspac
         rows = tile.block.row, tile.block.row_stop
         shown = o.block_mask.tile_visible(tile.block.sequence.batch, heads.first, *rows, tile.key, tile.key_stop)
         if shown is None:
-            return None
+            return None, None
         if isinstance(shown, np.ndarray):
             parts.append(like_scores(shown[None], heads))
     if not parts:
-        return True
+        return (True, None) if cut is None else (cut.visible, cut)
+    if cut is not None and isinstance(cut.visible, np.ndarray):
+        parts.append(cut.visible)
     visible = np.ascontiguousarray(functools.reduce(np.logical_and, parts))
     if visible.all():
-        return True
-    return visible if visible.any() else None
+        return True, None
+    return visible if visible.any() else None, None

@@ -17,10 +17,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 # (get, set) of the BLAS libraries that NumPy is built with: its own wheels (64-bit integers or not), then OpenBLAS and
 # MKL as distributions ship them.
@@ -93,15 +95,15 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}
-        self._remembered: dict[Any, NDArray[Any]] = {}
+        self._remembered: dict[Any, Any] = {}
 
-    def remember(self, key: Any, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    def remember(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returned when `key` was last met, or returns now; not to be written."""
-        found = self._remembered.get(key)
-        if found is None:
+        if key not in self._remembered:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered[key] = make()
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
         return found
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

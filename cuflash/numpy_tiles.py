@@ -18,12 +18,13 @@ from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
 
-# A tile of float32 scores takes 576 KB, so that it stays in a core's second-level cache with its operands, and is large
-# enough that NumPy's microsecond a call does not show. No powers of 2: rows of scores would share cache sets.
-BLOCK_ROWS = 384
-BLOCK_KEYS = 384
+# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and between two calls of NumPy a thread has work for
+# so long that the threads seldom wait for the interpreter's lock (with tiles of 384 x 384 one thread is as fast, and
+# two are a fifth slower). No powers of 2: rows of scores would share cache sets.
+BLOCK_ROWS = 768
+BLOCK_KEYS = 768
 # Where causal or a window cuts through, narrower tiles take only the rows that see some of their keys.
-CUT_KEYS = 128
+CUT_KEYS = 192
 # With a block mask tiles follow the mask's own blocks.
 MASK_BLOCK = 64
 # Short sequences share a tile with other heads, unless that leaves fewer tasks than this for the cores.
@@ -152,10 +153,13 @@ class Tiling:
             MIN_PARALLEL_SCORES
         )
 
-    @property
+    @functools.cached_property
     def block_rows(self) -> int:
-        """Rows of a block."""
-        return MASK_BLOCK if self.problem.block_mask else BLOCK_ROWS
+        """Rows of a block: fewer where that gives the cores enough tasks."""
+        if self.problem.block_mask:
+            return MASK_BLOCK
+        blocks = sum(-(-sequence.rows // BLOCK_ROWS) for sequence in self.sequences)
+        return BLOCK_ROWS if blocks * self.problem.num_heads_q >= MIN_TASKS else BLOCK_ROWS // 2
 
     @functools.cached_property
     def head_blocks(self) -> list[Heads]:
