@@ -1,0 +1,282 @@
+"""The tables of the FlashAttention paper (Dao et al., 2022, appendix E), measured anew.
+
+    python examples/benchmarks/paper.py                    # time and memory over n = 128 ... 64k
+    python examples/benchmarks/paper.py --io               # bytes that the multiprocessors read and write, by ncu
+
+Batch 16, 8 heads, head dim 64, float16, forward, backward and both, plain and with dropout and a padding mask:
+attention by its formula, cuflash, and cuflash with a block mask (BigBird's, as many blocks a row whatever n is).
+``--io`` compares what the kernels move between L2 cache and multiprocessors with the theorem's N^2 d^2 / M. Results:
+paper.json, paper.md and paper.png, or paper_io.json and paper_io.png, in ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cuflash
+from cuflash.bench.report import environment
+
+Array = Any
+HERE = Path(__file__).parent
+
+SEQLENS = [2**i for i in range(7, 17)]
+HEADS, HEAD_DIM = 8, 64
+DROPOUT = 0.1
+PADDING = 0.1  # of the keys, hidden by the mask
+# BigBird's: a band of 3 blocks, 1 global and 2 random ones in every row of blocks
+BLOCKS: dict[str, Any] = {"window_blocks": 3, "global_blocks": 1, "random_blocks": 2, "seed": 0}
+BUDGET = 0.3  # seconds to spend on the repetitions of one figure; a longer call is made once
+VARIANTS = {"plain": False, "dropout and mask": True}
+METHODS = ("naive", "cuflash", "block-sparse")
+DIRECTIONS = ("forward", "backward", "both")
+
+
+class Calls(NamedTuple):
+    """What is timed."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    both: Callable[[], Any]
+
+
+class Problem:
+    """Inputs of one length."""
+
+    def __init__(self, xp: Any, batch: int, seqlen: int, options: bool) -> None:
+        rng = np.random.default_rng(0)
+        shape = (batch, seqlen, HEADS, HEAD_DIM)
+        self.xp, self.seqlen, self.options = xp, seqlen, options
+        # the same numbers for each sequence of the batch, at places of their own
+        numbers = rng.standard_normal((4, 1, *shape[1:]), np.float32).astype(np.float16)
+        self.q, self.k, self.v, self.dout = (xp.asarray(x) + xp.zeros(shape, np.float16) for x in numbers)
+        self.mask = xp.asarray(rng.random((batch, 1, 1, seqlen)) >= PADDING)
+
+    def cuflash(self, sparse: bool) -> Calls:
+        """cuflash, perhaps with the block mask."""
+        options: dict[str, Any] = {}
+        if self.options:
+            options = {"mask": self.mask, "dropout_p": DROPOUT, "dropout_seed": 1}
+        if sparse:
+            options["block_mask"] = cuflash.BlockMask.bigbird(self.seqlen, **BLOCKS)
+        qkv = self.q, self.k, self.v
+        out, lse = cuflash.attention(*qkv, return_lse=True, **options)
+
+        def both() -> Any:
+            return cuflash.attention_vjp(*qkv, **options)[1](self.dout)
+
+        return Calls(
+            lambda: cuflash.attention(*qkv, **options),
+            lambda: cuflash.attention_backward(self.dout, *qkv, out, lse, **options),
+            both,
+        )
+
+    def naive(self) -> Calls:
+        """Attention by its formula: matrix products, and every step between them as an array of its own."""
+        xp = self.xp
+        q, k, v, dout = (xp.ascontiguousarray(x.swapaxes(1, 2)) for x in (self.q, self.k, self.v, self.dout))
+        scale = np.float32(HEAD_DIM**-0.5)
+        random = xp.random.default_rng(0)
+
+        def forward() -> tuple[Array, Array, Array | None]:
+            scores = (q @ k.swapaxes(2, 3)).astype(np.float32) * scale
+            if self.options:
+                scores = xp.where(self.mask, scores, -np.inf)
+            scores -= scores.max(axis=-1, keepdims=True)
+            xp.exp(scores, out=scores)
+            weights = (scores / scores.sum(axis=-1, keepdims=True)).astype(np.float16)
+            kept = None
+            if self.options:
+                kept = (random.random(weights.shape, np.float32) >= DROPOUT) * np.float16(1 / (1 - DROPOUT))
+            return (weights if kept is None else weights * kept) @ v, weights, kept
+
+        def backward(out: Array, weights: Array, kept: Array | None) -> tuple[Array, ...]:
+            dv = (weights if kept is None else weights * kept).swapaxes(2, 3) @ dout
+            dweights = dout @ v.swapaxes(2, 3)
+            if kept is not None:
+                dweights *= kept
+            delta = (dout.astype(np.float32) * out).sum(axis=-1, keepdims=True)
+            dscores = (weights * (dweights - delta) * scale).astype(np.float16)
+            return dscores @ k, dscores.swapaxes(2, 3) @ q, dv
+
+        results = forward()
+        return Calls(forward, lambda: backward(*results), lambda: backward(*forward()))
+
+    def calls(self, method: str) -> Calls:
+        """By its name."""
+        return self.naive() if method == "naive" else self.cuflash(method == "block-sparse")
+
+
+def milliseconds(xp: Any, call: Callable[[], Any]) -> float:
+    """Median time of repeated calls after a first one."""
+    call()
+    once = _times(xp, call, 1)
+    count = int(np.clip(BUDGET / max(sum(once), 1e-6), 1, 50))
+    return 1e3 * float(np.median(_times(xp, call, count) if count > 1 else once))
+
+
+def _times(xp: Any, call: Callable[[], Any], count: int) -> list[float]:
+    if xp is np:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return times
+    events = [xp.cuda.Event() for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    events[-1].synchronize()
+    return [xp.cuda.get_elapsed_time(a, b) / 1e3 for a, b in zip(events[:-1], events[1:], strict=True)]
+
+
+@contextmanager
+def peak_memory(xp: Any) -> Iterator[Callable[[], int]]:
+    """Bytes that are allocated at most at a time, beyond what was there before."""
+    if xp is np:
+        import tracemalloc
+
+        tracemalloc.start()
+        yield lambda: tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return
+
+    class Peak(xp.cuda.MemoryHook):
+        name = "peak"
+        now = most = 0
+
+        def malloc_postprocess(self, **its: Any) -> None:
+            self.now += its["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **its: Any) -> None:
+            self.now -= its["mem_size"]
+
+    with Peak() as hook:
+        yield lambda: hook.most
+
+
+def measure(xp: Any, batch: int, seqlen: int, options: bool, method: str) -> dict[str, float]:
+    """Milliseconds and bytes of one method at one length."""
+    problem = Problem(xp, batch, seqlen, options)
+    calls = problem.calls(method)
+    figures = {f"{name}_ms": milliseconds(xp, call) for name, call in calls._asdict().items()}
+    with peak_memory(xp) as peak:
+        calls.both()
+        figures["bytes"] = peak()
+    return figures
+
+
+def run(xp: Any, batch: int, seqlens: list[int], naive_bytes: int) -> list[dict[str, Any]]:
+    """All figures; the naive method ends where it does not fit."""
+    results = []
+    for variant, options in VARIANTS.items():
+        for method in METHODS:
+            for seqlen in seqlens:
+                # scores, weights, dropout and their gradients, in float16 and float32: 24 bytes at a time or less
+                if method == "naive" and 24 * batch * HEADS * seqlen**2 > naive_bytes:
+                    break
+                figures = measure(xp, batch, seqlen, options, method)
+                results.append({"variant": variant, "method": method, "n": seqlen, **figures})
+                print(
+                    f"{variant:18} {method:14} n {seqlen:6}: "
+                    + ", ".join(f"{name} {figures[f'{name}_ms']:9.3f} ms" for name in DIRECTIONS)
+                    + f", {figures['bytes'] / 2**20:10.1f} MiB",
+                    flush=True,
+                )
+                if xp is not np:
+                    xp.get_default_memory_pool().free_all_blocks()
+    return results
+
+
+def slope(results: list[dict[str, Any]], variant: str, method: str, figure: str) -> float | None:
+    """How the figure grows between the two longest lengths: n to this power."""
+    points = [(r["n"], r[figure]) for r in results if r["variant"] == variant and r["method"] == method][-2:]
+    if len(points) < 2 or min(value for _, value in points) <= 0:
+        return None
+    (n0, y0), (n1, y1) = points
+    return float(np.log(y1 / y0) / np.log(n1 / n0))
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The tables, in ms and MiB."""
+    lines = []
+    figures = [*((f"{name}, ms", f"{name}_ms", 1.0) for name in DIRECTIONS), ("memory, MiB", "bytes", 2.0**20)]
+    for variant in VARIANTS:
+        for title, figure, unit in figures:
+            mine = [r for r in results if r["variant"] == variant]
+            seqlens = sorted({r["n"] for r in mine})
+            lines += ["", f"{variant}: {title}", "", "| | " + " | ".join(map(str, seqlens)) + " | grows as |"]
+            lines.append("| --- |" + " --- |" * (len(seqlens) + 1))
+            for method in METHODS:
+                values = {r["n"]: r[figure] / unit for r in mine if r["method"] == method}
+                power = slope(results, variant, method, figure)
+                cells = [f"{values[n]:.4g}" if n in values else "-" for n in seqlens]
+                cells.append("-" if power is None else f"n^{power:.2f}")
+                lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Time of both passes, and memory, over n."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    for panel, (label, name, unit) in zip(
+        panels, (("forward and backward, ms", "both_ms", 1), ("peak memory, MiB", "bytes", 2**20)), strict=True
+    ):
+        for method, colour in zip(METHODS, ("C3", "C0", "C2"), strict=True):
+            for variant, style in zip(VARIANTS, ("o-", "x:"), strict=True):
+                points = [(r["n"], r[name] / unit) for r in results if (r["variant"], r["method"]) == (variant, method)]
+                panel.plot(*zip(*points, strict=True), style, color=colour, ms=4, label=f"{method}, {variant}")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set(xlabel="n", title=label)
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "gpu"), default="gpu")
+    add("--batch", type=int, default=16)
+    add("--seqlens", type=int, nargs="+", default=SEQLENS)
+    add("--io", action="store_true", help="count bytes by ncu instead")
+    add("--commit", help="of the measured code, where the checkout does not tell")
+    add("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    xp = importlib.import_module("numpy" if args.device == "cpu" else "cupy")
+    free = 2 << 30 if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
+    facts = {**environment(xp, args.commit), "batch": args.batch, "heads": HEADS, "head_dim": HEAD_DIM}
+    if args.io:
+        # beside this file, which is no package
+        return int(importlib.import_module("paper_io").run(args.out, facts))
+    results = run(xp, args.batch, sorted(args.seqlens), free)
+    (args.out / "paper.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    (args.out / "paper.md").write_text(markdown(results))
+    device = facts.get("gpu", "CPU")
+    draw(results, f"batch {args.batch}, {HEADS} heads of {HEAD_DIM}, float16, {device}", args.out / "paper.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

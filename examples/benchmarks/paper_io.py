@@ -1,0 +1,125 @@
+"""Bytes between L2 cache and multiprocessors, counted by Nsight Compute, beside the theorem's N^2 d^2 / M.
+
+Theorem 2 of the FlashAttention paper: with M elements of fast memory, exact attention moves O(N^2 d^2 / M) elements,
+plain attention O(N d + N^2). `paper.py --io` runs this file under ncu; a marking kernel precedes each measured call.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
+SEQLENS = (1024, 2048, 4096, 8192)
+METHODS = ("naive", "cuflash")
+DIRECTIONS = ("forward", "backward")
+MARK = "mark_of_a_call"
+# 32-byte sectors that L2 serves to the multiprocessors, loads and stores, the copy engine's too; and bytes of DRAM
+SECTORS, DRAM = "lts__t_sectors_srcunit_tex.sum", "dram__bytes.sum"
+SECTOR_BYTES = 32
+
+
+def calls_under_ncu() -> None:
+    """What ncu watches."""
+    import cupy
+
+    problem = importlib.import_module("paper").Problem  # beside this file, which is no package
+    mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
+    for method in METHODS:
+        for seqlen in SEQLENS:
+            calls = problem(cupy, 1, seqlen, options=False).calls(method)
+            for direction in DIRECTIONS:
+                call = getattr(calls, direction)
+                call()  # compiles
+                cupy.cuda.Device().synchronize()
+                cupy.cuda.profiler.start()
+                mark((1,), (1,), ())
+                call()
+                cupy.cuda.Device().synchronize()
+                cupy.cuda.profiler.stop()
+
+
+def count(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """The sums of the kernels behind each mark, from ncu's rows: one a kernel and metric."""
+    keys = [(m, n, d) for m in METHODS for n in SEQLENS for d in DIRECTIONS]
+    results: list[dict[str, Any]] = []
+    launches: set[str] = set()
+    for row in rows:
+        if MARK in row["Kernel Name"]:
+            if row["ID"] not in launches:
+                launches.add(row["ID"])
+                method, n, direction = keys[len(results)]
+                results.append({"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0})
+            continue
+        value = float(row["Metric Value"].replace(",", ""))
+        if row["Metric Name"] == SECTORS:
+            results[-1]["l2_bytes"] += value * SECTOR_BYTES
+        elif row["Metric Name"] == DRAM:
+            results[-1]["dram_bytes"] += value * UNITS[row["Metric Unit"]]
+    return results
+
+
+UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+
+
+def theorem_bytes(n: int, fast_bytes: int) -> float:
+    """N^2 d^2 / M elements for all heads, in bytes."""
+    return HEADS * ELEMENT_BYTES * n**2 * HEAD_DIM**2 / (fast_bytes / ELEMENT_BYTES)
+
+
+def run(out: Path, facts: dict[str, Any]) -> int:
+    """Count, print a table, write paper_io.json and paper_io.png."""
+    import cupy
+
+    fast_bytes = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
+    command += ["--metrics", f"{SECTORS},{DRAM}", sys.executable, str(Path(__file__).resolve())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-2000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
+        return 1
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    results = count(list(csv.DictReader(io.StringIO("\n".join(lines)))))
+    print(f"M = {fast_bytes} bytes of shared memory; MB between L2 and the multiprocessors (DRAM in brackets)")
+    for direction in DIRECTIONS:
+        print(direction)
+        for n in SEQLENS:
+            own = {r["method"]: r for r in results if (r["n"], r["direction"]) == (n, direction)}
+            cells = [f"{m} {own[m]['l2_bytes'] / 1e6:9.1f} ({own[m]['dram_bytes'] / 1e6:8.1f})" for m in METHODS]
+            times = own["naive"]["l2_bytes"] / own["cuflash"]["l2_bytes"]
+            print(f"  n {n:5}: {'  '.join(cells)}  theorem {theorem_bytes(n, fast_bytes) / 1e6:8.1f}  x {times:.1f}")
+    facts = {**facts, "batch": 1, "fast_bytes": fast_bytes, "results": results}
+    (out / "paper_io.json").write_text(json.dumps(facts, indent=1) + "\n")
+    draw(results, fast_bytes, out / "paper_io.png")
+    return 0
+
+
+def draw(results: list[dict[str, Any]], fast_bytes: int, path: Path) -> None:
+    """Measured bytes over n, and the theorem's line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
+        for method in METHODS:
+            values = [r["l2_bytes"] / 1e6 for r in results if (r["method"], r["direction"]) == (method, direction)]
+            panel.plot(SEQLENS, values, "o-", label=method)
+        theorem = [theorem_bytes(n, fast_bytes) / 1e6 for n in SEQLENS]
+        panel.plot(SEQLENS, theorem, "k--", label="N² d² / M, M the shared memory")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set(xlabel="n", title=f"{direction}: MB between L2 and multiprocessors")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    calls_under_ncu()

@@ -1,0 +1,60 @@
+"""The script of the paper's tables, on small problems on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+paper, paper_io = importlib.import_module("paper"), importlib.import_module("paper_io")
+
+
+def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(paper, "BUDGET", 0.0)
+    arguments = ["--device", "cpu", "--batch", "1", "--seqlens", "64", "128", "--out", str(tmp_path)]
+    assert paper.main(arguments) == 0
+    results = json.loads((tmp_path / "paper.json").read_text())["results"]
+    assert len(results) == len(paper.VARIANTS) * len(paper.METHODS) * 2
+    assert all(r["forward_ms"] > 0 and r["backward_ms"] > 0 and r["bytes"] > 0 for r in results)
+    assert (tmp_path / "paper.md").read_text().count("| naive |") == len(paper.VARIANTS) * 4
+    assert (tmp_path / "paper.png").stat().st_size > 1000
+
+
+def test_the_naive_method_is_right() -> None:
+    problem = paper.Problem(np, 2, 64, options=False)
+    out, weights, kept = (naive := problem.naive()).forward()
+    ours = problem.cuflash(sparse=False)
+    assert kept is None and weights.shape == (2, 8, 64, 64)
+    np.testing.assert_allclose(out.swapaxes(1, 2), ours.forward(), atol=4e-3)
+    for theirs, mine in zip(naive.backward(), ours.backward(), strict=True):
+        np.testing.assert_allclose(theirs.swapaxes(1, 2), mine, atol=2e-2)
+
+
+def test_growth() -> None:
+    results = [{"variant": "plain", "method": "naive", "n": n, "both_ms": 3 * n**2} for n in (128, 256, 512)]
+    assert paper.slope(results, "plain", "naive", "both_ms") == pytest.approx(2)
+    assert paper.slope(results, "plain", "cuflash", "both_ms") is None
+
+
+def test_counted_bytes_belong_to_their_calls() -> None:
+    rows = []
+    for call in range(3):
+        for launch, kernel in enumerate((paper_io.MARK, "a", "b")):
+            for metric, unit, value in ((paper_io.SECTORS, "sector", "1,000"), (paper_io.DRAM, "byte", "7")):
+                row = {"ID": f"{3 * call + launch}", "Kernel Name": kernel, "Metric Name": metric}
+                rows.append({**row, "Metric Unit": unit, "Metric Value": value})
+    results = paper_io.count(rows)
+    assert [(r["method"], r["n"], r["direction"]) for r in results] == [
+        ("naive", 1024, "forward"),
+        ("naive", 1024, "backward"),
+        ("naive", 2048, "forward"),
+    ]
+    assert all(r["l2_bytes"] == 2 * 1000 * 32 and r["dram_bytes"] == 14 for r in results)
+    assert paper_io.theorem_bytes(1024, 2 * 64**2) == 8 * 2 * 1024**2
