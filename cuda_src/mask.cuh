@@ -65,6 +65,13 @@ struct Mask {
     return {0, len_k};
   }
 
+  // Rows that lengths and window leave to column j.
+  __device__ __forceinline__ Range rows(int j) const {
+    const int end = j < len_k ? len_q : 0;
+    if constexpr (HAS_WINDOW) return {larger(j - diagonal - right, 0), smaller(j - diagonal + left + 1, end)};
+    return {0, end};
+  }
+
   __device__ __forceinline__ bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
 
   // The block mask's bits of row i in the 32 columns around j that begin at a multiple of 32.

@@ -60,6 +60,9 @@ struct AttentionParams {
   const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
   const u32* block_bits;      // (num_partial, 64, 2)
   u32* tile_counter;          // sm90/schedule.cuh, or null; 0 before and after a launch
+  Accum* dq_sum;              // sm90/gradient_rows.cuh, like row_lse and row_delta
+  Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
+  Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;
@@ -73,6 +76,7 @@ struct AttentionParams {
   int num_lists, list_capacity;                               // of block_list
   int slot_rows, slot_columns;                                // of block_slots
   int num_tiles;                                              // tiles (packed: tile slots) of one head
+  int num_query_tiles;                                        // the same of queries where num_tiles are of keys
   int splits;                                                 // of the loop behind one tile of dbias
   int heads_together;                                         // sm90/schedule.cuh
 };

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import kernels, plan_sm90
+from cuflash import kernels, launch_sm90_backward, plan_sm90, plan_sm90_backward
 from cuflash.launch_sm90 import PersistentLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
@@ -67,7 +67,13 @@ def backward(
     launch = partial(_launch, problem=problem, operands=operands, device=device)
     delta = device.empty(problem.lse_shape, problem.accum_dtype)
     arrays = {**_inputs(operands), "dout": dout, "out": out, "lse": lse, "delta": delta}
-    launch("delta", arrays=arrays if dlse is None else {**arrays, "dlse": dlse})
+    with_dlse = arrays if dlse is None else {**arrays, "dlse": dlse}
+    hopper = _hopper_backward(problem, arrays, device) if device.has_wgmma else None
+    if hopper is None:
+        launch("delta", arrays=with_dlse)
+    else:
+        launch_sm90_backward.launch(partial(launch, hopper=hopper), problem, hopper, with_dlse, grads, device)
+        grads = {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
     by_rows = {"dq": grads["q"]} if "q" in grads else {}
     if "alibi_slopes" in grads:
@@ -139,22 +145,31 @@ class _Launch:
         problem: AttentionProblem,
         arrays: Arrays,
         device: kernels.Device,
-        hopper: plan_sm90.Config | None,
+        hopper: HopperConfig | None,
     ) -> None:
         config = hopper or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)
         params["num_tiles"] = tiles
         self.persistent: PersistentLaunch | None = None
-        if hopper is not None:
+        self.block = (config.threads,)
+        if isinstance(hopper, plan_sm90.Config):
             entry = hopper.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
-            self.persistent = PersistentLaunch(problem, hopper, arrays, device, blocks)
+            rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n}
+            self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
+        elif hopper is not None:
+            params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, hopper)
+            self.block = (launch_sm90_backward.threads(entry, hopper),)
+            if entry == launch_sm90_backward.MAIN:
+                params["heads_together"] = plan_sm90_backward.heads_together(problem)
+                rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n, "dout": hopper.block_m}
+                self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
+        if self.persistent is not None:
             blocks = self.persistent.blocks
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
         self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), function_of(entry), config, device, self.smem_bytes)
         self.grid = (blocks,)
-        self.block = (config.threads,)
         self.words = params.view(np.uint64)
         self.pointer_words = [word_of(name) for name in arrays]  # q, k, v stand first
 
@@ -166,24 +181,30 @@ class _Launch:
             words[word] = pointer
         if seed is not None:
             words[_SEED_WORD] = seed
-        maps = (
-            () if self.persistent is None else self.persistent.arguments(words, (pointers[0], pointers[1], pointers[2]))
-        )
+        maps = () if self.persistent is None else self.persistent.arguments(words)
         self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
-_TILED = ("forward", "forward_sm90", "backward_dq", *KEY_KERNELS, "backward_bias")
+HopperConfig = plan_sm90.Config | plan_sm90_backward.Config
+
+_TILED = ("forward", "forward_sm90", "backward_dq", *KEY_KERNELS, "backward_bias", launch_sm90_backward.MAIN)
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}
 
 
 def _launch(
-    entry: str, problem: AttentionProblem, operands: Operands, arrays: Arrays, device: kernels.Device
+    entry: str,
+    problem: AttentionProblem,
+    operands: Operands,
+    arrays: Arrays,
+    device: kernels.Device,
+    hopper: HopperConfig | None = None,
 ) -> _Launch:
     seed: Any = operands.dropout_seed
     key: tuple[Any, ...] = ()
-    hopper = _hopper_config(problem, arrays, device) if entry == "forward" and device.has_wgmma else None
+    if entry == "forward" and device.has_wgmma:
+        hopper = _hopper_config(problem, arrays, device)
     if operands.block_mask is not None and entry in _TILED:
         arrays = {**arrays, **_block_arrays(entry, problem, operands, device, hopper)}
         key = (arrays["block_list"].shape, arrays["block_slots"].shape)
@@ -211,12 +232,22 @@ def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.De
     return plan_sm90.forward(problem, tuple([(x.strides, x.shape) for x in tensors]))
 
 
+def _hopper_backward(
+    problem: AttentionProblem, arrays: Arrays, device: kernels.Device
+) -> plan_sm90_backward.Config | None:
+    """Hopper's own backward kernels if they can run on these arrays."""
+    tensors = [arrays[name] for name in ("q", "k", "v", "dout", "out")]
+    if any(device.pointer(x) % ALIGNMENT for x in tensors):
+        return None
+    return plan_sm90_backward.backward(problem, tuple([(x.strides, x.shape) for x in tensors]))
+
+
 def _block_arrays(
     entry: str,
     problem: AttentionProblem,
     operands: Operands,
     device: kernels.Device,
-    hopper: plan_sm90.Config | None,
+    hopper: HopperConfig | None,
 ) -> Arrays:
     """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
     block_mask = operands.block_mask
@@ -225,7 +256,7 @@ def _block_arrays(
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
-    by_columns = entry in KEY_KERNELS
+    by_columns = entry in KEY_KERNELS or entry == launch_sm90_backward.MAIN
     return {
         "block_list": lists.col_index if by_columns else lists.row_index,
         "block_count": lists.col_count if by_columns else lists.row_count,
@@ -234,8 +265,10 @@ def _block_arrays(
     }
 
 
-def _grid(entry: str, problem: AttentionProblem, config: Config | plan_sm90.Config, arrays: Arrays) -> tuple[int, int]:
+def _grid(entry: str, problem: AttentionProblem, config: Config | HopperConfig, arrays: Arrays) -> tuple[int, int]:
     """(tiles of one head, thread blocks of the launch)."""
+    if isinstance(config, plan_sm90_backward.Config):
+        return launch_sm90_backward.grid(entry, problem, config)
     if entry == "reduce_sink":
         return 0, problem.num_heads_q
     if entry == "reduce_slopes":

@@ -10,7 +10,6 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.params import word_of
-from cuflash.plan_sm90 import Config
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
@@ -26,23 +25,33 @@ _NUM_CAPTURED = 1 << 12
 
 
 class PersistentLaunch:
-    """The changing arguments of one kernel whose thread blocks stay and take tile after tile."""
+    """The changing arguments of one kernel whose thread blocks stay and take tile after tile.
+
+    `rows` names the arrays that TMA reads, in the order of the kernel's maps, with the rows of their tiles.
+    """
 
     def __init__(
-        self, problem: AttentionProblem, config: Config, arrays: dict[str, Array], device: kernels.Device, tiles: int
+        self,
+        problem: AttentionProblem,
+        rows: dict[str, int],
+        arrays: dict[str, Array],
+        device: kernels.Device,
+        tiles: int,
     ) -> None:
         self.blocks = min(tiles, device.num_sms)
         self._counters = _counters_of(device) if tiles > self.blocks else None
         self._device = device
         self._dtype = problem.dtype
-        self._layouts = tuple(_layout(arrays[name]) for name in ("q", "k", "v"))
-        self._rows = (config.block_m, config.block_n, config.block_n)
-        self._maps: dict[tuple[int, int, int], Maps] = {}
+        self._words = tuple(word_of(name) for name in rows)
+        self._layouts = tuple(_layout(arrays[name]) for name in rows)
+        self._rows = tuple(rows.values())
+        self._maps: dict[tuple[int, ...], Maps] = {}
 
-    def arguments(self, words: np.ndarray[Any, Any], addresses: tuple[int, int, int]) -> Maps:
-        """The arguments behind the struct for q, k and v at `addresses`; the struct's `words` get the counter."""
+    def arguments(self, words: np.ndarray[Any, Any]) -> Maps:
+        """The arguments behind the struct whose `words` have the arrays' addresses, and get the counter's."""
         if self._counters is not None:
             words[_COUNTER_WORD] = self._counters.next()
+        addresses = tuple([int(words[word]) for word in self._words])
         maps = self._maps.get(addresses)
         if maps is None:
             if len(self._maps) >= _MAX_MAPS:

@@ -35,6 +35,9 @@ POINTERS = (
     "block_slots",
     "block_bits",
     "tile_counter",
+    "dq_sum",
+    "row_lse",
+    "row_delta",
 )
 INTEGERS = (
     "batch",
@@ -57,6 +60,7 @@ INTEGERS = (
     "slot_rows",
     "slot_columns",
     "num_tiles",
+    "num_query_tiles",
     "splits",
     "heads_together",
 )

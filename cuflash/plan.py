@@ -150,6 +150,9 @@ KERNEL_FILES = {
     "reduce_slopes": "reduce",
     "reduce_bias": "reduce",
     "forward_sm90": "sm90/forward",
+    "backward_sm90_rows": "sm90/backward_rows",
+    "backward_sm90": "sm90/backward",
+    "backward_sm90_dq": "sm90/backward_dq",
 }
 
 

@@ -156,7 +156,7 @@ def obstacle(problem: AttentionProblem) -> str:
     return ""
 
 
-def _expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether TMA can walk an array: strides are multiples of 16 bytes, and positive; the last axis is contiguous."""
     axes = zip(strides[:-1], shape[:-1], strict=True)
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
@@ -169,7 +169,7 @@ def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tup
     The arrays are those that TMA reads, and their addresses are multiples of 16 bytes. The result may lie anywhere, so
     that its bits depend on the inputs alone.
     """
-    return None if obstacle(problem) or not all(_expressible(*layout) for layout in layouts) else _config(problem)
+    return None if obstacle(problem) or not all(expressible(*layout) for layout in layouts) else _config(problem)
 
 
 def _config(problem: AttentionProblem) -> Config:

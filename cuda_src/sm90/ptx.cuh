@@ -213,6 +213,12 @@ __device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// Adds four floats to 16 aligned bytes of global memory, each atomically.
+__device__ __forceinline__ void add_f32_x4(float* global, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // ---- Fragments to shared memory: the inverse of ldmatrix
 
 __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {

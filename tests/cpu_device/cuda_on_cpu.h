@@ -198,6 +198,12 @@ CPU_DEVICE_ATOMIC(atomicMin, x < old ? x : old)
 CPU_DEVICE_ATOMIC(atomicExch, ((void)old, x))
 CPU_DEVICE_ATOMIC(atomicOr, old | x)
 CPU_DEVICE_ATOMIC(atomicAnd, old& x)
+namespace ptx {
+inline void add_f32_x4(float* global, float a, float b, float c, float d, Where where = {}) {
+  const float x[] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) atomicAdd(global + i, x[i], where);
+}
+}  // namespace ptx
 CPU_DEVICE_ATOMIC(atomicXor, old ^ x)
 CPU_DEVICE_ATOMIC(atomicInc, old >= x ? 0 : old + 1)
 template <class T>

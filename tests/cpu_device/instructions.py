@@ -237,10 +237,14 @@ def _bulk() -> list[Case]:
     arrive = _barrier("blockDim.x") + "fill(smem, in, 8192);\n  ptx::cp_async_16(base + t * 16, in + t * 4 + 64, 16);"
     arrive += "\n  ptx::cp_async_mbarrier_arrive(bar);\n  "
     twice = "ptx::bulk_reduce_add_f32(reinterpret_cast<float*>(out) + 4, base + 64, 4096);"
+    add = "float x[4]; for (int i = 0; i < 4; i++) x[i] = __uint_as_float(in[4 * t + i]);\n  "
+    add += "float* sum = reinterpret_cast<float*>(out) + 4 * lane;\n  "
+    add += "for (int i = 0; i < 2; i++) ptx::add_f32_x4(sum, x[0], x[1], x[2], x[3]);"
     return [
         Case("bulk_load", "sm_90a", load + _WAIT + _DUMP, random_words),
         Case("bulk_store", "sm_90a", store.replace("BODY", "ptx::bulk_store(out + 4, base + 64, 4096);"), random_words),
         Case("bulk_reduce_add_f32", "sm_90a", store.replace("BODY", twice + twice), float32_words, tolerance=1e-6),
+        Case("add_f32_x4", "sm_90a", add, float32_words, threads=64, tolerance=1e-6),
         Case("cp_async_mbarrier_arrive", "sm_90a", arrive + _WAIT + _DUMP, random_words, threads=64),
     ]
 

@@ -1,0 +1,47 @@
+// Before the gradients: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2, Algorithm 2, line
+// 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of dq.
+#include "gradient_fragment.cuh"
+#include "gradient_rows.cuh"
+
+constexpr int THREADS = 256;
+// Lanes of a row, each with vectors of 16 bytes.
+constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
+  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
+  const Sequence& s = work.sequence;
+  if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
+  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0, tile = query_tile(p, s, work.head, work.tile);
+
+  if (p.dq_sum != nullptr) {
+    auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
+#pragma unroll
+    for (int i = 0; i < DQ_TILE / 4; i += THREADS) {
+      if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
+    }
+  }
+
+  const int first = threadIdx.x % LANES * VECTOR;
+#pragma unroll
+  for (int step = 0; step < BLOCK_M; step += THREADS / LANES) {
+    const int row = step + threadIdx.x / LANES, i = work.tile * BLOCK_M + row;
+    const i64 at = s.row_q + i;
+    // Padded rows and rows that saw nothing may hold anything.
+    const float lse = i < s.len_q ? *p.lse.at(batch, at, work.head) : -infinity();
+    float sum = 0;
+    if (lse != -infinity() && first < p.head_dim_v) {
+      // Head dims and strides are multiples of 16 bytes, as TMA wants them.
+      const Vector dout = *reinterpret_cast<const Vector*>(p.dout.at(batch, at, work.head) + first);
+      const Vector out = *reinterpret_cast<const Vector*>(p.out.at(batch, at, work.head) + first);
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) sum += to_accum(dout.e[e]) * to_accum(out.e[e]);
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+    if (threadIdx.x % LANES != 0) continue;
+    if (p.dlse.data != nullptr && lse != -infinity()) sum -= *p.dlse.at(batch, at, work.head);
+    p.row_lse[tile * BLOCK_M + row] = lse == -infinity() ? infinity() : lse * LSE_BASE;
+    p.row_delta[tile * BLOCK_M + row] = sum;
+    if (p.delta.data != nullptr && i < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
+  }
+}

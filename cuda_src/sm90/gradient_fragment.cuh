@@ -1,0 +1,107 @@
+// Weights P and the gradient dS of the scores on a fragment of 64 keys x BLOCK_M queries, from the saved lse.
+#pragma once
+#include "../blocks.cuh"
+#include "../philox.cuh"
+#include "../score.cuh"
+#include "products.cuh"
+
+constexpr int FRAGMENT = BLOCK_M / 2;  // elements of a thread
+// lse is in base 2 except beside a bias: that may be finfo.min, whose product with log2(e) overflows.
+constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
+
+// Dropout's decisions on a fragment.
+struct KeptWeights {
+  u32 bits[HAS_DROPOUT ? FRAGMENT / 32 : 1];
+
+  __device__ __forceinline__ KeptWeights(const AttentionParams& p, const Sequence& s, int head, int row, int key) {
+    if constexpr (HAS_DROPOUT) {
+      const Dropout dropout(p, s, head);
+#pragma unroll
+      for (u32& word : bits) word = 0;
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e += 8) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          bits[e / 32] |= dropout.keep(row + column_offset(e + side), key) << (e % 32 + 4 * side);
+        }
+      }
+    }
+  }
+  // Words of the generator are numbered by query, then key.
+  __device__ __forceinline__ bool operator[](int e) const {
+    return !HAS_DROPOUT || (bits[e / 32] >> (e % 32 / 8 * 8 + e % 2 * 4 + e / 2 % 4) & 1) != 0;
+  }
+};
+
+// A warpgroup's keys and a tile's queries. What options need is read where it is used: registers are scarce.
+struct GradientFragment {
+  const AttentionParams& p;
+  const Sequence& s;
+  int head, row, key;  // the thread's first
+
+  __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                              int first_key)
+      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()) {}
+
+  // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
+  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const float* lse, bool masked) const {
+    const Score score(p, s, head);
+    const float to_base_2 = score.scale * LOG2_E;
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const float reference = lse[fragment_column() + column_offset(e)];
+      if constexpr (PLAIN_SCORES) {
+        x[e] = x[e] * to_base_2 - reference;
+      } else {
+        const float value = score.value(x[e], row + column_offset(e), key + row_offset(e));
+        x[e] = HAS_BIAS ? (value - reference) * LOG2_E : value * LOG2_E - reference;
+      }
+    }
+    if (masked) hide(x);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
+  }
+
+  __device__ __forceinline__ KeptWeights kept() const { return {p, s, head, row, key}; }
+
+  // dp: gradient of the weights behind dropout, becomes that of the scores.
+  __device__ __forceinline__ void differentiate(float (&dp)[FRAGMENT], const float (&weights)[FRAGMENT],
+                                                const KeptWeights& kept, const float* delta, bool masked) const {
+    const float rescale = static_cast<float>(p.dropout_rescale);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const float own = HAS_DROPOUT ? (kept[e] ? dp[e] * rescale : 0) : dp[e];
+      const float ds = weights[e] * (own - delta[fragment_column() + column_offset(e)]);
+      dp[e] = masked && weights[e] == 0 ? 0 : ds;  // a hidden element's gradient may be NaN
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
+    const Mask mask(p, s, head);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int j = key + 8 * r;
+      const Mask::Range range = mask.rows(j);
+      const int begin = range.begin - row, end = range.end - row;
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        if (row_offset(e) != 8 * r) continue;
+        const int i = column_offset(e);
+        bool hidden = (HAS_WINDOW && i < begin) || i >= end;
+        if constexpr (HAS_MASK) hidden |= !mask.in_mask(row + i, j);
+        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(row + i, j);
+        x[e] = hidden ? -infinity() : x[e];
+      }
+    }
+  }
+};
+
+// Weights as a factor of products, 0 where dropped.
+__device__ __forceinline__ void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT],
+                                          const KeptWeights& kept) {
+#pragma unroll
+  for (int i = 0; i < FRAGMENT / 2; i++) {
+    words[i] = packed(Element(), kept[2 * i] ? x[2 * i] : 0, kept[2 * i + 1] ? x[2 * i + 1] : 0);
+  }
+}

@@ -1,0 +1,76 @@
+// Which tiles of keys a persistent thread block takes, and which queries it walks for each.
+#pragma once
+#include "../blocks.cuh"
+#include "schedule.cuh"
+
+// KV heads of all sequences; packed sequences are one.
+__device__ __forceinline__ u32 num_key_images(const AttentionParams& p) {
+  return p.cu_seqlens_q == nullptr ? p.num_heads_kv * p.batch : p.num_heads_kv;
+}
+
+struct KeyWork : Work {
+  bool unseen;  // by all queries
+};
+
+// Tiles of one head are neighbours. With a window they come in groups of heads whose queries fit in L2, and in each
+// group the first keys, which most queries see if it is causal, come first.
+__device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index) {
+  const u32 num_tiles = p.num_tiles;
+  u32 tile = index % num_tiles, image = index / num_tiles;
+  if constexpr (HAS_WINDOW) {
+    const u32 together = p.heads_together;
+    const u32 group = index / (num_tiles * together) * together;
+    const u32 in_group = index - group * num_tiles;
+    const u32 heads = min(together, num_key_images(p) - group);
+    tile = in_group / heads;
+    image = group + in_group % heads;
+  }
+  if (p.cu_seqlens_q != nullptr) return packed_work<true>(p, BLOCK_N, tile, image);
+  return {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
+}
+
+// The tiles of queries, of all heads of the group, that see some key of a tile.
+struct QueryWalk {
+  const AttentionParams& p;
+  const Sequence& sequence;
+  int tile, head, end_head;
+  Blocks blocks;
+
+  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
+      : p(p),
+        sequence(work.sequence),
+        tile(work.tile),
+        head(work.head * (p.num_heads_q / p.num_heads_kv)),
+        end_head(head + p.num_heads_q / p.num_heads_kv),
+        blocks(of_head()) {
+    skip();
+  }
+  __device__ __forceinline__ int first_row() const { return blocks.block * BLOCK_M; }
+  __device__ __forceinline__ bool done() const { return head == end_head; }
+  __device__ __forceinline__ void advance() {
+    blocks.advance();
+    skip();
+  }
+
+ private:
+  __device__ __forceinline__ Blocks of_head() const {
+    return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N);
+  }
+  __device__ __forceinline__ void skip() {
+    while (blocks.done() && ++head < end_head) blocks = of_head();
+  }
+};
+
+// Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
+__device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                                 int first_key, bool partial) {
+  const Mask mask(p, s, head);
+  u32 masked = 0;
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+    const int key = first_key + warpgroup * ROWS_OF_WARPGROUP;
+    if (HAS_MASK || partial || !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
+      masked |= 1u << warpgroup;
+  }
+  return masked;
+}

@@ -1,0 +1,193 @@
+"""Rows of the table for Hopper's own backward kernels (wgmma, TMA), and when they run. Pure, no CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuflash import plan_sm90
+from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
+from cuflash.problem import AttentionProblem
+from cuflash.tensor_map import SWIZZLE_BYTES
+
+# Registers of a thread of the loading warpgroup and of the others.
+_REGISTERS = (24, 240)
+_DTYPES = ("float16", "bfloat16")
+_ELEMENT_BYTES = 2
+_FLOAT_BYTES = 4
+# Barriers, and what the warpgroups are told of tiles.
+_SMEM_BESIDE_TILES = 1024
+_DS_BUFFERS = 2
+# Options that the kernel computes.
+_OPTIONS = frozenset({"has_window"})
+# Queries, their gradients and their sum of dq, of heads that are computed together, are to stay in L2.
+_L2_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to these; `overlap_dk`: a tile's dk may still run under the next tile's scores."""
+
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    query_stages: int
+    dout_stages: int
+    overlap_dk: bool
+
+
+# The first row that is wide enough is taken.
+BACKWARD = (
+    Row(64, 64, 128, 128, 2, 2, overlap_dk=False),
+    Row(96, 96, 64, 128, 2, 2, overlap_dk=True),
+    Row(128, 128, 64, 128, 2, 2, overlap_dk=True),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernels of one backward pass: every field but `entry` is a constant of the generated sources."""
+
+    entry: str
+    element: str
+    accum: str
+    bias_element: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    query_stages: int
+    dout_stages: int
+    consumers: int  # warpgroups that compute
+    producer_registers: int
+    consumer_registers: int
+    overlap_dk: bool
+    ping_pong: bool  # of the forward kernel
+    plain_scores: bool  # a score is a product of q and k times a scale
+    smem_bytes: int
+    has_window: bool
+    has_softcap: bool
+    has_bias: bool
+    has_mask: bool
+    has_alibi: bool
+    has_dropout: bool
+    has_block_mask: bool
+
+    @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
+    def tile(self) -> str:
+        """Queries and keys of a tile."""
+        return f"{self.block_m}x{self.block_n}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def dq_tile(self) -> int:
+        """Elements of a tile in the sum of dq (cuda_src/sm90/gradient_rows.cuh)."""
+        if self.block_m == self.consumers * ROWS_OF_WARPGROUP:
+            return self.block_m * self.head_dim
+        panel = SWIZZLE_BYTES // _ELEMENT_BYTES
+        panels = -(-self.head_dim // panel)
+        columns = min((panels + 1) // 2 * panel, self.head_dim)
+        return self.consumers * ROWS_OF_WARPGROUP * columns
+
+
+def backward_config(row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...]) -> Config:
+    """The configuration of one backward pass; `flags` is a subset of `plan.FLAGS`."""
+    consumers = row.block_n // ROWS_OF_WARPGROUP
+    row_bytes, row_bytes_v = (
+        -(-_ELEMENT_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
+    )
+    of_query = row.query_stages * (row_bytes + _FLOAT_BYTES) + row.dout_stages * (row_bytes_v + _FLOAT_BYTES)
+    ds = _DS_BUFFERS * consumers * SWIZZLE_BYTES
+    producer_registers, consumer_registers = _REGISTERS
+    return Config(
+        entry="backward_sm90",
+        element=CPP_TYPES[dtype],
+        accum="float",
+        bias_element=CPP_TYPES[bias_dtype or dtype],
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        block_m=row.block_m,
+        block_n=row.block_n,
+        query_stages=row.query_stages,
+        dout_stages=row.dout_stages,
+        consumers=consumers,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
+        overlap_dk=row.overlap_dk,
+        ping_pong=False,
+        plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        smem_bytes=row.block_n * (row_bytes + row_bytes_v) + row.block_m * (of_query + ds) + _SMEM_BESIDE_TILES,
+        **{flag: flag in flags for flag in FLAGS},
+    )
+
+
+def _row(problem: AttentionProblem) -> Row | None:
+    return next((r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
+
+
+def obstacle(problem: AttentionProblem) -> str:
+    """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
+    if plan_sm90.obstacle(problem):
+        return plan_sm90.obstacle(problem)
+    others = sorted(flag.removeprefix("has_") for flag in set(flags_of(problem)) - _OPTIONS)
+    if others:
+        return f"no kernel yet for {', '.join(others)}"
+    if problem.deterministic:
+        return "sums of dq have no fixed order"
+    return "" if _row(problem) else f"no kernel yet for head dims {problem.head_dim} and {problem.head_dim_v}"
+
+
+@lru_cache(maxsize=4096)
+def backward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
+    """The Hopper kernels for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
+
+    The arrays are those that are read: their addresses are multiples of 16 bytes. Results may lie anywhere.
+    """
+    if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
+        return None
+    return _config(problem)
+
+
+def _config(problem: AttentionProblem) -> Config:
+    row = _row(problem)
+    assert row is not None
+    return backward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem))
+
+
+def reason(problem: AttentionProblem) -> str:
+    """What the backward pass takes on Hopper, and why, in words."""
+    if obstacle(problem):
+        return f"portable kernels: {obstacle(problem)}"
+    config = _config(problem)
+    return (
+        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; portable "
+        "kernels where an address or a stride of an input is no multiple of 16 bytes"
+    )
+
+
+def table() -> Iterator[tuple[Config, str]]:
+    """Every row in both dtypes (returned beside it), plain and with the options of visibility."""
+    for row in BACKWARD:
+        for dtype in _DTYPES:
+            for flags in ((), ("has_window",)):
+                yield backward_config(row, dtype, None, flags), dtype
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """KV heads (of all sequences) whose queries' arrays fit in L2 together."""
+    sequences = 1 if problem.packed else problem.batch
+    of_row = problem.head_dim * (_ELEMENT_BYTES + _FLOAT_BYTES) + problem.head_dim_v * _ELEMENT_BYTES
+    fitting = _L2_BYTES // (problem.seqlen_q * of_row * problem.group_size)
+    return min(max(fitting, 1), problem.num_heads_kv * sequences)

@@ -1,0 +1,103 @@
+"""Hopper's backward kernels on the CPU device: they are those that run, and their gradients are the NumPy path's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_device import device, hook
+
+import cuflash
+from cuflash import gpu_backend, launch_sm90_backward, plan_sm90_backward
+
+Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+
+RNG = np.random.default_rng(0)
+LENGTH_Q, LENGTH_K = 150, 200
+
+
+def normal(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float16)
+
+
+def inputs(head_dim: int, head_dim_v: int) -> tuple[Array, Array, Array]:
+    return normal(2, LENGTH_Q, 4, head_dim), normal(2, LENGTH_K, 2, head_dim), normal(2, LENGTH_K, 2, head_dim_v)
+
+
+def wide(x: Any) -> Any:
+    return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+
+
+def both(
+    q: Array,
+    k: Array,
+    v: Array,
+    hidden_keys: Any = None,
+    hidden_queries: Any = None,
+    with_dlse: bool = False,
+    **options: Any,
+) -> None:
+    """Compares the gradients with the NumPy path's in float64; hidden rows hold NaN and inf on the device."""
+    exact_q, exact_k, exact_v = (wide(x) for x in (q, k, v))
+    wide_options = {name: wide(x) for name, x in options.items()}
+    out, lse = cuflash.attention(exact_q, exact_k, exact_v, return_lse=True, **wide_options)
+    dout = normal(*out.shape)
+    dlse = RNG.standard_normal(lse.shape).astype(np.float32) if with_dlse else None
+    expected = cuflash.attention_backward(
+        wide(dout), exact_q, exact_k, exact_v, out, lse, dlse=wide(dlse), **wide_options
+    )
+
+    tensors = [x.copy() for x in (dout, q, k, v, out.astype(q.dtype))]
+    for which, rows in ((hidden_queries, (0, 1, 4)), (hidden_keys, (2, 3))):
+        for index in rows if which is not None else ():
+            tensors[index][which] = np.nan if index % 2 else np.inf
+    grads = tuple(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    gpu_backend._launches.clear()
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        dq, dk, dv, *extras = cuflash.attention_backward(
+            tensors[0],
+            tensors[1],
+            tensors[2],
+            tensors[3],
+            tensors[4],
+            lse.astype(np.float32),
+            dlse=dlse,
+            out=(*grads, *(np.zeros_like(x, dtype=np.float32) for x in expected[3:])),
+            **options,
+        )
+    assert launch_sm90_backward.MAIN in {key[-6] for key in gpu_backend._launches}
+    for name, x, ref in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=False):
+        np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3, err_msg=name)
+    for x, ref in zip(extras, expected[3:], strict=True):
+        np.testing.assert_allclose(x, ref, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 72), (128, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
+    both(*inputs(*head_dims), causal=causal)
+
+
+LENGTHS = {
+    "kv_lengths": np.array([120, 7], np.int32),
+    "q_lengths": np.array([0, 70], np.int32),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (30, 10), "hidden_keys": (slice(None), slice(0, 20))},
+    "negative scale": {"softmax_scale": -0.3},
+    "dlse": {"with_dlse": True, "causal": True},
+    "sink": {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)},
+    "lengths": {**LENGTHS, "hidden_keys": (slice(None), slice(120, None)), "hidden_queries": (1, slice(70, None))},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    both(*inputs(64, 64), **OPTIONS[name])
+
+
+def test_other_problems_take_the_portable_kernels() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
+    assert "float32" in plan_sm90_backward.reason(problem)
