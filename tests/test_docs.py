@@ -1,0 +1,37 @@
+"""The documentation's examples run, and its drawings are what their script draws."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_readme import BLOCK
+
+import cuflash
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text(encoding="utf-8"))
+
+
+def test_there_are_pages_with_examples() -> None:
+    assert {"autodiff.md", "blocksparse.md", "kernels.md", "migration.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples(page: str) -> None:
+    """In order and in one namespace."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {"np": np, "cuflash": cuflash}
+    for example in BLOCK.finditer(text):
+        line = text.count("\n", 0, example.start("code"))  # so that a traceback names the page's line
+        exec(compile("\n" * line + example["code"], page, "exec"), namespace)
+
+
+def test_drawings(tmp_path: Path) -> None:
+    runpy.run_path(str(DOCS / "drawings.py"))["write"](tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == kept
