@@ -2,7 +2,7 @@
 // BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. One warp loads by TMA. A warpgroup
 // computes transposed scores, so that weights and their gradients stay in registers as left factors of dv and dk; dq
 // takes the gradients of all warpgroups through shared memory, and is added up in global memory.
-#include "epilogue.cuh"
+#include "../write_fragment.cuh"
 #include "gradient_fragment.cuh"
 #include "gradient_products.cuh"
 #include "gradient_rows.cuh"
@@ -241,7 +241,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
     }
 
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row = first_key + fragment_row();
+    const int row = first_key + warp_row() + fragment_row();
     const float scale = static_cast<float>(p.softmax_scale);
     const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1;
     if (p.dk.data != nullptr) {

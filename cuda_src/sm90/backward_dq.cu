@@ -1,5 +1,5 @@
 // Behind the gradients: dq from its sum, which has the order of fragments, one warpgroup a part.
-#include "epilogue.cuh"
+#include "../write_fragment.cuh"
 #include "gradient_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS* WARPGROUP) backward_sm90_dq(const AttentionParams p) {
@@ -24,6 +24,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS* WARPGROUP) backward_sm90
     }
   }
   const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
-  write_fragment(p.dq.at(batch, s.row_q, work.head) + column, p.dq.row_stride, first_row + fragment_row(), s.len_q,
-                 s.rows_q, p.head_dim - column, dq, factor);
+  write_fragment(p.dq.at(batch, s.row_q, work.head) + column, p.dq.row_stride, first_row + warp_row() + fragment_row(),
+                 s.len_q, s.rows_q, p.head_dim - column, dq, factor);
 }

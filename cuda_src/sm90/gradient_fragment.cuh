@@ -41,7 +41,7 @@ struct GradientFragment {
 
   __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
                                               int first_key)
-      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()) {}
+      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + warp_row() + fragment_row()) {}
 
   // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
   __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const float* lse, bool masked) const {
