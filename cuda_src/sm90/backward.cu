@@ -207,7 +207,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         keep(dp);
         pack_kept(weights, x, kept);
         scores.differentiate(dp, x, kept, shared.delta[rings.dout.stage], masked);
-        pack_pairs(ds, dp);
+        pack(ds, dp);
         store_transposed(ds_buffer + own_ds, ds);
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
         ptx::fence_async_shared();

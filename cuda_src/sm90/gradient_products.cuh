@@ -48,12 +48,6 @@ __device__ __forceinline__ void add_product(float (&sum)[N], u32 (&factor)[DEPTH
   ptx::wgmma_commit_group();
 }
 
-template <int N>
-__device__ __forceinline__ void pack_pairs(u32 (&words)[N / 2], const float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) words[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
-}
-
 // Writes a fragment of 64 keys x N queries as rows of queries into the panel of its keys.
 template <int N>
 __device__ __forceinline__ void store_transposed(u32 panel, const u32 (&words)[N]) {
