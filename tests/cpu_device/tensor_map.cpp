@@ -138,8 +138,10 @@ void tensor_load_multicast(uint32_t shared, const void* map, uint32_t mbarrier, 
 void tensor_store(const void* map, uint32_t shared, const int* coordinates, int rank, Reduction reduction,
                   Where where) {
   const Box box = box_of(map, coordinates, rank, where);
-  if (box.at[0] < 0)
-    fail(where, "TMA: a store at the negative innermost coordinate %d, an illegal instruction on an H200", box.at[0]);
+  for (int d = 0; d < rank; d++) {
+    if (box.at[d] < 0)
+      fail(where, "TMA: a store at the negative coordinate %d, an illegal instruction on an H200", box.at[d]);
+  }
   if (reduction != Reduction::kNone && !(box.map.is_float && box.map.element_bytes == sizeof(float)))
     fail(where, "TMA: sums of float32 only");
   box_memory(box, shared, where);
