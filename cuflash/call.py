@@ -29,7 +29,13 @@ from cuflash.problem import (
 Gradients = tuple[Any, ...]
 
 _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
-_NO_EXTRAS = (None,) * (len(Operands._fields) - 3)
+
+
+class _CheckedBackward(NamedTuple):
+    """What the checks found for one combination of the further arguments of a backward call."""
+
+    targets: dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes of the wanted gradients
+    memo: dict[Any, Any]
 
 
 class _Checked(NamedTuple):
@@ -37,14 +43,18 @@ class _Checked(NamedTuple):
 
     problem: AttentionProblem
     library: interop.Library
-    plain: bool  # q, k, v are operands as they are, and there are no others
-    memo: dict[Any, Any]  # of the backend, for plain calls with fresh results
+    # The operands by name in their order, if they are the arguments as they are; None where a call is not repeatable.
+    names: tuple[str, ...] | None
+    forward: dict[Any, Any]  # what the GPU backend keeps of calls with fresh results
+    backward: dict[Any, _CheckedBackward]  # by the metadata of the further arguments
 
 
 # Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up. The bound keeps a
 # program with ever new shapes from growing without end.
 _MAX_CHECKED = 4096
 _checked: dict[Any, _Checked] = {}
+# The same for the further arguments of the backward calls of one such combination.
+_MAX_CHECKED_BACKWARD = 64
 
 
 class Call:
@@ -60,18 +70,18 @@ class Call:
         cu_seqlens_q and cu_seqlens_k of packed sequences.
     """
 
-    __slots__ = ("_memo", "inputs", "library", "operands", "problem")
+    __slots__ = ("_checked", "_keywords", "_operands", "inputs", "library", "problem")
 
     def __init__(
         self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
     ) -> None:
-        self.inputs = inputs = {"q": q, "k": k, "v": v}
+        inputs = {"q": q, "k": k, "v": v}
         library = None
         if cu_seqlens is not None:
             inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
         if type(q).__module__ not in ("numpy", "cupy"):
             library = interop.library_of("q", q)
-            self.inputs = inputs = interop.adopt_all(library, _arrays(inputs, keywords))
+            inputs = interop.adopt_all(library, _arrays(inputs, keywords))
             keywords = {name: inputs.get(name, x) for name, x in keywords.items()}
         key = (
             tuple([_signature(x) for x in inputs.values()]),
@@ -85,12 +95,20 @@ class Call:
             _checked[key] = checked
         self.problem = checked.problem
         self.library = library or checked.library
-        self._memo = checked.memo if checked.plain and not isinstance(inputs["q"], np.ndarray) else None
-        if checked.plain:
-            self.operands = Operands(inputs["q"], inputs["k"], inputs["v"], *_NO_EXTRAS)
-        else:
-            self.inputs = _arrays(inputs, keywords)
-            self.operands = make_operands(self.inputs, Options(**keywords))
+        self.inputs = _arrays(inputs, keywords)
+        self._keywords = keywords
+        self._operands: Operands | None = None
+        on_cpu = self._backend is _backend_of(True)
+        self._checked: _Checked | None = None if on_cpu or checked.names is None else checked
+        if self._checked is None:
+            self._operands = make_operands(self.inputs, Options(**keywords))
+
+    @property
+    def operands(self) -> Operands:
+        """The arrays as a backend takes them."""
+        if self._operands is None:
+            self._operands = make_operands(self.inputs, Options(**self._keywords))
+        return self._operands
 
     def adopt(self, name: str, x: Any) -> Array | None:
         """A further argument of this call, checked to be of the same library and device."""
@@ -98,7 +116,9 @@ class Call:
             if name == "dlse":
                 return None
             raise TypeError(f"{name}: expected an array, got None")
-        return interop.adopt_all(self.library, {name: x}, beside=self.operands.q)[name]
+        if interop.is_beside(self.library, x, self.inputs["q"]):
+            return x
+        return interop.adopt_all(self.library, {name: x}, beside=self.inputs["q"])[name]
 
     def release(self, x: Array) -> Any:
         """`x` as an array of the caller's library."""
@@ -106,18 +126,25 @@ class Call:
 
     def forward(self, out: Any = None) -> tuple[Any, Array]:
         """The result as the caller's kind of array (`out` itself if given), and lse."""
-        problem, q = self.problem, self.operands.q
+        problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
-            if out is None:
-                target = self._empty(problem.out_shape, q.dtype)
-            else:
+            if out is not None:
                 target = self._target("out", out, problem.out_shape, self.inputs)
-            lse = self._empty(problem.lse_shape, problem.accum_dtype)
-            if out is None and self._memo is not None:
-                self._backend.forward(problem, self.operands, target, lse, self._memo)
-            else:
+                lse = self._empty(problem.lse_shape, problem.accum_dtype)
                 self._backend.forward(problem, self.operands, target, lse)
-            return (self.release(target) if out is None else out), lse
+                return out, lse
+            target = self._empty(problem.out_shape, q.dtype)
+            lse = self._empty(problem.lse_shape, problem.accum_dtype)
+            if self._checked is None:
+                self._backend.forward(problem, self.operands, target, lse)
+            elif not self._backend.repeat(self._checked.forward, [*self._arguments(self._checked), target, lse]):
+                self._backend.forward(problem, self.operands, target, lse, self._checked.forward)
+            return self.release(target), lse
+
+    def _arguments(self, checked: _Checked) -> list[Array]:
+        """The arguments in the order of the operands."""
+        assert checked.names is not None
+        return [self.inputs[name] for name in checked.names]
 
     def backward(
         self,
@@ -129,7 +156,15 @@ class Call:
         grads: Sequence[str] | None,
     ) -> Gradients:
         """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted."""
-        problem, operands = self.problem, self.operands
+        key = None
+        if self._checked is not None and out is None and (grads is None or isinstance(grads, tuple)):
+            key = (_signature(dout), _signature(forward_out), _signature(lse), _signature(dlse), repr(grads))
+            found = self._checked.backward.get(key)
+            if found is not None:
+                repeated = self._repeat_backward(self._checked, found, [dout, forward_out, lse, dlse])
+                if repeated is not None:
+                    return repeated
+        problem = self.problem
         for name, x in (("dout", dout), ("out", forward_out)):
             check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
         for name, x in (("lse", lse), ("dlse", dlse)):
@@ -139,7 +174,7 @@ class Call:
         names = ("q", "k", "v", *problem.extra_grads)
         given = _check_outs(out, names)
         inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
-        with interop.on_stream_of(self.library, operands.q):
+        with interop.on_stream_of(self.library, self.inputs["q"]):
             targets: dict[str, Array] = {}
             for name in names:
                 if name not in wanted:
@@ -150,27 +185,40 @@ class Call:
                 else:
                     targets[name] = self._target(f"out, d{name}", given[name], like.shape, inputs, like.dtype.name)
                     inputs[f"d{name}"] = targets[name]
-            self._backend.backward(
-                problem,
-                operands,
-                with_contiguous_rows(dout),
-                with_contiguous_rows(forward_out),
-                lse,
-                dlse,
-                {name: to_full_rank(name, x) for name, x in targets.items()},
-            )
+            rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
+            arguments = (problem, self.operands, *rows, lse, dlse, {n: to_full_rank(n, x) for n, x in targets.items()})
+            if self._checked is not None and key is not None and rows[0] is dout and rows[1] is forward_out:
+                if len(self._checked.backward) >= _MAX_CHECKED_BACKWARD:
+                    self._checked.backward.clear()
+                found = _CheckedBackward({name: (x.shape, x.dtype) for name, x in targets.items()}, {})
+                self._checked.backward[key] = found
+                self._backend.backward(*arguments, found.memo)
+            else:
+                self._backend.backward(*arguments)
             return tuple(
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names
             )
 
+    def _repeat_backward(
+        self, checked: _Checked, found: _CheckedBackward, rows: list[Array | None]
+    ) -> Gradients | None:
+        """What `backward` did for arguments of the same metadata; None if that cannot be."""
+        with interop.on_stream_of(self.library, self.inputs["q"]):
+            targets = {name: self._empty(shape, dtype) for name, (shape, dtype) in found.targets.items()}
+            given = [x for x in rows if x is not None]
+            if not self._backend.repeat(found.memo, [*self._arguments(checked), *given, *targets.values()]):
+                return None
+            names = ("q", "k", "v", *self.problem.extra_grads)
+            return tuple([self.release(targets[name]) if name in targets else None for name in names])
+
     @property
     def _backend(self) -> ModuleType:
         """The module that computes on this call's arrays."""
-        return _backend_of(isinstance(self.operands.q, np.ndarray))
+        return _backend_of(isinstance(self.inputs["q"], np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return _empty_of(isinstance(self.operands.q, np.ndarray))(shape, dtype)
+        return _empty_of(isinstance(self.inputs["q"], np.ndarray))(shape, dtype)
 
     def _target(
         self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
@@ -225,14 +273,15 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     library = interop.library_of("q", inputs["q"])
     arrays = interop.adopt_all(library, _arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
-    plain = (
-        len(arrays) == 3
-        and keywords.get("block_mask") is None
+    # A block mask's arrays and a seed are no arguments whose addresses are all there is to know.
+    is_repeatable = (
+        keywords.get("block_mask") is None
         and keywords.get("dropout_seed") is None
         and problem.dropout_p == 0
-        and all(with_contiguous_rows(x) is x for x in arrays.values())
+        and all(name in ("bias", "mask") or with_contiguous_rows(x) is x for name, x in arrays.items())
     )
-    return _Checked(problem, library, plain, {})
+    names = tuple(name for name in Operands._fields if name in arrays) if is_repeatable else None
+    return _Checked(problem, library, names, {}, {})
 
 
 def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:

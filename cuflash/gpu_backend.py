@@ -13,6 +13,7 @@ from cuflash.launch_sm90 import PersistentLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
 from cuflash.problem import Array, AttentionProblem, Operands
+from cuflash.recording import Memo, Recording
 from cuflash.tensor_map import ALIGNMENT
 
 # Beyond every index, and far enough from 2^31 that adding an index to it is safe.
@@ -25,32 +26,24 @@ _REDUCE_THREADS = 256
 Arrays = dict[str, Array]
 
 
-def forward(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Array,
-    lse: Array,
-    memo: dict[bool, _Launch] | None = None,
-) -> None:
-    """Write the result and lse of a problem.
+def repeat(memo: Memo, arrays: list[Array]) -> bool:
+    """Do what the earlier call did that left `memo`, with other arrays of the same metadata; False if none did.
 
-    `memo` belongs to one combination of metadata, with fresh results and no operands but q, k and v: what is found
-    there needs no look-up by strides. It is kept by whether the addresses suit TMA, on which the kernel depends.
+    `arrays` are those operands, and then the further arguments and results of `forward` or `backward`, that there are.
     """
+    device = kernels.device_of(arrays[0])
+    known = memo.get(device)
+    return known is not None and known([device.pointer(x) for x in arrays])
+
+
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array, memo: Memo | None = None) -> None:
+    """Write the result and lse of a problem; what `repeat` needs goes into `memo`."""
     device = kernels.device_of(out)
+    arrays = {**_inputs(operands), "out": out, "lse": lse}
+    recording = Recording(device, arrays)
+    _launch("forward", problem, operands, arrays, device, recording)
     if memo is not None:
-        pointer = device.pointer
-        pointers = [pointer(operands.q), pointer(operands.k), pointer(operands.v), pointer(out), pointer(lse)]
-        aligned = (pointers[0] | pointers[1] | pointers[2]) % ALIGNMENT == 0
-        if aligned in memo:
-            memo[aligned](pointers, None)
-            return
-    arrays = _inputs(operands)
-    arrays["out"] = out
-    arrays["lse"] = lse
-    launch = _launch("forward", problem, operands, arrays, device)
-    if memo is not None:
-        memo[aligned] = launch
+        recording.keep(memo)
 
 
 def backward(
@@ -61,23 +54,26 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
+    memo: Memo | None = None,
 ) -> None:
-    """Write the wanted gradients of a problem."""
+    """Write the wanted gradients of a problem; what `repeat` needs goes into `memo`."""
     device = kernels.device_of(out)
-    launch = partial(_launch, problem=problem, operands=operands, device=device)
-    delta = device.empty(problem.lse_shape, problem.accum_dtype)
-    arrays = {**_inputs(operands), "dout": dout, "out": out, "lse": lse, "delta": delta}
+    arrays = {**_inputs(operands), "dout": dout, "out": out, "lse": lse}
     with_dlse = arrays if dlse is None else {**arrays, "dlse": dlse}
+    recording = Recording(device, {**with_dlse, **{f"d{name}": x for name, x in grads.items()}})
+    launch = partial(_launch, problem=problem, operands=operands, device=device, recording=recording)
+    delta = {"delta": recording.empty(problem.lse_shape, problem.accum_dtype)}
+    arrays, with_dlse = arrays | delta, with_dlse | delta
     hopper = _hopper_backward(problem, arrays, device) if device.has_wgmma else None
     if hopper is None:
         launch("delta", arrays=with_dlse)
     else:
-        launch_sm90_backward.launch(partial(launch, hopper=hopper), problem, hopper, with_dlse, grads, device)
+        launch_sm90_backward.launch(partial(launch, hopper=hopper), problem, hopper, with_dlse, grads, recording.empty)
         grads = {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
     by_rows = {"dq": grads["q"]} if "q" in grads else {}
     if "alibi_slopes" in grads:
-        by_rows["dslope_rows"] = device.empty(problem.lse_shape, problem.accum_dtype)
+        by_rows["dslope_rows"] = recording.empty(problem.lse_shape, problem.accum_dtype)
     if by_rows:
         launch("backward_dq", arrays={**arrays, **by_rows})
     for entry in key_kernels(problem):
@@ -85,20 +81,24 @@ def backward(
         if of_keys:
             launch(entry, arrays={**arrays, **of_keys})
     if "bias" in grads:
-        _backward_bias(launch, problem, {**arrays, "dbias": grads["bias"]}, device)
+        _backward_bias(launch, problem, {**arrays, "dbias": grads["bias"]}, device, recording)
     if "sink" in grads:
         launch("reduce_sink", arrays={**arrays, "dsink": grads["sink"]})
     if "alibi_slopes" in grads:
         launch("reduce_slopes", arrays={**arrays, **by_rows, "dalibi_slopes": grads["alibi_slopes"]})
+    if memo is not None:
+        recording.keep(memo)
 
 
-def _backward_bias(launch: Any, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
+def _backward_bias(
+    launch: Any, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, recording: Recording
+) -> None:
     """dbias; a small one is the sum of parts, so that its long walks fill the GPU."""
     dbias = arrays["dbias"]
     config = plan(problem, "backward_bias", device.smem_limit)
     splits = min(max(2 * device.num_sms // max(_bias_tiles(problem, config), 1), 1), _bias_walk(problem, config))
     if splits > 1:
-        arrays["dbias_parts"] = device.empty((splits, *dbias.shape), problem.accum_dtype)
+        arrays["dbias_parts"] = recording.empty((splits, *dbias.shape), problem.accum_dtype)
     launch("backward_bias", arrays=arrays)
     if splits > 1:
         launch("reduce_bias", arrays=arrays)
@@ -199,8 +199,9 @@ def _launch(
     operands: Operands,
     arrays: Arrays,
     device: kernels.Device,
+    recording: Recording,
     hopper: HopperConfig | None = None,
-) -> _Launch:
+) -> None:
     seed: Any = operands.dropout_seed
     key: tuple[Any, ...] = ()
     if entry == "forward" and device.has_wgmma:
@@ -221,7 +222,7 @@ def _launch(
         launch = _launches[key] = _Launch(entry, problem, arrays, device, hopper)
     pointer = device.pointer
     launch([pointer(x) for x in arrays.values()], seed)
-    return launch
+    recording.add(launch, arrays)
 
 
 def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> plan_sm90.Config | None:

@@ -74,6 +74,11 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
     return adopted
 
 
+def is_beside(library: Library, x: Any, beside: Array) -> bool:
+    """Whether `x` is already what `adopt_all` would make of it."""
+    return library.adopt is _adopt_own and type(x) is type(beside) and _device_id(x) == _device_id(beside)
+
+
 def _device_id(x: Array) -> int:
     return -1 if isinstance(x, np.ndarray) else x.data.device_id
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from cuflash import kernels
 from cuflash.params import SCORE_TENSORS
 from cuflash.plan_sm90 import WARPGROUP
 from cuflash.plan_sm90_backward import Config
@@ -51,19 +50,19 @@ def launch(
     config: Config,
     arrays: Arrays,
     grads: dict[str, Array],
-    device: kernels.Device,
+    empty: Callable[[tuple[int, ...], Any], Array],
 ) -> None:
     """Write dq, dk and dv, those of them that are in `grads`.
 
-    `run` launches an entry on arrays.
+    `run` launches an entry on arrays, `empty` allocates.
     """
     tiles = images(problem, problem.num_heads_q) * query_tiles(problem, config)
     rows: dict[str, Any] = {
-        "row_lse": device.empty((tiles, config.block_m), problem.accum_dtype),
-        "row_delta": device.empty((tiles, config.block_m), problem.accum_dtype),
+        "row_lse": empty((tiles, config.block_m), problem.accum_dtype),
+        "row_delta": empty((tiles, config.block_m), problem.accum_dtype),
     }
     if "q" in grads:
-        rows["dq_sum"] = device.empty((tiles, config.dq_tile), problem.accum_dtype)
+        rows["dq_sum"] = empty((tiles, config.dq_tile), problem.accum_dtype)
     run(ROWS, arrays={**arrays, **rows})
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
     run(MAIN, arrays={**_select(arrays, _MAIN_INPUTS), **rows, **of_keys})

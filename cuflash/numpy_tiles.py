@@ -18,8 +18,8 @@ from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
 
-# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and between two calls of NumPy a thread has work for
-# so long that the threads seldom wait for the interpreter's lock (with tiles of 384 x 384 one thread is as fast, and
+# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and a thread has work for so long between two calls
+# of NumPy that the threads seldom wait for the interpreter's lock (with tiles of 384 x 384 one thread is as fast, and
 # two are a fifth slower). No powers of 2: rows of scores would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768

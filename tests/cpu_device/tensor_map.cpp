@@ -95,14 +95,16 @@ void start_tensor_load(Block& target, uint32_t shared, const Box& box, uint32_t 
   start_asynchronous([=, &target] { load_into(target, shared, box, mbarrier, ticket); });
 }
 
+// A piece that begins inside of the tensor is stored whole, even if a row ends within it, as an H200 does.
 void store_box(const Box& box, const std::vector<unsigned char>& data, Reduction reduction) {
   for_pieces(box, [&](const Piece& piece) {
+    if (piece.from == piece.to) return;
     const unsigned char* from = &data[piece.offset];
     if (reduction == Reduction::kNone) {
-      memcpy(piece.global + piece.from, from + piece.from, piece.to - piece.from);
+      memcpy(piece.global, from, kPieceBytes);
       return;
     }
-    for (size_t at = piece.from; at < piece.to; at += sizeof(float)) {
+    for (size_t at = 0; at < kPieceBytes; at += sizeof(float)) {
       float x;
       memcpy(&x, from + at, sizeof x);
       add_to_global(reinterpret_cast<float*>(piece.global + at), x);

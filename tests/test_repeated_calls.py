@@ -1,0 +1,139 @@
+"""Repeated calls on the GPU path: what the first call found out serves the later ones, and only those it holds for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, gaussian_case
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import CpuDevice
+from devices import Device
+from numpy.typing import NDArray
+
+import cuflash
+from cuflash import call, gpu_backend
+
+pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+
+HOST = Device("numpy", np)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "extras": {
+        "bias": np.ones((4, 1, 20), np.float32),
+        "mask": np.tri(17, 20, 5, dtype=bool),
+        "alibi_slopes": np.full(4, 0.1, np.float32),
+        "sink": np.full(4, 0.5, np.float32),
+        "q_lengths": np.array([17, 9], np.int32),
+        "kv_lengths": np.array([20, 13], np.int32),
+    },
+}
+
+
+# General kernels, and those that reach q, k and v through tensor maps.
+@pytest.fixture(autouse=True, params=[((8, 0), "float32"), ((9, 0), "float16")], ids=["sm_80", "sm_90"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    capability, dtype = request.param
+    call._checked.clear()
+    with hook.kernels_on(CpuDevice(capability)):
+        yield dtype
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The entries that were looked up, not repeated."""
+    entries: list[str] = []
+    launch = gpu_backend._launch
+
+    def watched(entry: str, *arguments: Any, **keywords: Any) -> None:
+        entries.append(entry)
+        launch(entry, *arguments, **keywords)
+
+    monkeypatch.setattr(gpu_backend, "_launch", watched)
+    return entries
+
+
+def example(seed: int, dtype: str, **options: Any) -> Case:
+    return gaussian_case(seed, dtype, (17, 20), dims=(16, 16), **options)
+
+
+def packed(seed: int, dtype: str) -> Case:
+    cu_seqlens = np.array([0, 7, 17], np.int32), np.array([0, 11, 20], np.int32)
+    case = gaussian_case(seed, dtype, (17, 20), dims=(16, 16), batch=1)
+    assert case.dlse is not None
+    flat: dict[str, Any] = {name: getattr(case, name)[0] for name in ("q", "k", "v", "dout", "dlse")}
+    return Case(**flat, cu_seqlens=cu_seqlens)
+
+
+def run(case: Case, **backward: Any) -> None:
+    """One forward and backward call, held against the reference."""
+    on_device = case.on(HOST)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse, **backward))
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "packed"])
+def test_a_second_call_looks_nothing_up(name: str, dtype: str, launches: list[str]) -> None:
+    def make(seed: int) -> Case:
+        return packed(seed, dtype) if name == "packed" else example(seed, dtype, **OPTIONS[name])
+
+    run(make(0))
+    assert launches
+    launches.clear()
+    run(make(1))
+    assert launches == []
+
+
+def test_other_gradients_are_other_calls(dtype: str, launches: list[str]) -> None:
+    case = example(0, dtype, **OPTIONS["extras"])
+    for seed in (0, 1):
+        for grads in (None, ("q",), ("k", "sink"), ("bias", "v")):
+            run(example(seed, dtype, **OPTIONS["extras"]), grads=grads)
+        assert bool(launches) == (seed == 0)
+        launches.clear()
+    without = Case(case.q, case.k, case.v, case.dout, None, case.options)
+    run(without)
+    assert launches, "without dlse another kernel runs"
+
+
+def test_one_array_in_several_places_is_no_rule(dtype: str) -> None:
+    """After a call on one array three times come three arrays of its metadata."""
+    case = gaussian_case(0, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
+    run(Case(case.q, case.q, case.q, case.q, case.dlse))
+    run(case)
+
+
+def test_addresses_may_change_their_alignment(dtype: str) -> None:
+    case = gaussian_case(0, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
+    for offset in (0, 1, 4, 0, 1):
+        shifted: dict[str, Any] = {name: at_offset(getattr(case, name), offset) for name in ("q", "k", "v", "dout")}
+        run(Case(**shifted, dlse=case.dlse))
+
+
+def at_offset(x: NDArray[Any], elements: int) -> NDArray[Any]:
+    """The same values that many elements behind an aligned address."""
+    buffer = np.zeros(x.nbytes + 128, np.uint8)
+    start = -buffer.ctypes.data % 64 + elements * x.dtype.itemsize
+    view: NDArray[Any] = buffer[start:][: x.nbytes].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
+    case = example(0, dtype)
+    out, lse = cuflash.attention(case.q, case.k, case.v, return_lse=True)
+    for _ in range(2):
+        cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse)
+        with pytest.raises(TypeError, match="lse"):
+            cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse.astype(np.float64))
+        with pytest.raises(ValueError, match="dout"):
+            cuflash.attention_backward(case.dout[:, :5], case.q, case.k, case.v, out, lse)
+        with pytest.raises(ValueError, match="grads"):
+            cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse, grads=("q", "bias"))
+        with pytest.raises(ValueError, match="dropout_seed"):
+            cuflash.attention(case.q, case.k, case.v, dropout_p=0.5)
