@@ -7,10 +7,11 @@ using Element = __nv_bfloat16;
 using Index = long long;
 
 constexpr int WARP = 32;
-constexpr int WARPS = 8;                              // in a block that has a row a warp
-constexpr float LOWEST = -1e30f;                      // below every score; e to it is 0
-constexpr int VECTOR = 8;                             // elements in 16 bytes
-constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);  // of a row of the model's width, per lane
+constexpr int WARPS = 8;                                // in a block that has a row a warp
+constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 3;  // of layer_norm_backward, whose threads hold many sums
+constexpr float LOWEST = -1e30f;                        // below every score; e to it is 0
+constexpr int VECTOR = 8;                               // elements in 16 bytes
+constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);    // of a row of the model's width, per lane
 static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
 
 struct Vector {
@@ -121,9 +122,9 @@ extern "C" __global__ void add_layer_norm(Element* y, float2* statistics, Elemen
 
 // dx = dsum + the gradient through the layer norm of x. Each block leaves its share of the gradients of gain and shift
 // and of the branch's bias, which is that of x summed over rows, in partial[block][3][WIDTH].
-extern "C" __global__ void layer_norm_backward(Element* dx, float* partial, const Element* dy, const Element* x,
-                                               const float2* statistics, const Element* gain, const Element* dsum,
-                                               int rows) {
+extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOCKS)
+    layer_norm_backward(Element* dx, float* partial, const Element* dy, const Element* x, const float2* statistics,
+                        const Element* gain, const Element* dsum, int rows) {
   Vector of_gain[ROW_VECTORS] = {}, of_shift[ROW_VECTORS] = {}, of_bias[ROW_VECTORS] = {};
   for (Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += Index(gridDim.x) * blockDim.y) {
     const float2 mean_inverse = statistics[row];
@@ -359,19 +360,27 @@ extern "C" __global__ void causal_softmax_backward(Element* dweights, const Elem
 
 // AdamW (Loshchilov and Hutter, 2019) on all parameters at once; the first `decayed` are matrices. The gradient's norm
 // is brought down to at most `clip`; its square comes from the device, so that nobody waits.
-extern "C" __global__ void adamw(Element* weights, float* master, float* first, float* second, const float* gradient,
-                                 const float* squared_norm, Index size, Index decayed, float clip, float rate,
-                                 float beta1, float beta2, float correction1, float correction2, float epsilon,
-                                 float decay) {
-  const Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= size) return;
+extern "C" __global__ void adamw(Element* weights, float4* master, float4* first, float4* second,
+                                 const float4* gradient, const float* squared_norm, Index size, Index decayed,
+                                 float clip, float rate, float beta1, float beta2, float correction1, float correction2,
+                                 float epsilon, float decay) {
+  const Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x;  // of four parameters
+  if (4 * i >= size) return;
   const float factor = fminf(1.0f, clip * rsqrtf(*squared_norm));
-  const float g = gradient[i] * factor;
-  const float m = first[i] += (1 - beta1) * (g - first[i]);
-  const float v = second[i] += (1 - beta2) * (g * g - second[i]);
-  float w = master[i];
-  if (i < decayed) w -= rate * decay * w;
-  w -= rate * (m * correction1) / (sqrtf(v * correction2) + epsilon);
-  master[i] = w;
-  weights[i] = __float2bfloat16(w);
+  float4 gs = gradient[i], ms = first[i], vs = second[i], ws = master[i];
+  float *g = &gs.x, *m = &ms.x, *v = &vs.x, *w = &ws.x;
+  const float kept = 4 * i < decayed ? 1 - rate * decay : 1.0f;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    g[n] *= factor;
+    m[n] += (1 - beta1) * (g[n] - m[n]);
+    v[n] += (1 - beta2) * (g[n] * g[n] - v[n]);
+    w[n] = w[n] * kept - rate * (m[n] * correction1) / (sqrtf(v[n] * correction2) + epsilon);
+  }
+  first[i] = ms;
+  second[i] = vs;
+  master[i] = ws;
+  __nv_bfloat162* rounded = reinterpret_cast<__nv_bfloat162*>(weights) + 2 * i;
+  rounded[0] = __floats2bfloat162_rn(w[0], w[1]);
+  rounded[1] = __floats2bfloat162_rn(w[2], w[3]);
 }

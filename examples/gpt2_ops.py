@@ -145,6 +145,7 @@ class NumpyOps:
 
 WARP, VECTOR = 32, 8  # as in gpt2_kernels.cu
 WARPS = 8  # in a block that has a row a warp
+GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 3  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 MAX_SUM_PARTS = 128  # parts of a sum over rows, each made by blocks of their own
 SCORE_VECTORS = 4
 
@@ -164,7 +165,11 @@ class CupyOps(NumpyOps):
         self.width = width
         self._cublas = cublas
         runtime = cupy.cuda.runtime
-        self._types = {self.dtype: runtime.CUDA_R_16BF, np.dtype(np.float32): runtime.CUDA_R_32F}
+        self._types = {
+            self.dtype: runtime.CUDA_R_16BF,
+            np.dtype(np.float16): runtime.CUDA_R_16F,
+            np.dtype(np.float32): runtime.CUDA_R_32F,
+        }
         self._one_and_zero = np.array([1, 0], np.float32)  # cuBLAS reads its factors from the host
 
     @cached_property
@@ -178,9 +183,9 @@ class CupyOps(NumpyOps):
         self._module.get_function(name)(grid, block, tuple(0 if x is None else x for x in arguments))
 
     def matmul(self, a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
-        """``a @ b`` of matrices or stacks of them; one axis of each matrix is contiguous. CuPy has none in bfloat16."""
+        """``a @ b`` of matrices or stacks of them; one axis of each is contiguous. CuPy's own uses no tensor cores."""
         if out is None:
-            out = self.xp.empty((*a.shape[:-1], b.shape[-1]), self.dtype)
+            out = self.xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
         # cuBLAS is column-major: it computes out^T = b^T a^T.
         (b_op, b_step), (a_op, a_step) = self._orientation(b), self._orientation(a)
         one = self._one_and_zero.ctypes.data
@@ -232,10 +237,10 @@ class CupyOps(NumpyOps):
         out: tuple[Array, Array, Array | None],
     ) -> Array:
         """See `NumpyOps`; the result takes the place of `dy`."""
-        parts = self._parts
+        parts = GRADIENT_BLOCKS * self._multiprocessors
         partial = self.xp.empty((parts, 3, self.width), np.float32)
         arguments = (dy, partial, dy, x, statistics, gain, dx, np.int32(len(x)))
-        self._launch("layer_norm_backward", (parts,), (WARP, WARPS), *arguments)
+        self._launch("layer_norm_backward", (parts,), (WARP, GRADIENT_WARPS), *arguments)
         sums = self._sum_partials(partial, self.xp.empty((3, self.width), np.float32))
         for target, values in zip(out, sums, strict=True):
             if target is not None:
@@ -243,8 +248,8 @@ class CupyOps(NumpyOps):
         return dy
 
     @cached_property
-    def _parts(self) -> int:
-        return 2 * int(self.xp.cuda.Device().attributes["MultiProcessorCount"])
+    def _multiprocessors(self) -> int:
+        return int(self.xp.cuda.Device().attributes["MultiProcessorCount"])
 
     def _sum_partials(self, partial: Array, out: Array) -> Array:
         threads = 64
@@ -335,5 +340,5 @@ class CupyOps(NumpyOps):
         )
         arrays = (weights, master, *moments, gradient, squared_norm)
         threads = 256
-        grid = (-(-weights.size // threads),)
+        grid = (-(-weights.size // (4 * threads)),)
         self._launch("adamw", grid, (threads,), *arrays, weights.size, decayed, *map(np.float32, scalars))

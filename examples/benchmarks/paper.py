@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from cuflash.examples.gpt2_ops import CupyOps
 
 import cuflash
 from cuflash.bench.report import environment
@@ -81,32 +82,38 @@ class Problem:
         )
 
     def naive(self) -> Calls:
-        """Attention by its formula: matrix products, and every step between them as an array of its own."""
+        """Attention by its formula: batched products, and every step between them as an array of its own."""
         xp = self.xp
-        q, k, v, dout = (xp.ascontiguousarray(x.swapaxes(1, 2)) for x in (self.q, self.k, self.v, self.dout))
+        # CuPy's own product of float16 matrices does not use tensor cores.
+        matmul = np.matmul if xp is np else CupyOps(256).matmul
+        shape = (-1, HEADS, self.seqlen, self.seqlen)
+        q, k, v, dout = (
+            xp.ascontiguousarray(x.swapaxes(1, 2)).reshape(-1, self.seqlen, HEAD_DIM)
+            for x in (self.q, self.k, self.v, self.dout)
+        )
         scale = np.float32(HEAD_DIM**-0.5)
         random = xp.random.default_rng(0)
 
         def forward() -> tuple[Array, Array, Array | None]:
-            scores = (q @ k.swapaxes(2, 3)).astype(np.float32) * scale
+            scores = matmul(q, k.swapaxes(1, 2)).astype(np.float32) * scale
             if self.options:
-                scores = xp.where(self.mask, scores, -np.inf)
+                scores = xp.where(self.mask, scores.reshape(shape), -np.inf).reshape(scores.shape)
             scores -= scores.max(axis=-1, keepdims=True)
             xp.exp(scores, out=scores)
             weights = (scores / scores.sum(axis=-1, keepdims=True)).astype(np.float16)
             kept = None
             if self.options:
                 kept = (random.random(weights.shape, np.float32) >= DROPOUT) * np.float16(1 / (1 - DROPOUT))
-            return (weights if kept is None else weights * kept) @ v, weights, kept
+            return matmul(weights if kept is None else weights * kept, v), weights, kept
 
         def backward(out: Array, weights: Array, kept: Array | None) -> tuple[Array, ...]:
-            dv = (weights if kept is None else weights * kept).swapaxes(2, 3) @ dout
-            dweights = dout @ v.swapaxes(2, 3)
+            dv = matmul((weights if kept is None else weights * kept).swapaxes(1, 2), dout)
+            dweights = matmul(dout, v.swapaxes(1, 2))
             if kept is not None:
                 dweights *= kept
             delta = (dout.astype(np.float32) * out).sum(axis=-1, keepdims=True)
             dscores = (weights * (dweights - delta) * scale).astype(np.float16)
-            return dscores @ k, dscores.swapaxes(2, 3) @ q, dv
+            return matmul(dscores, k), matmul(dscores.swapaxes(1, 2), q), dv
 
         results = forward()
         return Calls(forward, lambda: backward(*results), lambda: backward(*forward()))

@@ -20,9 +20,13 @@ SEQLENS = (1024, 2048, 4096, 8192)
 METHODS = ("naive", "cuflash")
 DIRECTIONS = ("forward", "backward")
 MARK = "mark_of_a_call"
-# 32-byte sectors that L2 serves to the multiprocessors, loads and stores, the copy engine's too; and bytes of DRAM
-SECTORS, DRAM = "lts__t_sectors_srcunit_tex.sum", "dram__bytes.sum"
-SECTOR_BYTES = 32
+# What the multiprocessors read and write through the crossbar behind which L2 lies, their copy engines too; and DRAM.
+METRICS = {
+    "l1tex__m_xbar2l1tex_read_bytes.sum": "l2_bytes",
+    "l1tex__m_l1tex2xbar_write_bytes.sum": "l2_bytes",
+    "dram__bytes.sum": "dram_bytes",
+}
+UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 
 def calls_under_ncu() -> None:
@@ -57,15 +61,10 @@ def count(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
                 method, n, direction = keys[len(results)]
                 results.append({"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0})
             continue
-        value = float(row["Metric Value"].replace(",", ""))
-        if row["Metric Name"] == SECTORS:
-            results[-1]["l2_bytes"] += value * SECTOR_BYTES
-        elif row["Metric Name"] == DRAM:
-            results[-1]["dram_bytes"] += value * UNITS[row["Metric Unit"]]
+        if row["Metric Name"] in METRICS:
+            value = float(row["Metric Value"].replace(",", ""))
+            results[-1][METRICS[row["Metric Name"]]] += value * UNITS[row["Metric Unit"]]
     return results
-
-
-UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 
 def theorem_bytes(n: int, fast_bytes: int) -> float:
@@ -79,7 +78,7 @@ def run(out: Path, facts: dict[str, Any]) -> int:
 
     fast_bytes = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
-    command += ["--metrics", f"{SECTORS},{DRAM}", sys.executable, str(Path(__file__).resolve())]
+    command += ["--metrics", ",".join(METRICS), sys.executable, str(Path(__file__).resolve())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
