@@ -35,17 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every kernel compiled, without spills where that can be seen; else 1."""
+    """Return 0 if every kernel compiled, without spills where that can be seen; 1 if not; 2 if something is missing."""
     try:
         import cupy
     except ImportError:
         print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
-        return 1
+        return 2
     if args.arch:
+        known = [f"sm_{number}" for number in cupy.cuda.nvrtc.getSupportedArchs()]
+        unknown = [arch for arch in args.arch if arch.rstrip("af") not in known]
+        if unknown:
+            version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+            print(f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}", file=sys.stderr)
+            return 2
         return _check(args)
     if not cupy.cuda.is_available():
         print("no GPU here: name architectures to compile for, as in --arch sm_80 sm_90a", file=sys.stderr)
-        return 1
+        return 2
     return _warm(args)
 
 

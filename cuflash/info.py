@@ -6,9 +6,11 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import sys
 from typing import Any
 
 from cuflash import __version__, plan_sm90
+from cuflash.missing import missing
 from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
@@ -31,15 +33,18 @@ def run(args: argparse.Namespace) -> int:
     """Return 0; 2 for a head dimension that there are no kernels for."""
     head_dim_v = args.head_dim_v or args.head_dim
     if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
-        print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}")
+        print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}", file=sys.stderr)
         return 2
     facts = {"cuflash": __version__, "python": platform.python_version(), **_versions(), **_gpu()}
     chosen = _chosen(args, head_dim_v)
+    lacks = missing()
     if args.json:
-        print(json.dumps({**facts, "kernels": chosen}))
+        print(json.dumps({**facts, "missing": lacks, "kernels": chosen}))
         return 0
     for name, value in facts.items():
         print(f"{name:16} {value}")
+    print()
+    print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
     print()
     for name, reason in chosen.items():
         print(f"{name:16} {reason}")
@@ -60,13 +65,13 @@ def _gpu() -> dict[str, str]:
     try:
         import cupy
     except ImportError:
-        return {
-            "GPU": 'not used: CuPy is not installed (pip install "cuflash[cuda13]", or "cuflash[cuda12]" for a '
-            "CUDA 12 driver); NumPy arrays run on the CPU"
-        }
-    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        return {}  # `missing` says so
+    try:
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except Exception:  # whatever CuPy raises where a library cannot be loaded
+        return {}
     if not cupy.cuda.is_available():
-        return {"nvrtc": nvrtc, "GPU": "none found (no NVIDIA driver, or no device); NumPy arrays run on the CPU"}
+        return {"nvrtc": nvrtc}
     driver = cupy.cuda.runtime.driverGetVersion()
     gpus = {}
     for index in range(cupy.cuda.runtime.getDeviceCount()):

@@ -7,6 +7,7 @@ checked against float64 before it is timed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import warnings
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what `args` ask for; 1 if a result of cuflash was wrong or missing."""
     xp = _namespace(args.device)
+    if xp is None:
+        _say("no GPU that CuPy can use: see python -m cuflash info")
+        return 2
     facts = report.environment(xp, args.commit)
     _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
     if args.host:
@@ -128,22 +132,17 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[
     return [cell for name in names for cell in SUITES[name](grid)]
 
 
-def _namespace(device: str | None) -> ModuleType:
-    """CuPy if it is asked for or sees a GPU, else NumPy."""
+def _namespace(device: str | None) -> ModuleType | None:
+    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if a GPU is asked for and there is none."""
     if device == "cpu":
         return np
     try:
-        import cupy
+        cupy = importlib.import_module("cupy")
     except ImportError:
-        if device == "gpu":
-            raise SystemExit("no GPU: CuPy is not installed") from None
-        return np
-    if cupy.cuda.is_available():
-        module: ModuleType = cupy
-        return module
-    if device == "gpu":
-        raise SystemExit("no GPU: cupy.cuda.is_available() is False")
-    return np
+        cupy = None
+    if cupy is not None and cupy.cuda.is_available():
+        return cupy
+    return None if device == "gpu" else np
 
 
 def _tell_absences(results: list[Result]) -> None:
