@@ -56,7 +56,7 @@ PORTABLE: dict[tuple[str, str, int], Row] = {
     ("forward", "float64", 256): Row((Tile(32, 64, 8, 4),), Tile(32, 32, 8, 4)),
     ("backward_dq", "float32", 32): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
     ("backward_dq", "float32", 64): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
-    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 16, 4)),
+    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
     ("backward_dq", "float32", 256): Row((Tile(64, 64, 8, 8),), Tile(32, 64, 16, 16)),
     ("backward_dq", "float64", 32): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
     ("backward_dq", "float64", 64): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),

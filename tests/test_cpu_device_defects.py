@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cpu_device import build, device, tensor_map
+from address_sanitizer import run_sanitized
+from cpu_device import device, tensor_map
 from cpu_device.device import Check, DeviceError
 
 from cuflash import kernels
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[str, Check, int], float]
-TESTS = Path(__file__).resolve().parent
-SAMPLES = TESTS / "cpu_device" / "samples"
+SAMPLES = Path(__file__).resolve().parent / "cpu_device" / "samples"
 HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 
@@ -176,14 +174,10 @@ BY_ADDRESS = [
 
 
 def under_address_sanitizer(name: str, old: str, new: str) -> subprocess.CompletedProcess[str]:
-    code = (
+    return run_sanitized(
         f"import test_cpu_device_defects as t\n"
         f"assert t.RUNS[{name!r}](t.sample({name!r}, {old!r}, {new!r}), t.Check.ADDRESS, 0) == 0"
     )
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    variables = {"LD_PRELOAD": build.sanitizer_library(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from address_sanitizer import run_sanitized
 from cases import DTYPES, Case, gaussian_case
 from cpu_device import device as cpu_device
 from cpu_device import hook
@@ -69,3 +71,20 @@ def test_kernels_agree_with_reference(case: Case) -> None:
 @given(case=cases(max_scores=20_000))
 def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     assert_agrees(case)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (20, 3), "kv_lengths": [50]}], ids=["plain", "window, lengths"])
+def test_kernels_stay_within_their_arrays(capability: tuple[int, int], options: dict[str, Any]) -> None:
+    """Under AddressSanitizer, on sizes that fill no tile; 16-bit inputs take an architecture's own kernels."""
+    run = run_sanitized(
+        f"""
+import numpy as np
+from test_cpu_device_kernels import HOST, CpuDevice, Check, assert_agrees, gaussian_case, hook
+options = {options!r}
+if "kv_lengths" in options:
+    options["kv_lengths"] = np.array(options["kv_lengths"], np.int32)
+with hook.kernels_on(CpuDevice({capability}, {NUM_SMS}, Check.ADDRESS)):
+    assert_agrees(gaussian_case(0, "float16", (70, 75), (2, 1), (40, 72), 1, **options))
+"""
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
