@@ -67,7 +67,7 @@ PORTABLE: dict[tuple[str, str, int], Row] = {
     ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16)),
     ("backward_dkv", "float32", 256): Row((Tile(64, 32, 16, 4),), Tile(32, 32, 16, 4)),
     ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
-    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
+    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 4, 4)),
     ("backward_dkv", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 8, 4)),
     # dk and dv by themselves: where both together do not fit the registers.
     ("backward_dk", "float64", 256): Row((Tile(32, 32, 8, 4),), Tile(32, 32, 8, 4)),
