@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,11 @@ def baseline_attention(ops: NumpyOps, qkv: Array) -> tuple[Array, Backward]:
 ATTENTIONS = {"cuflash": cuflash_attention, "baseline": baseline_attention}
 
 
+@lru_cache(maxsize=1)  # models that are compared start from the same ones
+def _normal_numbers(seed: int, size: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(size, np.float32)
+
+
 class GPT2:
     """The parameters, and the loss with its gradients.
 
@@ -105,7 +111,6 @@ class GPT2:
     def __init__(self, config: Config, ops: NumpyOps, attention: Callable[..., Any], seed: int) -> None:
         self.config, self.ops, self.attention = config, ops, attention
         width, deep = config.width, config.num_layers
-        rng = np.random.default_rng(seed)
         matrices: dict[str, tuple[int, ...]] = {
             "tokens": (config.vocabulary, width),
             "positions": (config.context, width),
@@ -123,14 +128,13 @@ class GPT2:
         vectors |= {"gain": (width,), "shift": (width,)}
         self.shapes = matrices | vectors
         self.decayed = sum(math.prod(shape) for shape in matrices.values())
-        initial = np.zeros(sum(math.prod(shape) for shape in self.shapes.values()), np.float32)
+        initial = _normal_numbers(seed, sum(math.prod(shape) for shape in self.shapes.values())).copy()
         for name, view in self.views(initial).items():
-            if name.startswith("gain"):
-                view[...] = 1
-            elif view.ndim == 2:
+            if view.ndim == 1:
+                view[...] = name.startswith("gain")
+            else:
                 # the matrices that end a branch are smaller, so that the sum over branches keeps its size
-                deviation = 0.02 / math.sqrt(2 * deep) if name.startswith(("merge", "contract")) else 0.02
-                view[...] = deviation * rng.standard_normal(view.shape, np.float32)
+                view *= 0.02 / math.sqrt(2 * deep) if name.startswith(("merge", "contract")) else 0.02
         self.master = ops.xp.asarray(initial)
         self.weights = self.master.astype(ops.dtype)
         self.gradients = ops.xp.zeros_like(self.master)
