@@ -9,6 +9,21 @@
 // weights up to 256 are as exact, and most steps need no rescaling. Decided per row, so rows stay independent.
 constexpr float MAX_GROWTH = 8;
 
+// The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
+// value row.
+__device__ __forceinline__ void finish_row(float top, float sum, float sink, float& inverse, float& lse) {
+  float total = reduce_row<4>(sum, [](float a, float b) { return a + b; });
+  float own = 1;
+  if (sink != -infinity()) {
+    const float seen = top;
+    top = larger(seen, sink);
+    own = seen == -infinity() ? 0 : weight(seen, top);
+    total = (total == 0 ? 0 : total * own) + (sink == top ? 1 : weight(sink, top));
+  }
+  inverse = total == 0 ? 0 : own / total;
+  lse = total == 0 ? -infinity() : top + log_e(total);
+}
+
 struct FragmentSoftmax {
   float to_natural, to_base_2;  // factors of a score
   float maximum[2], sum[2];
@@ -49,22 +64,10 @@ struct FragmentSoftmax {
     }
   }
 
-  // Completes the sums. A sink is one more score, of no value row. inverse[r] normalises row r (0 where it saw
-  // nothing), lse[r] is its natural log-sum-exp.
+  // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
   __device__ __forceinline__ void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float total = reduce_row<4>(sum[r], [](float a, float b) { return a + b; });
-      float top = maximum[r] * to_natural, own = 1;
-      if (sink != -infinity()) {
-        const float seen = top;
-        top = larger(seen, sink);
-        own = seen == -infinity() ? 0 : weight(seen, top);
-        total = (total == 0 ? 0 : total * own) + (sink == top ? 1 : weight(sink, top));
-      }
-      inverse[r] = total == 0 ? 0 : own / total;
-      lse[r] = total == 0 ? -infinity() : top + log_e(total);
-    }
+    for (int r = 0; r < 2; r++) finish_row(maximum[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
 };
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import kernels, launch_sm90_backward, plan_sm90, plan_sm90_backward
+from cuflash import kernels, launch_sm90_backward, plan_sm90, plan_sm90_backward, plan_split
 from cuflash.launch_sm90 import PersistentLaunch
+from cuflash.launch_split import SplitLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
 from cuflash.problem import Array, AttentionProblem, Operands
@@ -151,13 +152,17 @@ class _Launch:
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)
         params["num_tiles"] = tiles
-        self.persistent: PersistentLaunch | None = None
+        self.persistent: PersistentLaunch | SplitLaunch | None = None
         self.block = (config.threads,)
         if isinstance(hopper, plan_sm90.Config):
             entry = hopper.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
             rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n}
             self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
+        elif isinstance(hopper, plan_split.Config):
+            entry = hopper.entry
+            params["heads_together"] = plan_sm90.heads_together(problem)
+            self.persistent = SplitLaunch(problem, hopper, device, blocks)
         elif hopper is not None:
             params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, hopper)
             self.block = (launch_sm90_backward.threads(entry, hopper),)
@@ -185,9 +190,9 @@ class _Launch:
         self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
-HopperConfig = plan_sm90.Config | plan_sm90_backward.Config
+HopperConfig = plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
 
-_TILED = ("forward", "forward_sm90", "backward_dq", *KEY_KERNELS, "backward_bias", launch_sm90_backward.MAIN)
+_TILED = ("forward", "forward_sm90", "split_forward", "backward_dq", *KEY_KERNELS, "backward_bias", launch_sm90_backward.MAIN)
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}
@@ -225,8 +230,10 @@ def _launch(
     recording.add(launch, arrays)
 
 
-def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> plan_sm90.Config | None:
+def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> HopperConfig | None:
     """Hopper's own forward kernel if it can run on these arrays."""
+    if problem.dtype == "float32":
+        return plan_split.forward(problem)
     tensors = [arrays[name] for name in ("q", "k", "v")]
     if any(device.pointer(x) % ALIGNMENT for x in tensors):
         return None

@@ -39,7 +39,7 @@ class PersistentLaunch:
         tiles: int,
     ) -> None:
         self.blocks = min(tiles, device.num_sms)
-        self._counters = _counters_of(device) if tiles > self.blocks else None
+        self._counter = TileCounter(device, tiles > self.blocks)
         self._device = device
         self._dtype = problem.dtype
         self._words = tuple(word_of(name) for name in rows)
@@ -49,8 +49,7 @@ class PersistentLaunch:
 
     def arguments(self, words: np.ndarray[Any, Any]) -> Maps:
         """The arguments behind the struct whose `words` have the arrays' addresses, and get the counter's."""
-        if self._counters is not None:
-            words[_COUNTER_WORD] = self._counters.next()
+        self._counter.put(words)
         addresses = tuple([int(words[word]) for word in self._words])
         maps = self._maps.get(addresses)
         if maps is None:
@@ -76,6 +75,23 @@ def _layout(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (shape[3], shape[1], shape[2], shape[0]), (row, head, batch)
 
 
+class TileCounter:
+    """Of the launches of one kernel, where its thread blocks have more than one tile each."""
+
+    def __init__(self, device: kernels.Device, needed: bool) -> None:
+        self._needed = needed
+        self._counters = _counters_of(device)
+
+    def put(self, words: np.ndarray[Any, Any]) -> None:
+        """Write a free counter's address into the struct `words`."""
+        if self._needed:
+            words[_COUNTER_WORD] = self._counters.next()
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph."""
+        return self._counters.is_capturing()
+
+
 class _Counters:
     """Counters in a device's memory that are 0 between launches."""
 
@@ -94,10 +110,14 @@ class _Counters:
 
     def next(self) -> int:
         """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
-        if self._runtime is not None and self._runtime.streamIsCapturing(self._current_stream().ptr):
+        if self.is_capturing():
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 4 * (_NUM_COUNTERS + number)
         return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph."""
+        return self._runtime is not None and self._runtime.streamIsCapturing(self._current_stream().ptr)
 
 
 _counters: dict[kernels.Device, _Counters] = {}

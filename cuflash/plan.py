@@ -153,6 +153,7 @@ KERNEL_FILES = {
     "backward_sm90_rows": "sm90/backward_rows",
     "backward_sm90": "sm90/backward",
     "backward_sm90_dq": "sm90/backward_dq",
+    "split_forward": "sm90/split_forward",
 }
 
 

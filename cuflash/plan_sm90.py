@@ -13,14 +13,14 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all.
-_REGISTERS = {2: (40, 232), 3: (32, 160)}
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
-_SMEM_BYTES = 227 * 1024
+SMEM_BYTES = 227 * 1024
 # Keys and values of heads that are computed together are to stay in L2, of which Hopper has 50 MB.
 _L2_BYTES = 32 << 20
 # Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
-_PLAIN_SCALES = (2.0**-64, 2.0**64)
+PLAIN_SCALES = (2.0**-64, 2.0**64)
 _16_BIT = ("float16", "bfloat16")
 _ELEMENT_BYTES = 2
 
@@ -116,12 +116,12 @@ def forward_config(
     else:
         tile = row.with_options
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    producer_registers, consumer_registers = _REGISTERS[consumers]
+    producer_registers, consumer_registers = REGISTERS[consumers]
     row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + _SMEM_BESIDE_TILES
     # With room for them the next tile's queries come early.
-    query_stages = 2 if smem_bytes + queries <= _SMEM_BYTES else 1
+    query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
     return Config(
         entry="forward_sm90",
@@ -174,7 +174,7 @@ def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tup
 
 def _config(problem: AttentionProblem) -> Config:
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    low, high = _PLAIN_SCALES
+    low, high = PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high
     return forward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), plain_scores)
 

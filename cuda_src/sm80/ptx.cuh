@@ -116,6 +116,13 @@ __device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double 
 
 // ---- Numbers
 
+// a * b with subnormal factors and results, which -ftz takes from the operator.
+__device__ __forceinline__ float multiply(float a, float b) {
+  float y;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // 2^x, flushing subnormals; relative error 2^-22. 2^-inf = 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;

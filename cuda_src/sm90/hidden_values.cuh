@@ -50,23 +50,23 @@ struct HiddenValues {
       parity ^= 1;
       v.wait();
       sync_consumers();
-      clear_rows(v.buffer(), [&](int row) { return flags[row] == 0; });
+      clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return flags[row] == 0; });
       if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
     } else {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
-      clear_rows(v.buffer(), [&](int row) { return row < begin || row >= end; });
+      clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }
 
  private:
-  template <class Hidden>
+  template <u32 BYTES, class Hidden>
   static __device__ __forceinline__ void clear_rows(u32 values, Hidden hidden) {
     for (int row = threadIdx.x; row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
       if (!hidden(row)) continue;
-      for (int panel = 0; panel < PANELS_V; panel++) {
-        auto* target = static_cast<uint4*>(__cvta_shared_to_generic(values + (panel * BLOCK_N + row) * ROW_BYTES));
+      for (u32 at = row * ROW_BYTES; at < BYTES; at += BLOCK_N * ROW_BYTES) {  // in each panel
+        auto* target = static_cast<uint4*>(__cvta_shared_to_generic(values + at));
 #pragma unroll
         for (int i = 0; i < static_cast<int>(ROW_BYTES / sizeof(uint4)); i++) target[i] = make_uint4(0, 0, 0, 0);
       }

@@ -28,6 +28,7 @@ struct RingBarriers {
 // One side's walk around a ring; both sides visit the buffers in the same order.
 template <int STAGES, u32 BYTES>
 struct Ring {
+  static constexpr u32 SIZE = BYTES;
   u32 buffers, full_barriers, empty_barriers;
   u32 stage = 0, phase = 0;
 

@@ -293,6 +293,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 // No instruction: keeps the compiler from moving accesses to registers across it.
 __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+// Nor does it know x any longer: what is computed from it is computed again instead of held in registers.
+__device__ __forceinline__ void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.

@@ -194,6 +194,10 @@ def _numbers() -> list[Case]:
     for name, tolerance in (("ex2", 4e-7), ("lg2", 4e-7), ("tanh", 6e-4)):
         body = f"for (int i = lane; i < {WORDS_IN}; i += 32) out[i] = __float_as_uint(ptx::{name}(as_float(in[i])));"
         cases.append(Case(name, "sm_80", body, special_float32_words, tolerance=tolerance))
+    body = f"""for (int i = lane; i < {WORDS_IN}; i += 32) {{
+    out[i] = __float_as_uint(ptx::multiply(as_float(in[i]), as_float(in[{WORDS_IN} - 1 - i])));
+  }}"""
+    cases.append(Case("multiply", "sm_80", body, special_float32_words))
     body = f"for (int i = lane; i < {WORDS_IN}; i += 32) out[i] = ptx::round_to_tf32(as_float(in[i]));"
     return [*cases, Case("round_to_tf32", "sm_80", body, special_float32_words)]
 

@@ -61,6 +61,7 @@ inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {})
   cpu_device::multiply_fragments(d, a, b, where);
 }
 
+inline float multiply(float a, float b) { return a * b; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
 inline float lg2(float x) { return std::log2(flushed(x)); }

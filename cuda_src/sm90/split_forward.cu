@@ -1,0 +1,273 @@
+// Forward attention in float32 on Hopper's float16 units: operands in float16 parts (split_layout.cuh), and for
+// every product five of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
+// warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
+// tile.
+#include "hidden_values.cuh"
+#include "schedule.cuh"
+#include "split_epilogue.cuh"
+#include "split_layout.cuh"
+#include "split_products.cuh"
+#include "split_softmax.cuh"
+
+constexpr int FACTOR_STAGES = 4;
+constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
+
+struct Factors {
+  float keys[BLOCK_N], values[BLOCK_N];
+};
+
+struct SharedStorage {
+  alignas(1024) unsigned char q[QUERY_STAGES * ALL_Q_BYTES];
+  alignas(1024) unsigned char k[KEY_STAGES * ALL_K_BYTES];
+  alignas(1024) unsigned char v[VALUE_STAGES * ALL_V_BYTES];
+  alignas(16) Factors factors[FACTOR_STAGES];
+  Work work[WORK_STAGES];
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
+  RingBarriers<KEY_STAGES> k_barriers;
+  RingBarriers<VALUE_STAGES> v_barriers;
+  RingBarriers<FACTOR_STAGES> factor_barriers;
+  SeenKeys seen;
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
+
+struct Rings {
+  WorkRing work;
+  Ring<QUERY_STAGES, ALL_Q_BYTES> q;
+  Ring<KEY_STAGES, ALL_K_BYTES> k;
+  Ring<VALUE_STAGES, ALL_V_BYTES> v;
+  Ring<FACTOR_STAGES, sizeof(Factors)> factors;
+
+  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+      : work(shared.work, shared.work_barriers),
+        q(shared.q, shared.q_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers),
+        factors(shared.factors, shared.factor_barriers) {}
+};
+
+// One tile from row `row` on of an image (batch, head): all panels of all parts (split_layout.cuh).
+template <class AnyRing>
+__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
+  ring.acquire();
+  ring.expect();
+  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
+  ring.advance();
+}
+
+// The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
+__device__ __forceinline__ void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space,
+                                           SharedStorage& shared, Rings rings, const ptx::TensorMap* q_map,
+                                           const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
+  const u32 total = p.num_tiles * num_images(p);
+  for (u32 index = blockIdx.x, next; index < total; index = next) {
+    next = next_index(p, index, total);
+    const Work work = work_at(p, index);
+    const Sequence& s = work.sequence;
+    if (work.tile * BLOCK_M >= s.rows_q) continue;
+    rings.work.acquire();
+    shared.work[rings.work.stage] = work;
+    rings.work.publish();
+
+    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int image_q = batch * p.num_heads_q + work.head, image_kv = batch * p.num_heads_kv + head_kv;
+    const int row_q = split_row_q(p, s) + work.tile * BLOCK_M, row_k = split_row_k(p, s);
+    const auto load_keys = [&](int row) {
+      rings.factors.acquire();
+      rings.factors.expect();
+      const u32 buffer = rings.factors.buffer();
+      ptx::bulk_load(buffer, operands.k.factors_at(space, image_kv, row), FACTOR_BYTES, rings.factors.full());
+      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, image_kv, row), FACTOR_BYTES,
+                     rings.factors.full());
+      rings.factors.advance();
+      load(rings.k, k_map, row, image_kv);
+    };
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (blocks.done()) continue;
+    load_keys(row_k + blocks.block * BLOCK_N);
+    load(rings.q, q_map, row_q, image_q);
+    while (true) {
+      const int values = row_k + blocks.block * BLOCK_N;
+      blocks.advance();
+      const bool last = blocks.done();
+      if (!last) load_keys(row_k + blocks.block * BLOCK_N);
+      load(rings.v, v_map, values, image_kv);
+      if (last) break;
+    }
+  }
+  rings.work.acquire();
+  shared.work[rings.work.stage] = {{}, 0, NO_TILE};
+  rings.work.publish();
+}
+
+// A warpgroup.
+__device__ __forceinline__ void attend(const AttentionParams& p, const SplitOperands& operands, u8* space,
+                                       SharedStorage& shared, Rings rings, int warpgroup) {
+  const Turns turns(warpgroup);
+  HiddenValues hidden(shared.seen);
+  const float scale = static_cast<float>(p.softmax_scale);
+  while (true) {
+    rings.work.wait();
+    const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    if (work.tile == NO_TILE) break;
+    const Sequence& s = work.sequence;
+    const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
+    const int row = first_row + warp_row() + fragment_row();
+    const ScoreFragment scores(p, s, work.head);
+    hidden.begin(p, s, scores.mask);
+    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    float row_factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int inside = smaller(row + 8 * r, s.rows_q - 1);
+      row_factor[r] = *operands.q.factors_at(space, batch * p.num_heads_q + work.head, split_row_q(p, s) + inside);
+    }
+    SplitSoftmax softmax(scale, row_factor);
+    float out[HEAD_DIM_V / 2], tile[OUT_COLUMNS / 2], rescale[2], inverse[2], lse[2];
+    SplitFragment weights;
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+
+    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (!blocks.done()) {
+      const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // Whether the current tile needs its mask. All warpgroups have to agree where they look for hidden keys together.
+      const auto needs_mask = [&] {
+        return HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
+                              : scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
+      // From the first products to the weights of their values.
+      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
+        rings.factors.wait();
+        const Factors& factors = shared.factors[rings.factors.stage];
+        multiply_columns(x, factors.keys, 1);
+        if constexpr (!PLAIN_SCORES) {
+#pragma unroll
+          for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= row_factor[e / 2 % 2];
+        }
+        scores.apply(x, row, first_key, masked);
+        if (masked) hidden.find(x);
+        softmax.step(x, factor);
+        scores.drop(x, row, first_key);
+        softmax.fold(x, factors.values, factor);
+        __syncwarp();
+        rings.factors.release();
+      };
+      // The first chunk of the product has been started.
+      const auto add_product = [&] {
+        ptx::wgmma_wait_group<0>();
+        keep(tile);
+        add_tile(out, tile, rescale, 0);
+#pragma unroll
+        for (int chunk = 1; chunk < OUT_CHUNKS; chunk++) {
+          multiply_split_values(tile, weights, rings.v.buffer(), chunk);
+          ptx::wgmma_wait_group<0>();
+          keep(tile);
+          add_tile(out, tile, rescale, chunk);
+        }
+        rings.v.release();
+      };
+      // The next scores beside the product of the last weights and their values.
+      const auto step = [&](bool masked) {
+        float x[BLOCK_N / 2], next_rescale[2];
+        const int first_key = blocks.block * BLOCK_N;
+        blocks.advance();
+        rings.k.wait();
+        turns.take();
+        multiply_split_keys(x, queries, rings.k.buffer());
+        rings.v.wait();
+        multiply_split_values(tile, weights, rings.v.buffer(), 0);
+        turns.pass();
+        ptx::wgmma_wait_group<1>();
+        keep(x);
+        rings.k.release();
+        if (blocks.done()) rings.q.release();
+        weigh(x, first_key, masked, next_rescale);
+        add_product();
+        weights.set(x);
+        rescale[0] = next_rescale[0];
+        rescale[1] = next_rescale[1];
+        if (masked) hidden.clear(rings.v, first_key);
+      };
+
+      rings.q.wait();
+      {
+        float x[BLOCK_N / 2];
+        const int first_key = blocks.block * BLOCK_N;
+        const bool masked = needs_mask();
+        blocks.advance();
+        rings.k.wait();
+        turns.take();
+        multiply_split_keys(x, queries, rings.k.buffer());
+        turns.pass();
+        ptx::wgmma_wait_group<0>();
+        keep(x);
+        rings.k.release();
+        if (blocks.done()) rings.q.release();
+        weigh(x, first_key, masked, rescale);
+        weights.set(x);
+        if (masked) hidden.clear(rings.v, first_key);
+      }
+      // Two copies of the step, so that the common one is short.
+      while (!blocks.done()) {
+        if (needs_mask()) {
+          step(true);
+        } else {
+          step(false);
+        }
+      }
+      rings.v.wait();
+      turns.take();
+      multiply_split_values(tile, weights, rings.v.buffer(), 0);
+      turns.pass();
+      add_product();
+    }
+    softmax.finish(sink, inverse, lse);
+
+    if constexpr (HAS_DROPOUT) {
+      inverse[0] *= static_cast<float>(p.dropout_rescale);
+      inverse[1] *= static_cast<float>(p.dropout_rescale);
+    }
+    if (lane() % 4 < 2) {
+      const int i = row + 8 * (lane() % 4);
+      const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+    }
+    write_float_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
+                         out, inverse, softmax.unit);
+    __syncwarp();
+    rings.work.release();
+  }
+  turns.finish();
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,
+                  const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                  const __grid_constant__ ptx::TensorMap v_map) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
+    shared.work_barriers.init(WARPS);
+    shared.q_barriers.init(WARPS);
+    shared.k_barriers.init(WARPS);
+    shared.v_barriers.init(WARPS);
+    shared.factor_barriers.init(WARPS);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const Rings rings(shared);
+  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    attend(p, operands, space, shared, rings, warpgroup);
+  }
+}

@@ -1,0 +1,42 @@
+// float32 operands in float16 parts, each of which holds 11 bits of what the parts before it left: x = (high + middle +
+// low) * factor of its row. The factor is a power of two that puts the row's largest value into [2^14, 2^15), near the
+// end of float16's range, so that parts are off by 2^-40 of that value at most: two keep 23 bits of every element above
+// 2^-17 of it, three keep all of float32's above 2^-15. Padded and packed inputs look alike from here on.
+#pragma once
+#include "../sequence.cuh"
+
+constexpr int SPLIT_PANEL = 64;  // columns that lie together, as in shared memory
+
+// One operand in work space, as the host lays it out: halves (batch | 1, heads, parts, panels, rows, SPLIT_PANEL), zero
+// beyond the head dim, and factors (batch | 1, heads, factor_rows).
+struct SplitTensor {
+  i64 halves, factors;  // where they begin, in bytes
+  int rows, factor_rows, panels, parts;
+
+  __device__ __forceinline__ __half* halves_at(u8* space, i64 image, int part, int panel, i64 row) const {
+    return reinterpret_cast<__half*>(space + halves) +
+           (((image * parts + part) * panels + panel) * rows + row) * SPLIT_PANEL;
+  }
+  __device__ __forceinline__ float* factors_at(u8* space, i64 image, i64 row) const {
+    return reinterpret_cast<float*>(space + factors) + image * factor_rows + row;
+  }
+};
+
+struct SplitOperands {
+  SplitTensor q, k, v;
+};
+
+// Factors are copied in units of 16 bytes, so every packed sequence begins at a multiple of this many rows.
+constexpr int ROW_ALIGNMENT = 4;
+
+// Where packed group `group` (sequence.cuh) begins, whose first row is `begin`: no group reaches into the next.
+__device__ __forceinline__ int split_begin(int begin, int group) {
+  return (begin / ROW_ALIGNMENT + group) * ROW_ALIGNMENT;
+}
+
+__device__ __forceinline__ int split_row_q(const AttentionParams& p, const Sequence& s) {
+  return p.cu_seqlens_q == nullptr ? 0 : split_begin(static_cast<int>(s.row_q), s.batch + 1);
+}
+__device__ __forceinline__ int split_row_k(const AttentionParams& p, const Sequence& s) {
+  return p.cu_seqlens_k == nullptr ? 0 : split_begin(static_cast<int>(s.row_k), s.batch + 1);
+}

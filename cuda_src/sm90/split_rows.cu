@@ -1,0 +1,111 @@
+// Splits q, k and v, one after the other in blockIdx.y, into work space: what split_layout.cuh describes.
+#include "../softmax.cuh"
+#include "split_layout.cuh"
+#include "../sm80/ptx.cuh"
+
+constexpr int THREADS = 256;
+constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // that share a row
+constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // of a lane
+constexpr int ROWS_OF_BLOCK = THREADS / LANES;
+
+// Exponent fields of float32. Rows below 2^-112 all take its factor: their subnormal elements are exact in a pair, and
+// factors and their inverses stay normal.
+constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
+constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
+constexpr int MANTISSA_BITS = 23;
+
+// Source row of a row in work space, or -1 for a gap between packed sequences.
+__device__ __forceinline__ int source_row(const int* cu_seqlens, int batch, int total, int row) {
+  if (cu_seqlens == nullptr) return row < total ? row : -1;
+  int low = 0, high = batch + 1;  // the last group that begins at or before `row`
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (split_begin(group_begin(cu_seqlens, middle, batch, total), middle) <= row) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int begin = group_begin(cu_seqlens, low, batch, total);
+  const int source = begin + row - split_begin(begin, low);
+  return source < group_begin(cu_seqlens, low + 1, batch, total) ? source : -1;
+}
+
+__device__ __forceinline__ void split_row(const Tensor<const float>& from, const SplitTensor& to, u8* space,
+                                          const int* cu_seqlens, int batches, int total, int heads, int head_dim) {
+  const int blocks = (to.factor_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
+  const int images = (cu_seqlens == nullptr ? batches : 1) * heads, image = blockIdx.x / blocks;
+  const int row = blockIdx.x % blocks * ROWS_OF_BLOCK + threadIdx.x / LANES;
+  // Whole warps leave: the lanes of a row meet in its reduction.
+  if (image >= images || blockIdx.x % blocks * ROWS_OF_BLOCK >= to.factor_rows) return;
+  const int batch = image / heads, head = image % heads, lane = threadIdx.x % LANES;
+  const int source = row < to.rows ? source_row(cu_seqlens, batches, total, row) : -1;
+  const float* data = from.at(batch, source < 0 ? 0 : source, head);
+  const bool aligned = reinterpret_cast<u64>(data) % sizeof(Vector) == 0;
+
+  Vector x[VECTORS];
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int column = (i * LANES + lane) * VECTOR;
+    if (source >= 0 && aligned && column + VECTOR <= head_dim) {
+      x[i] = *reinterpret_cast<const Vector*>(data + column);
+    } else {
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) x[i].e[e] = source >= 0 && column + e < head_dim ? data[column + e] : 0;
+    }
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++) {
+      const u32 bits = __float_as_uint(x[i].e[e]) << 1 >> 1;
+      if (bits < FINITE_EXPONENTS << MANTISSA_BITS && bits > largest) largest = bits;
+    }
+  }
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) {
+    const u32 other = __shfl_xor_sync(0xffffffffu, largest, step);
+    largest = other > largest ? other : largest;
+  }
+  u32 exponent = largest >> MANTISSA_BITS;
+  if (largest == 0) exponent = EXPONENT_OF_1;
+  if (exponent < SMALLEST_EXPONENT) exponent = SMALLEST_EXPONENT;
+  const float up = __uint_as_float((2 * EXPONENT_OF_1 + TOP_EXPONENT - exponent) << MANTISSA_BITS);
+  if (lane == 0 && row < to.factor_rows) {
+    *to.factors_at(space, image, row) = __uint_as_float((exponent - TOP_EXPONENT) << MANTISSA_BITS);
+  }
+  if (row >= to.rows) return;
+
+  union Four {
+    __half e[VECTOR];
+    uint2 vector;
+  };
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int column = (i * LANES + lane) * VECTOR;
+    const int panel = column / SPLIT_PANEL;
+    if (panel >= to.panels) continue;
+    Vector rest;
+    Four half;
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++) rest.e[e] = ptx::multiply(x[i].e[e], up);
+    for (int part = 0; part < to.parts; part++) {
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) {
+        half.e[e] = __float2half_rn(rest.e[e]);
+        const float left = rest.e[e] - __half2float(half.e[e]);
+        rest.e[e] = left == left ? left : 0;  // what is not finite is so in the first part alone
+      }
+      *reinterpret_cast<uint2*>(to.halves_at(space, image, part, panel, row) + column % SPLIT_PANEL) = half.vector;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
+  if (blockIdx.y == 0) {
+    split_row(p.q, operands.q, space, p.cu_seqlens_q, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim);
+  } else if (blockIdx.y == 1) {
+    split_row(p.k, operands.k, space, p.cu_seqlens_k, p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim);
+  } else {
+    split_row(p.v, operands.v, space, p.cu_seqlens_k, p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v);
+  }
+}

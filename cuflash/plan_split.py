@@ -1,0 +1,190 @@
+"""Rows of the table for Hopper's float32 kernels, whose operands are float16 pairs, and when they run. Pure, no CuPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
+from cuflash.problem import AttentionProblem
+from cuflash.tensor_map import SWIZZLE_BYTES
+
+# float16 parts of weights and values, and of queries and keys, by precision; one has the 11 bits of TF32.
+PARTS = {None: 2, "tf32": 1}
+KEY_PARTS = {2: 3, 1: 1}
+HALF_BYTES = 2
+# The factors of four tiles of keys and values.
+_FACTOR_STAGES = 4
+_FLOAT_BYTES = 4
+# Barriers, the running tiles, and which keys are seen, beside the tiles.
+_SMEM_BESIDE_TILES = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, columns of a product with values, and buffers for keys and for values."""
+
+    block_m: int
+    block_n: int
+    out_columns: int
+    key_stages: int = 2
+    value_stages: int = 2
+    ping_pong: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to these: plain or with a window, with other options, with a bias or a mask."""
+
+    head_dim: int
+    head_dim_v: int
+    plain: Tile
+    with_options: Tile
+    with_arrays: Tile
+
+
+# By number of parts; the first row that is wide enough is taken.
+FORWARD = {
+    2: (
+        Row(64, 64, Tile(128, 112, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
+        Row(128, 128, Tile(128, 48, 128, 2, 1), Tile(128, 32, 64), Tile(128, 32, 64)),
+        Row(192, 128, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1)),
+        Row(192, 192, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1)),
+        Row(256, 256, Tile(64, 16, 64), Tile(64, 32, 64, 1, 2), Tile(64, 32, 64, 1, 2)),
+    ),
+    1: (
+        Row(64, 64, Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
+        Row(128, 128, Tile(128, 64, 128), Tile(128, 64, 64), Tile(128, 64, 64)),
+        Row(192, 192, Tile(128, 64, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
+        Row(256, 256, Tile(128, 32, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: every field but `entry` is a constant of the generated source."""
+
+    entry: str
+    element: str
+    accum: str
+    bias_element: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    parts: int  # of weights and values
+    key_parts: int  # of queries and keys
+    out_columns: int
+    key_stages: int
+    value_stages: int
+    query_stages: int
+    consumers: int  # warpgroups that compute
+    producer_registers: int
+    consumer_registers: int
+    ping_pong: bool
+    plain_scores: bool  # a score is a product of q and k times a positive scale
+    smem_bytes: int
+    has_window: bool
+    has_softcap: bool
+    has_bias: bool
+    has_mask: bool
+    has_alibi: bool
+    has_dropout: bool
+    has_block_mask: bool
+
+    @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
+    def tile(self) -> str:
+        """Queries and keys of a tile."""
+        return f"{self.block_m}x{self.block_n}x{self.parts}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+
+def forward_config(
+    row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
+) -> Config:
+    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+    if {"has_bias", "has_mask"} & set(flags):
+        tile = row.with_arrays
+    elif set(flags) <= {"has_window"} and plain_scores:
+        tile = row.plain
+    else:
+        tile = row.with_options
+    consumers = tile.block_m // ROWS_OF_WARPGROUP
+    producer_registers, consumer_registers = REGISTERS[consumers]
+    key_parts = KEY_PARTS[parts]
+    row_bytes, row_bytes_v = (
+        count * math.ceil(HALF_BYTES * d / SWIZZLE_BYTES) * SWIZZLE_BYTES
+        for count, d in ((key_parts, row.head_dim), (parts, row.head_dim_v))
+    )
+    queries = tile.block_m * row_bytes
+    keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
+    smem_bytes = queries + keys + _FACTOR_STAGES * 2 * tile.block_n * _FLOAT_BYTES + _SMEM_BESIDE_TILES
+    # With room for them the next tile's queries come early.
+    query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
+    smem_bytes += (query_stages - 1) * queries
+    return Config(
+        entry="split_forward",
+        element=CPP_TYPES["float32"],
+        accum=CPP_TYPES["float32"],
+        bias_element=CPP_TYPES[bias_dtype or "float32"],
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        parts=parts,
+        key_parts=key_parts,
+        out_columns=tile.out_columns,
+        key_stages=tile.key_stages,
+        value_stages=tile.value_stages,
+        query_stages=query_stages,
+        consumers=consumers,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
+        ping_pong=tile.ping_pong,
+        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        smem_bytes=smem_bytes,
+        **{flag: flag in flags for flag in FLAGS},
+    )
+
+
+@lru_cache(maxsize=4096)
+def forward(problem: AttentionProblem) -> Config | None:
+    """The Hopper kernel for the forward pass of a float32 problem, or None."""
+    if problem.dtype != "float32" or 0 in (
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.num_heads_q,
+    ):
+        return None
+    parts = PARTS[problem.precision]
+    row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    low, high = PLAIN_SCALES
+    plain_scores = low <= problem.softmax_scale <= high
+    return forward_config(row, parts, problem.bias_dtype, flags_of(problem), plain_scores)
+
+
+def table() -> Iterator[tuple[Config, str]]:
+    """Every row (and its dtype), plain, with a window, with options that are no arrays and with all."""
+    for parts, rows in FORWARD.items():
+        for row in rows:
+            for flags in (
+                (),
+                ("has_window",),
+                ("has_window", "has_softcap", "has_alibi", "has_dropout", "has_block_mask"),
+                FLAGS,
+            ):
+                yield forward_config(row, parts, None, flags), "float32"
