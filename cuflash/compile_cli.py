@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
     parser.add_argument(
-        "--kernel", nargs="+", choices=sorted({"forward_sm90", "split_forward", *(k for k, *_ in PORTABLE)}), help="only these kernels"
+        "--kernel",
+        nargs="+",
+        choices=sorted({"forward_sm90", "split_forward", *(k for k, *_ in PORTABLE)}),
+        help="only these kernels",
     )
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 def configs(args: argparse.Namespace, limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
     """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
-    for config, dtype in (*table(limit), *((*plan_sm90.table(), *plan_split.table()) if has_wgmma else ())):
+    hopper: list[tuple[AnyConfig, str]] = [*plan_sm90.table(), *plan_split.table()] if has_wgmma else []
+    for config, dtype in (*table(limit), *hopper):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 

@@ -192,7 +192,15 @@ class _Launch:
 
 HopperConfig = plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
 
-_TILED = ("forward", "forward_sm90", "split_forward", "backward_dq", *KEY_KERNELS, "backward_bias", launch_sm90_backward.MAIN)
+_TILED = (
+    "forward",
+    "forward_sm90",
+    "split_forward",
+    "backward_dq",
+    *KEY_KERNELS,
+    "backward_bias",
+    launch_sm90_backward.MAIN,
+)
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, _Launch] = {}

@@ -1,4 +1,4 @@
-"""Rows of the table for Hopper's float32 kernels, whose operands are float16 pairs, and when they run. Pure, no CuPy."""
+"""Rows of the table for Hopper's float32 kernels, with operands in float16 parts, and when they run. No CuPy."""
 
 from __future__ import annotations
 
@@ -37,31 +37,37 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles for head dims up to these: plain or with a window, with other options, with a bias or a mask."""
+    """Tiles for head dims up to these: without a window, with one, with other options, with a bias or a mask.
+
+    No kernel spills; None where that leaves no tile: the portable kernel runs.
+    """
 
     head_dim: int
     head_dim_v: int
-    plain: Tile
-    with_options: Tile
-    with_arrays: Tile
+    full: Tile
+    windowed: Tile
+    with_options: Tile | None
+    with_arrays: Tile | None
 
 
 # By number of parts; the first row that is wide enough is taken.
 FORWARD = {
     2: (
-        Row(64, 64, Tile(128, 112, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
-        Row(128, 128, Tile(128, 48, 128, 2, 1), Tile(128, 32, 64), Tile(128, 32, 64)),
-        Row(192, 128, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1)),
-        Row(192, 192, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1)),
-        Row(256, 256, Tile(64, 16, 64), Tile(64, 32, 64, 1, 2), Tile(64, 32, 64, 1, 2)),
+        Row(64, 64, Tile(128, 112, 64), Tile(128, 112, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
+        Row(128, 128, Tile(128, 64, 64, 2, 1), Tile(128, 48, 64), Tile(128, 32, 64), Tile(128, 16, 64)),
+        Row(192, 128, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 16, 64)),
+        Row(192, 192, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), None, None),
+        Row(256, 256, Tile(64, 16, 64, ping_pong=False), Tile(64, 16, 64, ping_pong=False), None, None),
     ),
     1: (
-        Row(64, 64, Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
-        Row(128, 128, Tile(128, 64, 128), Tile(128, 64, 64), Tile(128, 64, 64)),
-        Row(192, 192, Tile(128, 64, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
-        Row(256, 256, Tile(128, 32, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
+        Row(64, 64, Tile(128, 128, 64), Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
+        Row(128, 128, Tile(128, 96, 64), Tile(128, 96, 64), Tile(128, 64, 64), Tile(128, 32, 64)),
+        Row(192, 192, Tile(128, 64, 64), Tile(128, 64, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
+        Row(256, 256, Tile(128, 32, 64), Tile(128, 32, 64), None, None),
     ),
 }
+# A block mask is read in words of this many keys.
+_MASK_WORD = 32
 
 
 @dataclass(frozen=True)
@@ -112,16 +118,25 @@ class Config:
         return (self.consumers + 1) * WARPGROUP
 
 
-def forward_config(
-    row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | None:
     if {"has_bias", "has_mask"} & set(flags):
         tile = row.with_arrays
     elif set(flags) <= {"has_window"} and plain_scores:
-        tile = row.plain
+        tile = row.windowed if flags else row.full
     else:
         tile = row.with_options
+    if tile is not None and "has_block_mask" in flags and tile.block_n % _MASK_WORD:
+        return None
+    return tile
+
+
+def forward_config(
+    row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
+) -> Config | None:
+    """The configuration of one forward kernel, if there is one; `flags` is a subset of `plan.FLAGS`."""
+    tile = _tile_of(row, flags, plain_scores)
+    if tile is None:
+        return None
     consumers = tile.block_m // ROWS_OF_WARPGROUP
     producer_registers, consumer_registers = REGISTERS[consumers]
     key_parts = KEY_PARTS[parts]
@@ -178,13 +193,10 @@ def forward(problem: AttentionProblem) -> Config | None:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row (and its dtype), plain, with a window, with options that are no arrays and with all."""
+    """Every row (and its dtype), plain, with each option of its own, and with the options of visibility."""
     for parts, rows in FORWARD.items():
         for row in rows:
-            for flags in (
-                (),
-                ("has_window",),
-                ("has_window", "has_softcap", "has_alibi", "has_dropout", "has_block_mask"),
-                FLAGS,
-            ):
-                yield forward_config(row, parts, None, flags), "float32"
+            for flags in ((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask")):
+                config = forward_config(row, parts, None, flags)
+                if config is not None:
+                    yield config, "float32"

@@ -118,19 +118,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
     const ScoreFragment scores(p, s, work.head);
     hidden.begin(p, s, scores.mask);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    float row_factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    const auto row_factor = [&](int r) {
       const int inside = smaller(row + 8 * r, s.rows_q - 1);
-      row_factor[r] = *operands.q.factors_at(space, batch * p.num_heads_q + work.head, split_row_q(p, s) + inside);
-    }
-    SplitSoftmax softmax(scale, row_factor);
+      return *operands.q.factors_at(space, batch * p.num_heads_q + work.head, split_row_q(p, s) + inside);
+    };
+    const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
+    SplitSoftmax softmax(scale, factors_of_rows);
     float out[HEAD_DIM_V / 2], tile[OUT_COLUMNS / 2], rescale[2], inverse[2], lse[2];
     SplitFragment weights;
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (!blocks.done()) {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
@@ -143,11 +141,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
-        multiply_columns(x, factors.keys, 1);
-        if constexpr (!PLAIN_SCORES) {
-#pragma unroll
-          for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= row_factor[e / 2 % 2];
-        }
+        factors_of_rows.apply(x, factors.keys);
         scores.apply(x, row, first_key, masked);
         if (masked) hidden.find(x);
         softmax.step(x, factor);
@@ -225,7 +219,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       turns.pass();
       add_product();
     }
-    softmax.finish(sink, inverse, lse);
+    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
+    const ScoreFactors natural(row_factor(0), row_factor(1));
+    softmax.finish(scale, natural, sink, inverse, lse);
 
     if constexpr (HAS_DROPOUT) {
       inverse[0] *= static_cast<float>(p.dropout_rescale);
@@ -268,6 +264,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, operands, space, shared, rings, warpgroup);
+    attend(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
   }
 }

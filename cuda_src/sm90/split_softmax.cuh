@@ -30,17 +30,42 @@ __device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_N / 2], const 
   }
 }
 
+// What turns products of split operands into products of q and k. Plain scores keep the part of the rows, which comes
+// with their conversion to base 2.
+struct ScoreFactors {
+  // Beside queries this small keys may be so large that the product of both factors' parts overflows, or one
+  // underflows.
+  static constexpr float SMALL = 0x1p-34f, RELIEF = 0x1p-60f;
+  float of_row[2];
+  bool small[2];
+
+  __device__ __forceinline__ ScoreFactors(float row_0, float row_1)
+      : of_row{row_0 < SMALL ? row_0 / RELIEF : row_0, row_1 < SMALL ? row_1 / RELIEF : row_1},
+        small{row_0 < SMALL, row_1 < SMALL} {}
+
+  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], const float* key_factors) const {
+    if (__any_sync(ALL_LANES, small[0] || small[1])) {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= small[e / 2 % 2] ? RELIEF : 1;
+    }
+    multiply_columns(x, key_factors, 1);
+    if constexpr (!PLAIN_SCORES) {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= of_row[e / 2 % 2];
+    }
+  }
+  __device__ __forceinline__ float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
+};
+
 struct SplitSoftmax {
-  float to_natural[2], to_base_2[2];  // factors of a score
+  float to_base_2[2];  // factors of a score
   float maximum[2], sum[2];
   float unit[2];  // of row r of out, a power of two: weights times the factors of their values are at most 2 units
 
-  // Plain scores stay products with split queries, and the factor of the row comes with the conversion to base 2.
-  __device__ __forceinline__ SplitSoftmax(float scale, const float (&row_factor)[2]) {
+  __device__ __forceinline__ SplitSoftmax(float scale, const ScoreFactors& factors) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      to_natural[r] = PLAIN_SCORES ? row_factor[r] * scale : 1;
-      to_base_2[r] = larger(to_natural[r] * LOG2_E, SMALLEST_NORMAL);  // times -inf it must not be NaN
+      to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);  // times -inf it must not be NaN
       maximum[r] = -infinity();
       sum[r] = 0;
       unit[r] = LOWEST_UNIT;
@@ -96,10 +121,11 @@ struct SplitSoftmax {
 
   // Completes the sums. out[row r] * inverse[r] * unit[r] is the result (0 where it saw nothing), lse[r] its natural
   // log-sum-exp.
-  __device__ __forceinline__ void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
+  __device__ __forceinline__ void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2],
+                                         float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      finish_row(maximum[r] * to_natural[r], sum[r], sink, inverse[r], lse[r]);
+      finish_row(maximum[r] * factors.to_natural(scale, r), sum[r], sink, inverse[r], lse[r]);
       inverse[r] *= 1 / (TOP * TOP);  // weights and values both stand TOP too high
     }
   }
