@@ -9,6 +9,9 @@
 #include "split_products.cuh"
 #include "split_softmax.cuh"
 
+constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
+constexpr int OUT_CHUNKS = HEAD_DIM_V / OUT_COLUMNS;  // columns of out come in chunks, as registers are scarce
+static_assert(OUT_CHUNKS * OUT_COLUMNS == HEAD_DIM_V, "chunks are equal");
 constexpr int FACTOR_STAGES = 4;
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
@@ -125,7 +128,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
     const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
     SplitSoftmax softmax(scale, factors_of_rows);
     float out[HEAD_DIM_V / 2], tile[OUT_COLUMNS / 2], rescale[2], inverse[2], lse[2];
-    SplitFragment weights;
+    SplitFragment<BLOCK_N> weights;
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
@@ -154,13 +157,13 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       const auto add_product = [&] {
         ptx::wgmma_wait_group<0>();
         keep(tile);
-        add_tile(out, tile, rescale, 0);
+        add_chunk(out, tile, rescale, 0);
 #pragma unroll
         for (int chunk = 1; chunk < OUT_CHUNKS; chunk++) {
-          multiply_split_values(tile, weights, rings.v.buffer(), chunk);
+          multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, chunk);
           ptx::wgmma_wait_group<0>();
           keep(tile);
-          add_tile(out, tile, rescale, chunk);
+          add_chunk(out, tile, rescale, chunk);
         }
         rings.v.release();
       };
@@ -171,9 +174,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
         blocks.advance();
         rings.k.wait();
         turns.take();
-        multiply_split_keys(x, queries, rings.k.buffer());
+        multiply_transposed<KEY_PARTS, HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer());
         rings.v.wait();
-        multiply_split_values(tile, weights, rings.v.buffer(), 0);
+        multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
         turns.pass();
         ptx::wgmma_wait_group<1>();
         keep(x);
@@ -195,7 +198,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
         blocks.advance();
         rings.k.wait();
         turns.take();
-        multiply_split_keys(x, queries, rings.k.buffer());
+        multiply_transposed<KEY_PARTS, HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer());
         turns.pass();
         ptx::wgmma_wait_group<0>();
         keep(x);
@@ -215,7 +218,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       }
       rings.v.wait();
       turns.take();
-      multiply_split_values(tile, weights, rings.v.buffer(), 0);
+      multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
       turns.pass();
       add_product();
     }
