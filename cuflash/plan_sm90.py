@@ -13,7 +13,7 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all.
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
