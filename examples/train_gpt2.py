@@ -4,9 +4,10 @@
     python -m cuflash.examples.train_gpt2 --compare 20 --context 4096 --batch 8
 
 The first trains, shows its progress, and leaves a checkpoint, the losses and their picture in the folder; given again,
-it goes on from the checkpoint, exactly as if nothing had happened. The second measures the time of a step with cuflash
-and with plain attention by cuBLAS, in turn. Without ``--text`` the text is Python's own help. On a GPU everything but
-the master weights is bfloat16, and CuPy needs cuBLAS: ``pip install "cuflash[demo,cuda13-full]"``.
+it goes on from the checkpoint as if nothing had happened (to the bit on the CPU, and with ``--deterministic``). The
+second measures the time of a step with cuflash and with plain attention by cuBLAS, in turn. Without ``--text`` the text
+is Python's own help. On a GPU everything but the master weights is bfloat16, and CuPy needs cuBLAS:
+``pip install "cuflash[demo,cuda13-full]"``.
 """
 
 from __future__ import annotations
@@ -225,12 +226,7 @@ def train(trainer: Trainer, folder: Path, checkpoint_every: int) -> None:
 
 def compare(run: Run, ops: NumpyOps, text: Text, rounds: int) -> dict[str, Any]:
     """Steps with each attention in turn, each on a model of its own that starts from the same parameters."""
-    runs = {
-        "cuflash": replace(run, attention="cuflash", deterministic=False),
-        "cuflash, deterministic": replace(run, attention="cuflash", deterministic=True),
-        "baseline": replace(run, attention="baseline"),
-    }
-    trainers = {name: Trainer(its, ops, text) for name, its in runs.items()}
+    trainers = {name: Trainer(replace(run, attention=name), ops, text) for name in ATTENTIONS}
     for trainer in trainers.values():
         for _ in range(WARM_UP_STEPS):
             trainer.advance()
@@ -254,7 +250,7 @@ def compare(run: Run, ops: NumpyOps, text: Text, rounds: int) -> dict[str, Any]:
             "speed_of_baseline": baseline / step,
             "loss": float(trainer.losses[-1]),
         }
-        print(f"{name:24} {trainer.watch.describe(tokens)}, {baseline / step:.2f} x the baseline")
+        print(f"{name:10} {trainer.watch.describe(tokens)}, {baseline / step:.2f} x the baseline")
     return results
 
 
@@ -290,7 +286,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=1000, help="(default %(default)s)")
     add("--rate", type=float, default=6e-4, help="highest learning rate (default %(default)s)")
     add("--attention", choices=ATTENTIONS, default="cuflash")
-    add("--fast", action="store_true", help="sums of gradients in any order: a run does not repeat to the bit")
+    add("--deterministic", action="store_true", help="gradients summed in one order: runs repeat to the bit, slower")
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("gpt2_run"), help="folder of the results (default %(default)s)")
@@ -318,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     args = parse(argv)
     ops = choose_ops(args.device, SIZES[args.size].width)
-    run = Run(args.size, args.context, args.batch, args.steps, args.rate, args.attention, not args.fast, args.seed)
+    run = Run(args.size, args.context, args.batch, args.steps, args.rate, args.attention, args.deterministic, args.seed)
     try:
         text = Text(args.text)
         if args.compare:

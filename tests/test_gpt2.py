@@ -162,7 +162,7 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     path = tmp_path / "figures.json"
     assert main([*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]
-    assert list(results) == ["cuflash", "cuflash, deterministic", "baseline"]
+    assert list(results) == ["cuflash", "baseline"]
     losses = [result["loss"] for result in results.values()]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)  # all three train the same model on the same text
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-3)  # both train the same model on the same text
     assert "x the baseline" in capsys.readouterr().out
