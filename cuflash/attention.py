@@ -110,9 +110,7 @@ def attention(
     NotImplementedError
         For a head dimension above 256.
     """
-    call = Call(q, k, v, options)
-    result, lse = call.forward(out)
-    return (result, call.release(lse)) if return_lse else result
+    return _forward(Call(q, k, v, options), out, return_lse)
 
 
 def attention_backward(
@@ -227,9 +225,7 @@ def attention_varlen(
     lse : array (num_heads_q, total_q)
         Only if `return_lse`.
     """
-    call = Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
-    result, lse = call.forward(out)
-    return (result, call.release(lse)) if return_lse else result
+    return _forward(Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k)), out, return_lse)
 
 
 def attention_varlen_backward(
@@ -270,6 +266,11 @@ def attention_varlen_vjp(
 ) -> tuple[Any, Backward]:
     """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences."""
     return _vjp(Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k)), out, return_lse)
+
+
+def _forward(call: Call, out: Array | None, return_lse: bool) -> Any:
+    result, lse = call.forward(out, bool(return_lse))
+    return result if lse is None else (result, call.release(lse))
 
 
 def _vjp(call: Call, out: Array | None, return_lse: bool) -> tuple[Any, Backward]:

@@ -45,7 +45,7 @@ class _Checked(NamedTuple):
     library: interop.Library
     # The operands by name in their order, if they are the arguments as they are; None where a call is not repeatable.
     names: tuple[str, ...] | None
-    forward: dict[Any, Any]  # what the GPU backend keeps of calls with fresh results
+    forward: tuple[dict[Any, Any], dict[Any, Any]]  # what the GPU backend keeps of calls without and with lse
     backward: dict[Any, _CheckedBackward]  # by the metadata of the further arguments
 
 
@@ -124,22 +124,23 @@ class Call:
         """`x` as an array of the caller's library."""
         return self.library.release(x)
 
-    def forward(self, out: Any = None) -> tuple[Any, Array]:
-        """The result as the caller's kind of array (`out` itself if given), and lse."""
+    def forward(self, out: Any = None, with_lse: bool = True) -> tuple[Any, Array | None]:
+        """The result as the caller's kind of array (`out` itself if given), and lse if it is wanted."""
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
-            if out is not None:
+            if out is None:
+                target = self._empty(problem.out_shape, q.dtype)
+            else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
-                lse = self._empty(problem.lse_shape, problem.accum_dtype)
+            lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
+            if self._checked is None or out is not None:
                 self._backend.forward(problem, self.operands, target, lse)
-                return out, lse
-            target = self._empty(problem.out_shape, q.dtype)
-            lse = self._empty(problem.lse_shape, problem.accum_dtype)
-            if self._checked is None:
-                self._backend.forward(problem, self.operands, target, lse)
-            elif not self._backend.repeat(self._checked.forward, [*self._arguments(self._checked), target, lse]):
-                self._backend.forward(problem, self.operands, target, lse, self._checked.forward)
-            return self.release(target), lse
+            else:
+                memo = self._checked.forward[with_lse]
+                results = [target] if lse is None else [target, lse]
+                if not self._backend.repeat(memo, [*self._arguments(self._checked), *results]):
+                    self._backend.forward(problem, self.operands, target, lse, memo)
+            return (self.release(target) if out is None else out), lse
 
     def _arguments(self, checked: _Checked) -> list[Array]:
         """The arguments in the order of the operands."""
@@ -281,7 +282,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
         and all(name in ("bias", "mask") or with_contiguous_rows(x) is x for name, x in arrays.items())
     )
     names = tuple(name for name in Operands._fields if name in arrays) if is_repeatable else None
-    return _Checked(problem, library, names, {}, {})
+    return _Checked(problem, library, names, ({}, {}), {})
 
 
 def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:

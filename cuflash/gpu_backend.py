@@ -37,11 +37,17 @@ def repeat(memo: Memo, arrays: list[Array]) -> bool:
     return known is not None and known([device.pointer(x) for x in arrays])
 
 
-def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array, memo: Memo | None = None) -> None:
-    """Write the result and lse of a problem; what `repeat` needs goes into `memo`."""
+def forward(
+    problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, memo: Memo | None = None
+) -> None:
+    """Write the result of a problem, and lse if it is wanted; what `repeat` needs goes into `memo`."""
     device = kernels.device_of(out)
-    arrays = {**_inputs(operands), "out": out, "lse": lse}
+    arrays = {**_inputs(operands), "out": out}
+    if lse is not None:
+        arrays["lse"] = lse
     recording = Recording(device, arrays)
+    if lse is None:
+        arrays = {**arrays, "lse": recording.empty(problem.lse_shape, problem.accum_dtype)}
     _launch("forward", problem, operands, arrays, device, recording)
     if memo is not None:
         recording.keep(memo)

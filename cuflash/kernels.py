@@ -55,6 +55,9 @@ class Device(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An uninitialised array in C order."""
 
+    def scratch(self, size: int) -> tuple[int, Any]:
+        """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
+
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
 
@@ -78,6 +81,7 @@ class CupyDevice:
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
         self.has_wgmma = self.capability == (9, 0) and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
         self.empty = cupy.empty
+        self._alloc = cupy.cuda.alloc
         self.tensor_map = tensor_map.encode
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
@@ -89,7 +93,14 @@ class CupyDevice:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return kernel
+        # Of this device: the RawKernel would look for it at each launch.
+        function: Kernel = kernel.kernel
+        return function
+
+    def scratch(self, size: int) -> tuple[int, Any]:
+        """The address of so many uninitialised bytes, and what keeps them."""
+        memory = self._alloc(size)
+        return memory.ptr, memory
 
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""

@@ -35,28 +35,30 @@ __all__ = ["backward", "forward"]
 Array = NDArray[Any]
 
 
-def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array) -> None:
-    """Write attention's result and its log-sum-exp.
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    """Write attention's result and, if wanted, its log-sum-exp.
 
     Parameters
     ----------
     problem, operands
         The checked problem and its arrays.
     out : (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q, head_dim_v), of q's dtype
-    lse : (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), float32 (float64 for float64)
+    lse : None or (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), float32 (float64 for float64)
         Both are wholly written; any strides.
     """
     tiling = Tiling(problem, operands)
     # Rows beyond a length or outside every sequence.
     out[...] = 0
-    lse[...] = -np.inf
+    if lse is not None:
+        lse[...] = -np.inf
     blocks = tiling.blocks()
 
     def task(number: int, workspace: Workspace) -> None:
         block = blocks[number]
         block_out, block_lse = _forward_block(tiling, block, workspace)
         tiling.of_sequence(out, block.sequence)[block.rows, block.heads.query] = block_out.swapaxes(0, 1)
-        tiling.lse_of_sequence(lse, block.sequence)[block.heads.query, block.rows] = block_lse
+        if lse is not None:
+            tiling.lse_of_sequence(lse, block.sequence)[block.heads.query, block.rows] = block_lse
 
     run_tasks(len(blocks), task, tiling.is_large)
 

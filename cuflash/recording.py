@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cuflash.kernels import Device
 from cuflash.tensor_map import ALIGNMENT
 
@@ -43,11 +41,11 @@ class Repeat:
         if not are_aligned(addresses):
             return False
         if self._offsets:
-            scratch = self._device.empty((self._scratch_bytes,), np.uint8)
-            base = self._device.pointer(scratch)
+            base, _kept = self._device.scratch(self._scratch_bytes)
             addresses += [base + offset for offset in self._offsets]
         for launch, places in self._steps:
             launch([addresses[i] for i in places], None)
+        # Later work of the same stream may have the scratch memory from here on.
         return True
 
 

@@ -80,6 +80,10 @@ class _HostDevice:
     empty = staticmethod(np.empty)
 
     @staticmethod
+    def scratch(size: int) -> tuple[int, Array]:
+        return 0, np.empty(size, np.uint8)
+
+    @staticmethod
     def pointer(x: Array) -> int:
         return x.__array_interface__["data"][0]
 

@@ -188,6 +188,8 @@ def _load(text: str, flags: tuple[str, ...], name: str, check: Check) -> Module:
     return Module(ctypes.CDLL(str(build_kernels(text, flags, name))), check)
 
 
+# CuPy's memory pool gives as much.
+_SCRATCH_ALIGNMENT = 512
 # Bytes of shared memory that one block may use, by compute capability.
 SMEM_LIMITS = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (12, 0): 101376}
 
@@ -229,6 +231,11 @@ class CpuDevice:
             module.launch(entry, grid, block, args, shared_mem)
 
         return kernel
+
+    def scratch(self, size: int) -> tuple[int, np.ndarray[Any, Any]]:
+        """The address of so many uninitialised bytes, and what keeps them."""
+        memory = np.empty(size + _SCRATCH_ALIGNMENT, np.uint8)
+        return memory.ctypes.data + -memory.ctypes.data % _SCRATCH_ALIGNMENT, memory
 
     def pointer(self, x: np.ndarray[Any, Any]) -> int:
         """Address of an array's first element."""
