@@ -125,24 +125,30 @@ def bfloat16() -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def _cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f'{name}: arrays on a GPU need CuPy: pip install "cuflash[cuda13]"; see python -m cuflash info'
+        ) from error
+    return cupy
+
+
 def _from_dlpack(name: str, x: Any) -> Array:
     device_type = int(x.__dlpack_device__()[0])
     # DLPack's device types: 1 CPU, 2 CUDA, 3 pinned host memory, 13 managed CUDA memory.
     if device_type in (1, 3):
         return np.from_dlpack(x)
     if device_type in (2, 13):
-        import cupy
-
-        return cupy.from_dlpack(x)
+        return _cupy(name).from_dlpack(x)
     raise ValueError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
 
 
 def _adopt_any(name: str, x: Any) -> Array:
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(name, x)
-    import cupy
-
-    return cupy.asarray(x)
+    return _cupy(name).asarray(x)
 
 
 def _any_releaser(x: Any) -> Callable[[Array], Any]:
@@ -184,22 +190,18 @@ def _adopt_torch(name: str, x: Any) -> Array:
         raise ValueError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
     x = x.detach()
     if x.device.type == "cuda":
-        return _wrap_torch(x)
-    if x.device.type != "cpu":
-        raise TypeError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
+        return _wrap_torch(_cupy(name), x)
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(bfloat16())
     return x.resolve_conj().resolve_neg().numpy()
 
 
-def _wrap_torch(x: Any) -> Array:
+def _wrap_torch(cupy: Any, x: Any) -> Array:
     """A CUDA tensor's memory as a CuPy array.
 
     Not by DLPack, whose exporter makes CuPy's current stream wait for torch's: the work goes to torch's own stream, and
     the extra edge would break the capture of a graph.
     """
-    import cupy
-
     name = str(x.dtype).removeprefix("torch.")
     dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
     strides = tuple(n * dtype.itemsize for n in x.stride())

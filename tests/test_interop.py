@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,15 @@ def test_any_library_that_speaks_dlpack() -> None:
     bare = cuflash.attention(Exporter(q), Exporter(k), Exporter(v), causal=True)
     assert isinstance(bare, np.ndarray)
     assert same_bits(bare, expected)
+
+
+def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    interface = {"shape": (1, 2, 3, 4), "typestr": "<f4", "data": (0, False), "version": 3}
+    x = SimpleNamespace(__cuda_array_interface__=interface)
+    with pytest.raises(ImportError, match=r"q: .*cuflash\[cuda13\]"):
+        cuflash.attention(x, x, x)
 
 
 def test_numpy_arrays_of_every_origin(tmp_path: Path) -> None:
