@@ -11,11 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from cuflash import kernels, plan_sm90, plan_split
+from cuflash import kernels, plan_sm90, plan_sm90_backward, plan_split
 from cuflash.plan import KERNEL_FILES, PORTABLE, Config, function_of, smem_limit, table
 from cuflash.problem import DTYPES
 
-AnyConfig = Config | plan_sm90.Config | plan_split.Config
+AnyConfig = Config | plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
+
+
+def _hopper_table() -> Iterator[tuple[AnyConfig, str]]:
+    yield from plan_sm90.table()
+    yield from plan_sm90_backward.table()
+    yield from plan_split.table()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel",
         nargs="+",
-        choices=sorted({"forward_sm90", "split_forward", *(k for k, *_ in PORTABLE)}),
+        choices=sorted({*(c.entry for c, _ in _hopper_table()), *(k for k, *_ in PORTABLE)}),
         help="only these kernels",
     )
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
@@ -60,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def configs(args: argparse.Namespace, limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
     """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
-    hopper: list[tuple[AnyConfig, str]] = [*plan_sm90.table(), *plan_split.table()] if has_wgmma else []
-    for config, dtype in (*table(limit), *hopper):
+    for config, dtype in (*table(limit), *(_hopper_table() if has_wgmma else ())):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 

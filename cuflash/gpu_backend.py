@@ -172,7 +172,7 @@ class _Launch:
         elif hopper is not None:
             params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, hopper)
             self.block = (launch_sm90_backward.threads(entry, hopper),)
-            if entry == launch_sm90_backward.MAIN:
+            if entry == hopper.entry:
                 params["heads_together"] = plan_sm90_backward.heads_together(problem)
                 rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n, "dout": hopper.block_m}
                 self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
@@ -205,7 +205,8 @@ _TILED = (
     "backward_dq",
     *KEY_KERNELS,
     "backward_bias",
-    launch_sm90_backward.MAIN,
+    plan_sm90_backward.NARROW,
+    plan_sm90_backward.WIDE,
 )
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
@@ -278,7 +279,7 @@ def _block_arrays(
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
-    by_columns = entry in KEY_KERNELS or entry == launch_sm90_backward.MAIN
+    by_columns = entry in (*KEY_KERNELS, plan_sm90_backward.NARROW, plan_sm90_backward.WIDE)
     return {
         "block_list": lists.col_index if by_columns else lists.row_index,
         "block_count": lists.col_count if by_columns else lists.row_count,

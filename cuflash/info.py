@@ -9,7 +9,7 @@ import platform
 import sys
 from typing import Any
 
-from cuflash import __version__, plan_sm90
+from cuflash import __version__, plan_sm90, plan_sm90_backward
 from cuflash.missing import missing
 from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
     print()
     for name, reason in chosen.items():
-        print(f"{name:16} {reason}")
+        print(f"{name:18} {reason}")
     return 0
 
 
@@ -106,7 +106,11 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     )
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
-    return {"on the CPU": "NumPy, tiled", "on Hopper": f"forward: {plan_sm90.reason(problem)}", **chosen}
+    hopper = {
+        "forward on Hopper": plan_sm90.reason(problem),
+        "backward on Hopper": plan_sm90_backward.reason(problem),
+    }
+    return {"on the CPU": "NumPy, tiled", **hopper, **chosen}
 
 
 def _reason(config: Config) -> Any:

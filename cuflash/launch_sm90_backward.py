@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from cuflash.params import SCORE_TENSORS
 from cuflash.plan_sm90 import WARPGROUP
-from cuflash.plan_sm90_backward import Config
+from cuflash.plan_sm90_backward import DQ, ROWS, Config
 from cuflash.problem import Array, AttentionProblem
 
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
-ROWS, MAIN, DQ = "backward_sm90_rows", "backward_sm90", "backward_sm90_dq"
 Arrays = dict[str, Array]
 
 
@@ -30,7 +31,7 @@ def images(problem: AttentionProblem, heads: int) -> int:
 
 def grid(entry: str, problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(tiles of one head, thread blocks or tiles of the launch)."""
-    if entry == MAIN:
+    if entry == config.entry:
         tiles = math.ceil(problem.seqlen_k / config.block_n)
         if problem.packed:
             tiles = problem.seqlen_k // config.block_n + problem.batch + 2
@@ -41,7 +42,7 @@ def grid(entry: str, problem: AttentionProblem, config: Config) -> tuple[int, in
 
 def threads(entry: str, config: Config) -> int:
     """Threads of a block."""
-    return {ROWS: _ROWS_THREADS, MAIN: config.threads, DQ: config.consumers * WARPGROUP}[entry]
+    return {ROWS: _ROWS_THREADS, config.entry: config.threads, DQ: config.dq_parts * WARPGROUP}[entry]
 
 
 def launch(
@@ -63,9 +64,11 @@ def launch(
     }
     if "q" in grads:
         rows["dq_sum"] = empty((tiles, config.dq_tile), problem.accum_dtype)
+    if config.deterministic and "q" in grads:
+        rows["dq_turns"] = empty((1 + tiles * config.dq_parts,), np.int32)
     run(ROWS, arrays={**arrays, **rows})
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    run(MAIN, arrays={**_select(arrays, _MAIN_INPUTS), **rows, **of_keys})
+    run(config.entry, arrays={**_select(arrays, _MAIN_INPUTS), **rows, **of_keys})
     if "q" in grads:
         run(DQ, arrays={**_select(arrays, _LENGTHS), "dq_sum": rows["dq_sum"], "dq": grads["q"]})
 

@@ -38,6 +38,7 @@ POINTERS = (
     "dq_sum",
     "row_lse",
     "row_delta",
+    "dq_turns",
 )
 INTEGERS = (
     "batch",

@@ -152,6 +152,7 @@ KERNEL_FILES = {
     "forward_sm90": "sm90/forward",
     "backward_sm90_rows": "sm90/backward_rows",
     "backward_sm90": "sm90/backward",
+    "backward_sm90_wide": "sm90/backward_wide",
     "backward_sm90_dq": "sm90/backward_dq",
     "split_forward": "sm90/split_forward",
 }

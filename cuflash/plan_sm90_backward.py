@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from cuflash import plan_sm90
 from cuflash.plan import CPP_TYPES, FLAGS, flags_of
@@ -12,14 +13,18 @@ from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
 
-# Registers of a thread of the loading warpgroup and of the others.
-_REGISTERS = (24, 240)
+# Every warpgroup has 64 keys, or (for wide heads) the warpgroups compute dv, dk and dq of 64 keys.
+NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
+# Before and behind them: what they load of each query, and dq from its sum.
+ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
+# Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
+_REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES = 2
 _FLOAT_BYTES = 4
+_PANEL = SWIZZLE_BYTES // _ELEMENT_BYTES
 # Barriers, and what the warpgroups are told of tiles.
 _SMEM_BESIDE_TILES = 1024
-_DS_BUFFERS = 2
 # Options that the kernel computes.
 _OPTIONS = frozenset({"has_window"})
 # Queries, their gradients and their sum of dq, of heads that are computed together, are to stay in L2.
@@ -28,22 +33,26 @@ _L2_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles for head dims up to these; `overlap_dk`: a tile's dk may still run under the next tile's scores."""
+    """Tiles for head dims up to these, and how many of each are under way."""
 
+    entry: str
     head_dim: int
     head_dim_v: int
     block_m: int
     block_n: int
     query_stages: int
     dout_stages: int
-    overlap_dk: bool
+    ds_stages: int
 
 
 # The first row that is wide enough is taken.
 BACKWARD = (
-    Row(64, 64, 128, 128, 2, 2, overlap_dk=False),
-    Row(96, 96, 64, 128, 2, 2, overlap_dk=True),
-    Row(128, 128, 64, 128, 2, 2, overlap_dk=True),
+    Row(NARROW, 64, 64, 128, 128, 2, 2, 2),
+    Row(NARROW, 96, 96, 64, 128, 2, 2, 2),
+    Row(NARROW, 128, 128, 64, 128, 2, 2, 2),
+    Row(WIDE, 192, 128, 64, 64, 2, 2, 2),
+    Row(WIDE, 192, 192, 64, 64, 2, 2, 2),
+    Row(WIDE, 256, 256, 64, 64, 2, 2, 2),
 )
 
 
@@ -61,11 +70,15 @@ class Config:
     block_n: int
     query_stages: int
     dout_stages: int
+    ds_stages: int
+    dq_parts: int  # of a tile's dq: queries, or columns
+    dq_columns: int
     consumers: int  # warpgroups that compute
     producer_registers: int
     consumer_registers: int
-    overlap_dk: bool
-    ping_pong: bool  # of the forward kernel
+    dq_registers: int
+    deterministic: bool  # sums of dq have an order
+    ping_pong: bool  # the warpgroups take turns at the tensor cores
     plain_scores: bool  # a score is a product of q and k times a scale
     smem_bytes: int
     has_window: bool
@@ -94,25 +107,30 @@ class Config:
     @property
     def dq_tile(self) -> int:
         """Elements of a tile in the sum of dq (cuda_src/sm90/gradient_rows.cuh)."""
-        if self.block_m == self.consumers * ROWS_OF_WARPGROUP:
-            return self.block_m * self.head_dim
-        panel = SWIZZLE_BYTES // _ELEMENT_BYTES
-        panels = -(-self.head_dim // panel)
-        columns = min((panels + 1) // 2 * panel, self.head_dim)
-        return self.consumers * ROWS_OF_WARPGROUP * columns
+        return self.dq_parts * ROWS_OF_WARPGROUP * self.dq_columns
 
 
-def backward_config(row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...]) -> Config:
+def backward_config(
+    row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], deterministic: bool = False
+) -> Config:
     """The configuration of one backward pass; `flags` is a subset of `plan.FLAGS`."""
-    consumers = row.block_n // ROWS_OF_WARPGROUP
     row_bytes, row_bytes_v = (
         -(-_ELEMENT_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
     )
     of_query = row.query_stages * (row_bytes + _FLOAT_BYTES) + row.dout_stages * (row_bytes_v + _FLOAT_BYTES)
-    ds = _DS_BUFFERS * consumers * SWIZZLE_BYTES
-    producer_registers, consumer_registers = _REGISTERS
+    of_query += row.ds_stages * row.block_n * _ELEMENT_BYTES
+    if row.entry == WIDE:
+        consumers, dq_parts, dq_columns = 3, -(-row.head_dim // _PANEL), _PANEL
+        exchanged = row.block_m * row.block_n * _FLOAT_BYTES  # the weights
+    else:
+        consumers = dq_parts = row.block_n // ROWS_OF_WARPGROUP
+        # A warpgroup has queries of its own for dq, or panels of columns.
+        by_queries = row.block_m > ROWS_OF_WARPGROUP
+        dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
+        exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * _FLOAT_BYTES
+    producer_registers, consumer_registers, dq_registers = _REGISTERS[row.entry]
     return Config(
-        entry="backward_sm90",
+        entry=row.entry,
         element=CPP_TYPES[dtype],
         accum="float",
         bias_element=CPP_TYPES[bias_dtype or dtype],
@@ -122,13 +140,17 @@ def backward_config(row: Row, dtype: str, bias_dtype: str | None, flags: tuple[s
         block_n=row.block_n,
         query_stages=row.query_stages,
         dout_stages=row.dout_stages,
+        ds_stages=row.ds_stages,
+        dq_parts=dq_parts,
+        dq_columns=dq_columns,
         consumers=consumers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
-        overlap_dk=row.overlap_dk,
-        ping_pong=False,
+        dq_registers=dq_registers,
+        deterministic=deterministic,
+        ping_pong=row.entry == NARROW,
         plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
-        smem_bytes=row.block_n * (row_bytes + row_bytes_v) + row.block_m * (of_query + ds) + _SMEM_BESIDE_TILES,
+        smem_bytes=row.block_n * (row_bytes + row_bytes_v) + row.block_m * of_query + exchanged + _SMEM_BESIDE_TILES,
         **{flag: flag in flags for flag in FLAGS},
     )
 
@@ -144,8 +166,6 @@ def obstacle(problem: AttentionProblem) -> str:
     others = sorted(flag.removeprefix("has_") for flag in set(flags_of(problem)) - _OPTIONS)
     if others:
         return f"no kernel yet for {', '.join(others)}"
-    if problem.deterministic:
-        return "sums of dq have no fixed order"
     return "" if _row(problem) else f"no kernel yet for head dims {problem.head_dim} and {problem.head_dim_v}"
 
 
@@ -163,7 +183,7 @@ def backward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tu
 def _config(problem: AttentionProblem) -> Config:
     row = _row(problem)
     assert row is not None
-    return backward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem))
+    return backward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), bool(problem.deterministic))
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -178,11 +198,13 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it), plain and with the options of visibility."""
+    """Every row in both dtypes (returned beside it), plain and with a window, and the kernels around it."""
     for row in BACKWARD:
         for dtype in _DTYPES:
-            for flags in ((), ("has_window",)):
-                yield backward_config(row, dtype, None, flags), dtype
+            for flags, deterministic in product(((), ("has_window",)), (False, True)):
+                config = backward_config(row, dtype, None, flags, deterministic)
+                for entry in (row.entry, ROWS, DQ):
+                    yield replace(config, entry=entry), dtype
 
 
 def heads_together(problem: AttentionProblem) -> int:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_device import device, hook
+from test_kernels import needs_compiler
 
 import cuflash
-from cuflash import gpu_backend, launch_sm90_backward, plan_sm90_backward
+from cuflash import gpu_backend, kernels, plan, plan_sm90_backward
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -67,14 +68,14 @@ def both(
             out=(*grads, *(np.zeros_like(x, dtype=np.float32) for x in expected[3:])),
             **options,
         )
-    assert launch_sm90_backward.MAIN in {key[-6] for key in gpu_backend._launches}
+    assert {plan_sm90_backward.NARROW, plan_sm90_backward.WIDE} & {key[-6] for key in gpu_backend._launches}
     for name, x, ref in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=False):
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3, err_msg=name)
     for x, ref in zip(extras, expected[3:], strict=True):
         np.testing.assert_allclose(x, ref, atol=8e-3, rtol=8e-3)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (40, 72), (128, 128)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
     both(*inputs(*head_dims), causal=causal)
@@ -101,3 +102,13 @@ def test_options(name: str) -> None:
 def test_other_problems_take_the_portable_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
     assert "float32" in plan_sm90_backward.reason(problem)
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", [plan_sm90_backward.NARROW, plan_sm90_backward.WIDE])
+def test_every_row_compiles_without_spills(entry: str) -> None:
+    configs = [c for c, dtype in plan_sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]
+    for config in configs:
+        report = kernels.compile_for("sm_90a", kernels.source_of(plan.KERNEL_FILES[entry], config), entry)
+        assert report.spill_bytes == 0, config
+        assert not report.warnings, f"{config}: {report.warnings}"

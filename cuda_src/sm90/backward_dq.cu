@@ -2,7 +2,7 @@
 #include "../write_fragment.cuh"
 #include "gradient_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS* WARPGROUP) backward_sm90_dq(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_dq(const AttentionParams p) {
   const int part = threadIdx.x / WARPGROUP;
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;

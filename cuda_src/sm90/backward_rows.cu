@@ -8,6 +8,7 @@ constexpr int THREADS = 256;
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
+  if (DETERMINISTIC && p.dq_turns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
@@ -20,6 +21,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
       if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
   }
+
+  if (DETERMINISTIC && p.dq_turns != nullptr && threadIdx.x < DQ_PARTS) *dq_turn_at(p, tile, threadIdx.x) = 0;
 
   const int first = threadIdx.x % LANES * VECTOR;
 #pragma unroll

@@ -64,18 +64,6 @@ struct GradientFragment {
 
   __device__ __forceinline__ KeptWeights kept() const { return {p, s, head, row, key}; }
 
-  // dp: gradient of the weights behind dropout, becomes that of the scores.
-  __device__ __forceinline__ void differentiate(float (&dp)[FRAGMENT], const float (&weights)[FRAGMENT],
-                                                const KeptWeights& kept, const float* delta, bool masked) const {
-    const float rescale = static_cast<float>(p.dropout_rescale);
-#pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) {
-      const float own = HAS_DROPOUT ? (kept[e] ? dp[e] * rescale : 0) : dp[e];
-      const float ds = weights[e] * (own - delta[fragment_column() + column_offset(e)]);
-      dp[e] = masked && weights[e] == 0 ? 0 : ds;  // a hidden element's gradient may be NaN
-    }
-  }
-
  private:
   __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
     const Mask mask(p, s, head);
@@ -96,6 +84,21 @@ struct GradientFragment {
     }
   }
 };
+
+// The gradient of a score from that of its weight, dp. A weight that is dropped has its sign bit set.
+__device__ __forceinline__ float score_gradient(const AttentionParams& p, float dp, float weight, float delta,
+                                                bool masked) {
+  if constexpr (HAS_DROPOUT) {
+    dp = __float_as_uint(weight) >> 31 ? 0 : dp * static_cast<float>(p.dropout_rescale);
+    weight = fabsf(weight);
+  }
+  const float ds = weight * (dp - delta);
+  return masked && weight == 0 ? 0 : ds;  // a hidden element's gradient may be NaN
+}
+
+__device__ __forceinline__ float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) {
+  return kept[e] ? x[e] : -x[e];
+}
 
 // Weights as a factor of products, 0 where dropped.
 __device__ __forceinline__ void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT],

@@ -11,19 +11,32 @@ __device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequen
   return static_cast<i64>(head) * p.num_query_tiles + s.row_q / BLOCK_M + (s.batch + 1) + tile;
 }
 
-// dq of a tile: each warpgroup has 64 queries, or the tile has no more and each has some of the panels of columns.
-constexpr bool DQ_BY_QUERIES = BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP;
-static_assert(DQ_BY_QUERIES || (BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 2), "how dq is divided");
-constexpr int DQ_PANELS = DQ_BY_QUERIES ? PANELS : (PANELS + 1) / 2;  // of the first warpgroup
-constexpr int DQ_COLUMNS = HEAD_DIM < DQ_PANELS * PANEL ? HEAD_DIM : DQ_PANELS * PANEL;
-constexpr int DQ_PART = DQ_COLUMNS * ROWS_OF_WARPGROUP;  // elements of a warpgroup's part; the last may use less
-constexpr int DQ_TILE = CONSUMERS * DQ_PART;
+// dq of a tile is computed in parts of 64 queries and DQ_COLUMNS columns: parts of queries, or of columns.
+constexpr bool DQ_BY_QUERIES = BLOCK_M > ROWS_OF_WARPGROUP;
+static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),
+              "parts of queries");
+static_assert(DQ_BY_QUERIES || (DQ_PARTS * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "parts of columns");
+constexpr int DQ_PART = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PARTS * DQ_PART;  // elements
 
 struct alignas(16) FourFloats {
   float x[4];
 };
 
-// A thread's first four elements; the next four are WARPGROUP behind.
-__device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 tile, int warpgroup) {
-  return reinterpret_cast<FourFloats*>(p.dq_sum + tile * DQ_TILE + warpgroup * DQ_PART) + threadIdx.x % WARPGROUP;
+// A thread's first four elements of a part; the next four are WARPGROUP behind.
+__device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 tile, int part) {
+  return reinterpret_cast<FourFloats*>(p.dq_sum + tile * DQ_TILE + part * DQ_PART) + threadIdx.x % WARPGROUP;
+}
+
+// How many parts of dq were added to a sum.
+__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 tile, int part) {
+  return p.dq_turns + 1 + tile * DQ_PARTS + part;
+}
+
+// Waits until all parts of dq that come before have been added, by the thread that adds or has others add.
+__device__ __forceinline__ void wait_for_turn(const AttentionParams& p, i64 tile, int part, int turn) {
+  while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, tile, part)) != turn) {
+  }
+}
+__device__ __forceinline__ void end_turn(const AttentionParams& p, i64 tile, int part) {
+  if (DETERMINISTIC) ptx::add_release(dq_turn_at(p, tile, part), 1);
 }

@@ -9,7 +9,8 @@ __device__ __forceinline__ u32 num_key_images(const AttentionParams& p) {
 }
 
 struct KeyWork : Work {
-  bool unseen;  // by all queries
+  bool unseen;       // by all queries
+  u32 stage, phase;  // of the ring that brought it: read back, they take no registers meanwhile
 };
 
 // Tiles of one head are neighbours. With a window they come in groups of heads whose queries fit in L2, and in each
@@ -29,12 +30,24 @@ __device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index)
   return {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
 }
 
-// The tiles of queries, of all heads of the group, that see some key of a tile.
+// Thread blocks that wait for each other take even their first tile when they run: what a tile waits for has been taken
+// before, by a block that runs.
+__device__ __forceinline__ u32 first_key_index(const AttentionParams& p) {
+  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x;
+}
+__device__ __forceinline__ u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
+  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : next_index(p, index, total);
+}
+
+// The tiles of queries, of all heads of the group, that see some key of a tile. If sums of dq have an order, that is
+// the order of the keys, and queries are walked from the last to the first: tiles of keys that are taken one after the
+// other then come to each query one after the other, causal or not, and hardly wait.
 struct QueryWalk {
   const AttentionParams& p;
   const Sequence& sequence;
   int tile, head, end_head;
   Blocks blocks;
+  int first_block;
 
   __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
       : p(p),
@@ -42,14 +55,22 @@ struct QueryWalk {
         tile(work.tile),
         head(work.head * (p.num_heads_q / p.num_heads_kv)),
         end_head(head + p.num_heads_q / p.num_heads_kv),
-        blocks(of_head()) {
+        blocks(of_head()),
+        first_block(blocks.block) {
     skip();
   }
-  __device__ __forceinline__ int first_row() const { return blocks.block * BLOCK_M; }
+  __device__ __forceinline__ int block() const {
+    return DETERMINISTIC ? first_block + blocks.end - 1 - blocks.block : blocks.block;
+  }
+  __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
   __device__ __forceinline__ bool done() const { return head == end_head; }
   __device__ __forceinline__ void advance() {
     blocks.advance();
     skip();
+  }
+  // How many tiles of keys add to dq of the current tile before this one.
+  __device__ __forceinline__ int turn() const {
+    return DETERMINISTIC ? tile - blocks_of_keys(p, sequence, head, block(), BLOCK_M, BLOCK_N).block : 0;
   }
 
  private:
@@ -57,9 +78,13 @@ struct QueryWalk {
     return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N);
   }
   __device__ __forceinline__ void skip() {
-    while (blocks.done() && ++head < end_head) blocks = of_head();
+    while (blocks.done() && ++head < end_head) {
+      blocks = of_head();
+      first_block = blocks.block;
+    }
   }
 };
+static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
 
 // Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
 __device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row,
@@ -67,7 +92,7 @@ __device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const
   const Mask mask(p, s, head);
   u32 masked = 0;
 #pragma unroll
-  for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+  for (int warpgroup = 0; warpgroup < BLOCK_N / ROWS_OF_WARPGROUP; warpgroup++) {
     const int key = first_key + warpgroup * ROWS_OF_WARPGROUP;
     if (HAS_MASK || partial || !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
       masked |= 1u << warpgroup;

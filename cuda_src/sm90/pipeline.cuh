@@ -15,11 +15,11 @@ template <int STAGES>
 struct RingBarriers {
   u64 full[STAGES], empty[STAGES];
 
-  // Every warp of the consumers releases a buffer by itself.
-  __device__ __forceinline__ void init(int consumer_warps) {
+  // Every warp of the consumers releases a buffer by itself, and every warp that writes one publishes it.
+  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
-      ptx::mbarrier_init(ptx::shared_address(&full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&full[stage]), producers);
       ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumer_warps);
     }
   }
@@ -48,11 +48,34 @@ struct Ring {
     phase ^= 1;
   }
 
+  // To where another ring stands, that always takes as many steps: one place less to keep.
+  template <u32 OTHER_BYTES>
+  __device__ __forceinline__ void follow(const Ring<STAGES, OTHER_BYTES>& other) {
+    stage = other.stage;
+    phase = other.phase;
+  }
+
+  // The place before this one.
+  __device__ __forceinline__ Ring behind() const {
+    Ring ring = *this;
+    ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
+    ring.phase = stage == 0 ? phase ^ 1 : phase;
+    return ring;
+  }
+
   // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
   __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
   __device__ __forceinline__ void expect() const { ptx::mbarrier_arrive_expect(full(), BYTES); }
   __device__ __forceinline__ void publish() {
     ptx::mbarrier_arrive(full());
+    advance();
+  }
+
+  // A warp of several that write a buffer together, for TMA or wgmma too.
+  __device__ __forceinline__ void publish_part() {
+    ptx::fence_async_shared();
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(full());
     advance();
   }
 
@@ -82,7 +105,7 @@ struct Turns {
   }
   // Takes the turn that is left over.
   __device__ __forceinline__ void finish() const {
-    if (PING_PONG && own == FIRST_BARRIER) take();
+    if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
   }
 };
 

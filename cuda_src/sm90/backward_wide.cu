@@ -1,0 +1,274 @@
+// Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one warpgroup
+// computes the weights and dv, one their gradients and dk, one dq, and what they need of each other goes through shared
+// memory. One warp loads by TMA.
+#include "../write_fragment.cuh"
+#include "gradient_fragment.cuh"
+#include "gradient_loader.cuh"
+#include "gradient_products.cuh"
+
+constexpr u32 DS_BYTES = BLOCK_M * ROW_BYTES;
+constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
+constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
+constexpr int WARPS = WARPGROUP / WARP;
+
+struct SharedStorage {
+  alignas(1024) unsigned char k[K_BYTES];
+  alignas(1024) unsigned char v[V_BYTES];
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
+  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
+  alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
+  FourFloats weights[WEIGHT_VECTORS][WARPGROUP];
+  float lse[QUERY_STAGES][BLOCK_M];
+  float delta[DOUT_STAGES][BLOCK_M];
+  Step steps[QUERY_STAGES];
+  DqStep dq_steps[DQ_STEPS];
+  KeyWork work[WORK_STAGES];
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<1> k_barriers, v_barriers, weight_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
+  RingBarriers<DOUT_STAGES> dout_barriers;
+  RingBarriers<DS_STAGES> ds_barriers;
+  RingBarriers<DQ_STEPS> dq_step_barriers;
+  u64 clearing;
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
+
+struct Rings {
+  Ring<WORK_STAGES, sizeof(KeyWork)> work;
+  Ring<1, K_BYTES> k;
+  Ring<1, V_BYTES> v;
+  Ring<QUERY_STAGES, Q_BYTES> q;
+  Ring<DOUT_STAGES, DOUT_BYTES> dout;
+  Ring<DS_STAGES, DS_BYTES> ds;
+  Ring<1, WEIGHT_BYTES> weights;
+  Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
+
+  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+      : work(shared.work, shared.work_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers),
+        q(shared.q, shared.q_barriers),
+        dout(shared.dout, shared.dout_barriers),
+        ds(shared.ds, shared.ds_barriers),
+        weights(shared.weights, shared.weight_barriers),
+        dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
+};
+
+// 64 rows of a gradient in pieces: products of 256 columns take more registers than a thread has when it is launched.
+template <int COLUMNS>
+struct Gradient {
+  static constexpr int WIDTH = COLUMNS % 128 == 0 ? 128 : PANEL, PIECES = COLUMNS / WIDTH;
+  float x[PIECES][WIDTH / 2];
+
+  __device__ __forceinline__ Gradient() {
+#pragma unroll
+    for (auto& piece : x) {
+#pragma unroll
+      for (float& e : piece) e = 0;
+    }
+  }
+  // Starts += factor b over the BLOCK_M rows of b.
+  __device__ __forceinline__ void add(u32 (&factor)[FRAGMENT / 2], u32 b) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      add_product<BLOCK_M>(x[piece], factor, b + piece * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
+    }
+  }
+  // Waits for it and all that was started before.
+  __device__ __forceinline__ void wait() {
+    ptx::wgmma_wait_group<0>();
+#pragma unroll
+    for (auto& piece : x) keep(piece);
+  }
+  __device__ __forceinline__ void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to,
+                                        int head_dim, float scale) const {
+    if (to.data == nullptr) return;
+    const Sequence& s = work.sequence;
+    const float factor[2] = {scale, scale};
+    Element* target = to.at(p.cu_seqlens_q == nullptr ? s.batch : 0, s.row_k, work.head);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      write_fragment(target + piece * WIDTH, to.row_stride, work.tile * BLOCK_N + warp_row() + fragment_row(), s.len_k,
+                     s.rows_k, head_dim - piece * WIDTH, x[piece], factor);
+    }
+  }
+};
+
+// Weights and dv.
+__device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
+                                              const KeyWork& work) {
+  Gradient<HEAD_DIM_V> dv;
+  if (!work.unseen) {
+    rings.k.wait();
+    for (bool last = false; !last;) {
+      float x[FRAGMENT];
+      rings.q.wait();
+      multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer(), rings.q.buffer());
+      const Step& step = shared.steps[rings.q.stage];
+      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N);
+      const bool masked = step.masked != 0;
+      last = step.last;
+      const KeptWeights kept = scores.kept();
+      ptx::wgmma_wait_group<0>();
+      keep(x);
+      scores.weigh(x, shared.lse[rings.q.stage], masked);
+      __syncwarp();
+      rings.q.release();
+      rings.weights.acquire();
+#pragma unroll
+      for (int i = 0; i < WEIGHT_VECTORS; i++) {
+        shared.weights[i][threadIdx.x % WARPGROUP] = {{marked(x, kept, 4 * i), marked(x, kept, 4 * i + 1),
+                                                       marked(x, kept, 4 * i + 2), marked(x, kept, 4 * i + 3)}};
+      }
+      rings.weights.publish_part();
+      u32 packed_weights[FRAGMENT / 2];
+      pack_kept(packed_weights, x, kept);
+      rings.dout.wait();
+      dv.add(packed_weights, rings.dout.buffer());
+      dv.wait();
+      rings.dout.release();
+    }
+    rings.k.release();
+  }
+  dv.write(p, work, p.dv, p.head_dim_v, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1);
+}
+
+// Gradients of the weights, and dk.
+__device__ __forceinline__ void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings,
+                                                      const KeyWork& work) {
+  Gradient<HEAD_DIM> dk;
+  if (!work.unseen) {
+    rings.v.wait();
+    for (bool last = false; !last;) {
+      float dp[FRAGMENT];
+      rings.dout.wait();
+      multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, rings.v.buffer(), rings.dout.buffer());
+      rings.q.wait();
+      const Step& step = shared.steps[rings.q.stage];
+      const bool masked = step.masked != 0;
+      last = step.last;
+      const float* delta = shared.delta[rings.dout.stage];
+      rings.weights.wait();
+      ptx::wgmma_wait_group<0>();
+      keep(dp);
+#pragma unroll
+      for (int i = 0; i < WEIGHT_VECTORS; i++) {
+        const FourFloats weights = shared.weights[i][threadIdx.x % WARPGROUP];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float& x = dp[4 * i + e];
+          x = score_gradient(p, x, weights.x[e], delta[fragment_column() + column_offset(4 * i + e)], masked);
+        }
+      }
+      u32 ds[FRAGMENT / 2];
+      pack(ds, dp);
+      rings.ds.acquire();
+      store_transposed(rings.ds.buffer(), ds);
+      rings.ds.publish_part();
+      rings.weights.release();
+      rings.dout.release();
+      dk.add(ds, rings.q.buffer());
+      dk.wait();
+      rings.q.release();
+    }
+    rings.v.release();
+  }
+  dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale));
+}
+
+// Waits for the warps that add dq.
+__device__ __forceinline__ void sync_dq_warps() { ptx::barrier_sync(1, WARPGROUP); }
+
+// dq.
+__device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
+                                            const KeyWork& work) {
+  if (work.unseen) return;
+  rings.k.wait();
+  for (bool last = false; !last;) {
+    rings.dq_steps.wait();
+    const DqStep step = shared.dq_steps[rings.dq_steps.stage];
+    __syncwarp();
+    rings.dq_steps.release();
+    last = step.last;
+    rings.ds.wait();
+    if (p.dq_sum != nullptr) {
+#pragma unroll 1
+      for (int part = 0; part < DQ_PARTS; part++) {
+        float dq[DQ_COLUMNS / 2];
+        multiply_by_columns<BLOCK_N, BLOCK_M>(dq, rings.ds.buffer(),
+                                              rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * BLOCK_N * ROW_BYTES);
+        if constexpr (DETERMINISTIC) {
+          if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, part, step.turn);
+          sync_dq_warps();
+        }
+        ptx::wgmma_wait_group<0>();
+        keep(dq);
+        FourFloats* sum = dq_sum_at(p, step.number, part);
+#pragma unroll
+        for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+          ptx::add_f32_x4(sum[i * WARPGROUP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        }
+        if constexpr (DETERMINISTIC) {
+          __threadfence();
+          sync_dq_warps();
+          if (threadIdx.x % WARPGROUP == 0) end_turn(p, step.number, part);
+        }
+      }
+    }
+    __syncwarp();
+    rings.ds.release();
+  }
+  rings.k.release();
+}
+
+template <auto WORK_ON>
+__device__ __forceinline__ void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings& rings) {
+  while (true) {
+    rings.work.wait();
+    const KeyWork& work = shared.work[rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    WORK_ON(p, shared, rings, work);
+    __syncwarp();
+    rings.work.release();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
+                       const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                       const __grid_constant__ ptx::TensorMap dout_map) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    shared.work_barriers.init(CONSUMERS * WARPS);
+    shared.k_barriers.init(2 * WARPS);
+    shared.v_barriers.init(WARPS);
+    shared.q_barriers.init(2 * WARPS);
+    shared.dout_barriers.init(2 * WARPS);
+    shared.weight_barriers.init(WARPS, WARPS);
+    shared.ds_barriers.init(WARPS, WARPS);
+    shared.dq_step_barriers.init(WARPS);
+    ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  Rings rings(shared);
+  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  if (warpgroup == 0) {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    for_each_tile<weigh_queries>(p, shared, rings);
+  } else if (warpgroup == 1) {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    for_each_tile<differentiate_weights>(p, shared, rings);
+  } else if (warpgroup == 2) {
+    ptx::set_registers_fewer<DQ_REGISTERS>();
+    for_each_tile<add_queries>(p, shared, rings);
+  } else {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    if (threadIdx.x < CONSUMERS * WARPGROUP + WARP) {
+      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map});
+    }
+  }
+}

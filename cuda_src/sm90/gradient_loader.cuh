@@ -1,0 +1,140 @@
+// How tiles come into shared memory for the gradients.
+#pragma once
+#include "gradient_rows.cuh"
+#include "gradient_schedule.cuh"
+#include "hidden_rows.cuh"
+
+constexpr u32 DOUT_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
+
+struct Maps {
+  const ptx::TensorMap *q, *k, *v, *dout;
+};
+
+// What the warpgroups have to know of a tile of queries.
+struct Step {
+  int head, first_row;
+  u32 masked;  // a bit for each warpgroup
+  bool last;
+};
+
+// What the warps that add dq have to know of it.
+struct DqStep {
+  i64 number;  // query_tile
+  int turn;
+  bool last;  // of a tile of keys
+};
+constexpr int DQ_STEPS = 8;  // more than tiles are under way
+constexpr i64 NO_DQ = -1;
+
+// The loading warp's way to bring tiles: lane 0 issues, all lanes clear rows that must not count.
+struct Loader {
+  u32 clearing;  // the barrier of tiles that are cleared before they are handed on
+  u32 clearing_phase = 0;
+
+  // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel. statistics: BLOCK_M numbers to
+  // `target`, or null.
+  template <int ROWS, int NUM_PANELS, class AnyRing>
+  __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch,
+                                       CountedRows counted, float* target, const float* statistics) {
+    constexpr u32 BYTES = ROWS * NUM_PANELS * ROW_BYTES;
+    const bool clears = !counted.all(ROWS);
+    const u32 landed = clears ? clearing : ring.full();
+    if (lane() == 0) {
+      ptx::mbarrier_arrive_expect(landed, BYTES + (target == nullptr ? 0 : BLOCK_M * sizeof(float)));
+#pragma unroll
+      for (int panel = 0; panel < NUM_PANELS; panel++) {
+        ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, landed, panel * PANEL, row, head, batch);
+      }
+      if (target != nullptr) {
+        ptx::bulk_load(ptx::shared_address(target), statistics, BLOCK_M * sizeof(float), landed);
+      }
+    }
+    if (clears) {
+      wait_for(landed, clearing_phase);
+      __syncwarp();
+      clearing_phase ^= 1;
+      clear_others<ROWS, NUM_PANELS>(ring.buffer(), counted);
+      if (lane() == 0) ptx::mbarrier_arrive(ring.full());
+    }
+    ring.advance();
+  }
+};
+
+// No lane may still wait when lane 0 goes on: the barrier could be two phases further by then.
+template <class AnyRing>
+__device__ __forceinline__ void acquire_together(const AnyRing& ring) {
+  ring.acquire();
+  __syncwarp();
+}
+
+template <class Get>
+__device__ __forceinline__ u32 of_lane_0(Get get) {
+  return __shfl_sync(ALL_LANES, lane() == 0 ? get() : 0, 0);
+}
+
+// The loading warp. Tiles come in the order of their use.
+template <class SharedStorage, class Rings>
+__device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
+                                           const Maps& maps) {
+  Loader loader{ptx::shared_address(&shared.clearing)};
+  const u32 total = p.num_tiles * num_key_images(p);
+  for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
+       index = of_lane_0([&] { return next_key_index(p, index, total); })) {
+    acquire_together(rings.work);
+    KeyWork& work = shared.work[rings.work.stage];  // registers are scarce
+    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
+    __syncwarp();
+    const Sequence& s = work.sequence;
+    if (work.tile * BLOCK_N >= s.rows_k) continue;
+    QueryWalk walk(p, work);
+    if (lane() == 0) {
+      work.unseen = walk.done();
+      work.stage = rings.work.stage;
+      work.phase = rings.work.phase;
+      ptx::mbarrier_arrive(rings.work.full());
+    }
+    rings.work.advance();
+    __syncwarp();
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0, first_key = work.tile * BLOCK_N;
+    const int key = static_cast<int>(s.row_k) + first_key;
+    for (bool first = true; !walk.done(); first = false) {
+      const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
+      const i64 number = query_tile(p, s, head, walk.block());
+      const int turn = walk.turn();
+      const CountedRows queries = counted_queries(p, s, first_row);
+      const u32 masked = masked_warpgroups(p, s, head, first_row, first_key, walk.blocks.partial);
+      walk.advance();
+      acquire_together(rings.dq_steps);
+      if (lane() == 0) {
+        shared.dq_steps[rings.dq_steps.stage] = {number, turn, walk.done()};
+        ptx::mbarrier_arrive(rings.dq_steps.full());
+      }
+      rings.dq_steps.advance();
+      if (first) {
+        acquire_together(rings.k);
+        loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
+                                     nullptr);
+      }
+      acquire_together(rings.q);
+      if (lane() == 0) shared.steps[rings.q.stage] = {head, first_row, masked, walk.done()};
+      loader.load<BLOCK_M, PANELS>(rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage],
+                                   p.row_lse + number * BLOCK_M);
+      if (first) {
+        acquire_together(rings.v);
+        loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
+                                       nullptr);
+      }
+      acquire_together(rings.dout);
+      loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
+                                     p.row_delta + number * BLOCK_M);
+    }
+  }
+  acquire_together(rings.work);
+  acquire_together(rings.dq_steps);
+  if (lane() == 0) {
+    shared.work[rings.work.stage].tile = NO_TILE;
+    ptx::mbarrier_arrive(rings.work.full());
+    shared.dq_steps[rings.dq_steps.stage].number = NO_DQ;
+    ptx::mbarrier_arrive(rings.dq_steps.full());
+  }
+}
