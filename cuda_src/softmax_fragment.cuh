@@ -26,29 +26,38 @@ __device__ __forceinline__ void finish_row(float top, float sum, float sink, flo
 
 struct FragmentSoftmax {
   float to_natural, to_base_2;  // factors of a score
-  float maximum[2], sum[2];
+  // The reference of a row is a maximum that it once had; its scores may exceed it by `room`.
+  float room, reference[2], sum[2];
 
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
   __device__ __forceinline__ FragmentSoftmax(float scale)
-      : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E) {
-    maximum[0] = maximum[1] = -infinity();
+      : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(MAX_GROWTH / to_base_2) {
+    reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
   }
 
-  // Turns scores into weights; rescale[r] is what earlier results of row r are to be multiplied with.
-  __device__ __forceinline__ void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
+  // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
+  // stay in bounds, as most do, needs no maximum of a whole row.
+  __device__ __forceinline__ bool step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
+    float top[2] = {x[0], x[2]};
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+    rescale[0] = rescale[1] = 1;
+    const bool grown = __any_sync(ALL_LANES, top[0] > reference[0] + room || top[1] > reference[1] + room);
+    if (grown) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float maximum = reduce_row<4>(top[r], [](float a, float b) { return larger(a, b); });
+        if (!(maximum > reference[r] + room)) continue;
+        rescale[r] = ptx::ex2((reference[r] - maximum) * to_base_2);
+        reference[r] = maximum;
+        sum[r] *= rescale[r];
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float m = maximum[r];
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
-      m = reduce_row<4>(m, [](float a, float b) { return larger(a, b); });
-      const float growth = (m - maximum[r]) * to_base_2;
-      const bool grown = growth > MAX_GROWTH;
-      rescale[r] = grown ? ptx::ex2(-growth) : 1;
-      maximum[r] = grown ? m : maximum[r];
-      const float reference = maximum[r] == -infinity() ? 0 : maximum[r];  // nothing seen yet: weights are 0, not NaN
-      const float offset = reference * to_base_2;
+      const float base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
+      const float offset = base * to_base_2;
       float row_sum = 0;
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
@@ -56,24 +65,24 @@ struct FragmentSoftmax {
         for (int side = 0; side < 2; side++) {
           float& w = x[e + side];
           // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
-          w = ptx::ex2(HAS_BIAS ? (w - reference) * LOG2_E : w * to_base_2 - offset);
+          w = ptx::ex2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
           row_sum += w;
         }
       }
-      sum[r] = sum[r] * rescale[r] + row_sum;
+      sum[r] += row_sum;
     }
+    return grown;
   }
 
   // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
   __device__ __forceinline__ void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
-    for (int r = 0; r < 2; r++) finish_row(maximum[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
+    for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
 };
 
 template <int N>
 __device__ __forceinline__ void rescale_rows(float (&out)[N], const float (&rescale)[2]) {
-  if (!__any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1)) return;
 #pragma unroll
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import kernels, launch_sm90_backward, plan_sm90, plan_sm90_backward, plan_split
-from cuflash.launch_sm90 import PersistentLaunch
+from cuflash.launch_sm90 import PersistentLaunch, heads_as_rows
 from cuflash.launch_split import SplitLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
@@ -154,6 +154,8 @@ class _Launch:
         device: kernels.Device,
         hopper: HopperConfig | None,
     ) -> None:
+        if isinstance(hopper, plan_sm90.Config):
+            problem, arrays = heads_as_rows(problem, arrays)
         config = hopper or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)

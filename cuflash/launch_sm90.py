@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import kernels
+from cuflash import kernels, plan_sm90
 from cuflash.params import word_of
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
@@ -73,6 +73,21 @@ def _layout(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     batch, row, head = (filler if n == 1 else s for n, s in axes)
     return (shape[3], shape[1], shape[2], shape[0]), (row, head, batch)
+
+
+def heads_as_rows(problem: AttentionProblem, arrays: dict[str, Array]) -> tuple[AttentionProblem, dict[str, Array]]:
+    """What `plan_sm90.heads_as_rows` makes of a problem, and views of the arrays as it sees them."""
+    seen = plan_sm90.heads_as_rows(problem)
+    if seen is problem:
+        return problem, arrays
+    heads, rows = seen.num_heads_kv, seen.seqlen_q
+    q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
+    return seen, {
+        **arrays,
+        "q": q.reshape(len(q), heads, rows, -1).swapaxes(1, 2),
+        "out": out.reshape(len(out), heads, rows, -1).swapaxes(1, 2),
+        "lse": lse.reshape(len(lse), heads, rows),
+    }
 
 
 class TileCounter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuflash.plan import CPP_TYPES, FLAGS, flags_of
@@ -75,6 +75,7 @@ class Config:
     block_n: int
     stages: int
     query_stages: int
+    staging: bool  # results leave through shared memory, in whole lines
     consumers: int  # warpgroups that compute
     producer_registers: int
     consumer_registers: int
@@ -120,7 +121,10 @@ def forward_config(
     row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + _SMEM_BESIDE_TILES
-    # With room for them the next tile's queries come early.
+    # With room for it results leave through shared memory, and the next tile's queries come early.
+    staging_bytes = tile.block_m * SWIZZLE_BYTES
+    staging = smem_bytes + staging_bytes <= SMEM_BYTES
+    smem_bytes += staging * staging_bytes
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
     return Config(
@@ -134,6 +138,7 @@ def forward_config(
         block_n=tile.block_n,
         stages=STAGES,
         query_stages=query_stages,
+        staging=staging,
         consumers=consumers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
@@ -162,6 +167,21 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
 
+def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
+    """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart.
+
+    A single query sees the same keys whatever the head, and keys and values are read once for all heads of a group.
+    """
+    options = (problem.bias, problem.mask, problem.alibi, problem.window_left)
+    plain = not any(x is not None for x in options) and not (
+        problem.sink or problem.q_lengths or problem.block_mask or problem.dropout_p
+    )
+    if problem.packed or problem.seqlen_q != 1 or problem.group_size == 1 or not plain:
+        return problem
+    # The only query is the last one: causal hides nothing.
+    return replace(problem, seqlen_q=problem.group_size, num_heads_q=problem.num_heads_kv, window_right=None)
+
+
 @lru_cache(maxsize=4096)
 def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
     """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
@@ -173,6 +193,7 @@ def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tup
 
 
 def _config(problem: AttentionProblem) -> Config:
+    problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     low, high = PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high

@@ -2,6 +2,7 @@
 // CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after tile.
 #include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
+#include "epilogue.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
 
@@ -9,6 +10,7 @@ struct SharedStorage {
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char k[STAGES * K_BYTES];
   alignas(1024) unsigned char v[STAGES * V_BYTES];
+  Staging staging;
   Work work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
@@ -43,35 +45,42 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
   ring.advance();
 }
 
-// The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
+// The loads of one tile, in the order of their use: the next keys before the values of the current ones.
+__device__ __forceinline__ void load_tile(const AttentionParams& p, const Work& work, Rings& rings,
+                                          const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                                          const ptx::TensorMap* v_map) {
+  const Sequence& s = work.sequence;
+  const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
+  const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
+  Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+  bool last = blocks.done();
+  if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
+  load<BLOCK_M, PANELS>(rings.q, q_map, row_q, work.head, batch);
+  while (!last) {
+    const int values = row_k + blocks.block * BLOCK_N;
+    blocks.advance();
+    last = blocks.done();
+    if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
+    load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+  }
+}
+
+// The loading thread.
 __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
                                            const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                                            const ptx::TensorMap* v_map) {
   const u32 total = p.num_tiles * num_images(p);
-  for (u32 index = blockIdx.x, next; index < total; index = next) {
-    next = next_index(p, index, total);
+  for (u32 index = blockIdx.x; index < total;) {
+    const u32 ticket = take_ticket(p);  // on its way while this tile is loaded
     const Work work = work_at(p, index);
-    const Sequence& s = work.sequence;
-    if (work.tile * BLOCK_M >= s.rows_q) continue;
-    rings.work.acquire();
-    shared.work[rings.work.stage] = work;
-    rings.work.publish();
-
-    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
-    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
-    if (blocks.done()) continue;
-    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
-    load<BLOCK_M, PANELS>(rings.q, q_map, row_q, work.head, batch);
-    while (true) {
-      const int values = row_k + blocks.block * BLOCK_N;
-      blocks.advance();
-      const bool last = blocks.done();
-      if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
-      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
-      if (last) break;
+    if (work.tile * BLOCK_M < work.sequence.rows_q) {
+      rings.work.acquire();
+      shared.work[rings.work.stage] = work;
+      rings.work.publish();
+      load_tile(p, work, rings, q_map, k_map, v_map);
     }
+    index = index_of_ticket(p, ticket, index, total);
   }
   rings.work.acquire();
   shared.work[rings.work.stage] = {{}, 0, NO_TILE};
@@ -99,8 +108,30 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
     const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
-    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
+    const Blocks all = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    Blocks blocks = HIDES_ANYWHERE
+                        ? all
+                        : blocks_of_keys(p, s, work.head, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP, BLOCK_N);
+    const auto pass_over = [&](int begin, int end) {
+      for (int block = begin; block < end; block++) {
+        rings.k.wait();
+        rings.k.release();
+        turns.take();
+        turns.pass();
+        hidden.clear(rings.v, block * BLOCK_N);
+        rings.v.wait();
+        rings.v.release();
+      }
+    };
+    rings.q.wait();
+    pass_over(all.block, blocks.done() ? all.end : blocks.block);
     if (blocks.done()) {
+      if (!all.done()) {
+        turns.take();
+        turns.pass();
+      }
+      rings.q.release();
       softmax.finish(sink, inverse, lse);
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
@@ -113,8 +144,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         scores.apply(x, row, first_key, masked);
         if (masked) hidden.find(x);
-        softmax.step(x, rescale);
+        const bool grown = softmax.step(x, rescale);
         scores.drop(x, row, first_key);
+        return grown;
       };
       // The next scores beside the product of the last weights and their values.
       const auto step = [&](bool masked) {
@@ -130,17 +162,15 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
-        if (blocks.done()) rings.q.release();
-        weigh(x, first_key, masked);
+        const bool grown = weigh(x, first_key, masked);
         ptx::wgmma_wait_group<0>();
         keep(out);
         rings.v.release();
         pack(weights, x);
-        rescale_rows(out, rescale);
+        if (grown) rescale_rows(out, rescale);
         if (masked) hidden.clear(rings.v, first_key);
       };
 
-      rings.q.wait();
       {
         float x[BLOCK_N / 2];
         const int first_key = blocks.block * BLOCK_N;
@@ -153,7 +183,6 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
-        if (blocks.done()) rings.q.release();
         weigh(x, first_key, masked);
         pack(weights, x);
         if (masked) hidden.clear(rings.v, first_key);
@@ -170,10 +199,12 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       turns.take();
       multiply_values(out, weights, rings.v.buffer());
       turns.pass();
+      rings.q.release();
       softmax.finish(sink, inverse, lse);
       ptx::wgmma_wait_group<0>();
       keep(out);
       rings.v.release();
+      pass_over(blocks.end, all.end);
     }
 
     if constexpr (HAS_DROPOUT) {
@@ -186,8 +217,14 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       const float own = lane() % 4 == 0 ? lse[0] : lse[1];
       if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
     }
-    write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
-                   inverse);
+    Element* target = p.out.at(batch, s.row_q, work.head);
+    if constexpr (STAGING) {
+      const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
+      write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
+                 shared.staging.rows[staged_row]);
+    } else {
+      write_fragment(target, p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out, inverse);
+    }
     __syncwarp();
     rings.work.release();
   }

@@ -28,13 +28,20 @@ __device__ __forceinline__ Work work_at(const AttentionParams& p, u32 index) {
   return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};
 }
 
-// Thread blocks take tiles in order as they become free. Every tile is followed by one look at the counter, so the last
-// of `total` looks leaves it at 0 for the next launch. Without a counter tiles are dealt.
-__device__ __forceinline__ u32 next_index(const AttentionParams& p, u32 index, u32 total) {
+// Thread blocks take tiles in order as they become free. Every tile is followed by one ticket, so the last of `total`
+// tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt.
+__device__ __forceinline__ u32 take_ticket(const AttentionParams& p) {
+  return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter, 1u);
+}
+
+__device__ __forceinline__ u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total) {
   if (p.tile_counter == nullptr) return index + gridDim.x;
-  const u32 taken = atomicAdd(p.tile_counter, 1u);
-  if (taken == total - 1) *p.tile_counter = 0;
-  return gridDim.x + taken;
+  if (ticket == total - 1) *p.tile_counter = 0;
+  return gridDim.x + ticket;
+}
+
+__device__ __forceinline__ u32 next_index(const AttentionParams& p, u32 index, u32 total) {
+  return index_of_ticket(p, take_ticket(p), index, total);
 }
 
 constexpr int WORK_STAGES = 2;
