@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from cpu_device import device, hook
 
 import cuflash
 from cuflash import gpu_backend, plan_sm90
+from cuflash.params import PARAMS
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -86,6 +88,35 @@ def test_block_mask() -> None:
 def test_strides() -> None:
     q, k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in inputs(64, 64))
     both(q, k, v)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": np.array([0, 77], np.int32)}], ids=str)
+def test_a_single_query_of_grouped_heads(options: dict[str, Any]) -> None:
+    q = normal(2, 8, 1, 64).swapaxes(1, 2)
+    both(q, normal(2, 200, 2, 64), normal(2, 200, 2, 64), **options)
+    (launch,) = gpu_backend._launches.values()
+    assert launch.words.view(PARAMS)[0]["num_heads_q"] == 2  # a tile holds the heads of a group
+
+
+def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 1, 8, 4, 2, 64, 64, "float16")
+    assert plan_sm90.heads_as_rows(problem).seqlen_q == 2
+    for change in ({"sink": True}, {"window_left": 3}, {"seqlen_q": 2}, {"num_heads_kv": 4}, {"alibi": (1, 4)}):
+        other = dataclasses.replace(problem, **change)
+        assert plan_sm90.heads_as_rows(other) is other
+
+
+def test_results_at_any_address() -> None:
+    q, k, v = inputs(64, 64)
+    aligned = np.empty(q.size + 8, q.dtype)
+    first, second = aligned[:-8].reshape(q.shape), aligned[1:-7].reshape(q.shape)
+    results = []
+    for out in (first, second):
+        gpu_backend._launches.clear()
+        with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+            results.append(cuflash.attention(q, k, v, out=out).copy())
+        assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+    np.testing.assert_array_equal(*results)
 
 
 def test_other_layouts_take_the_portable_kernel() -> None:
