@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from address_sanitizer import run_sanitized
 from cases import DTYPES, Case, gaussian_case
+from cpu_device import build, hook
 from cpu_device import device as cpu_device
-from cpu_device import hook
 from cpu_device.device import Check, CpuDevice
 from devices import Device
 from hypothesis import given
@@ -73,6 +73,7 @@ def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     assert_agrees(case)
 
 
+@pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
 @pytest.mark.parametrize("options", [{}, {"window": (20, 3), "kv_lengths": [50]}], ids=["plain", "window, lengths"])
 def test_kernels_stay_within_their_arrays(capability: tuple[int, int], options: dict[str, Any]) -> None:
     """Under AddressSanitizer, on sizes that fill no tile; 16-bit inputs take an architecture's own kernels."""

@@ -2,9 +2,10 @@
 
     python examples/benchmarks/cpu.py [--rounds 9] [--seqlen 4096] [--output results/cpu_forward.json]
 
-The two take turns, round by round, so that whatever else the machine does meets both. Load averages are recorded, and
-beside wall time the CPU time that each spends, which other work on the machine disturbs less. Peak memory is what NumPy
-and Python allocate during one call beyond what was there before (tracemalloc), the result included.
+The two take turns, round by round, so that whatever else the machine does meets both; on a machine of many cores
+`taskset -c 0,1` leaves them two. Load averages are recorded, and beside wall time the CPU time that each spends, which
+other work on the machine disturbs less. Peak memory is what NumPy and Python allocate during one call beyond what was
+there before (tracemalloc), the result included.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def cpu_model() -> str:
     names = {key.strip(): value.strip() for key, value in fields.items()}
     details = [names.get(key, "") for key in ("model name", "cpu family", "model")]
     return "{}, family {}, model {}".format(*details) if details[0] else platform.processor()
+
+
+def available_cores() -> int:
+    """The cores that this process may run on: fewer than there are under `taskset`."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def interleaved(works: dict[str, Work], rounds: int) -> dict[str, dict[str, float]]:
@@ -119,7 +125,7 @@ def measure(seqlen: int, rounds: int) -> dict[str, Any]:
     record: dict[str, Any] = {
         "problem": f"causal, float32, batch {BATCH}, heads {HEADS}, seqlen {seqlen}, head_dim {HEAD_DIM}",
         "cpu": cpu_model(),
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "system": platform.platform(),
         "versions": versions,
         "date": datetime.date.today().isoformat(),

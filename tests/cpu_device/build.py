@@ -23,8 +23,9 @@ FOLDER = Path(__file__).resolve().parent
 HEADER = "cuda_on_cpu.h"
 NO_COMPILER = (
     "the CPU test device needs a C++17 compiler on x86-64 Linux: the system's package (apt install g++), "
-    "or pip install ziglang (without AddressSanitizer), or set CXX"
+    "or pip install ziglang (without the sanitizers), or set CXX"
 )
+NO_SANITIZERS = "ziglang has no sanitizers that can be loaded: install the system's g++"
 
 
 class DeviceError(RuntimeError):
@@ -73,10 +74,15 @@ def available() -> bool:
     return bool(compiler()) and platform.machine() == "x86_64" and platform.system() == "Linux"
 
 
+def has_sanitizers() -> bool:
+    """Whether the compiler brings AddressSanitizer and calls handlers of one's own for undefined behaviour."""
+    return available() and "ziglang" not in compiler()
+
+
 def kernel_flags(check: Check) -> tuple[str, ...]:
     """The flags of kernels that are compiled for a kind of check."""
     flags = _KERNEL_FLAGS[check]
-    if "ziglang" not in compiler():
+    if has_sanitizers():
         return flags
     # It links handlers of its own, which end the process.
     return (*(f for f in flags if f != _UNDEFINED), "-fno-sanitize=undefined")
