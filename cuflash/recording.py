@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from cuflash.tensor_map import ALIGNMENT
 Array = Any
 # A launch takes the addresses of the arrays that it was made for, in their order, and a seed.
 Launch = Callable[[list[int], Any], None]
-_SCRATCH_ALIGNMENT = 256
 
 
 class Step(NamedTuple):
@@ -25,24 +23,20 @@ class Step(NamedTuple):
 class Repeat:
     """Launches on arrays that are given by their addresses, with scratch memory of their own."""
 
-    __slots__ = ("_device", "_offsets", "_scratch_bytes", "_steps")
+    __slots__ = ("_device", "_scratch_sizes", "_steps")
 
     def __init__(self, device: Device, scratch_sizes: list[int], steps: list[Step]) -> None:
         self._device = device
+        self._scratch_sizes = scratch_sizes
         self._steps = steps
-        self._offsets: list[int] = []
-        self._scratch_bytes = 0
-        for size in scratch_sizes:
-            self._offsets.append(self._scratch_bytes)
-            self._scratch_bytes += math.ceil(size / _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
 
     def __call__(self, addresses: list[int]) -> bool:
         """False, and nothing is done, if these addresses may need other kernels."""
         if not are_aligned(addresses):
             return False
-        if self._offsets:
-            base, _kept = self._device.scratch(self._scratch_bytes)
-            addresses += [base + offset for offset in self._offsets]
+        # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
+        scratch = [self._device.scratch(size) for size in self._scratch_sizes]
+        addresses += [address for address, _ in scratch]
         for launch, places in self._steps:
             launch([addresses[i] for i in places], None)
         # Later work of the same stream may have the scratch memory from here on.

@@ -14,7 +14,7 @@ import numpy as np
 import tolerance
 from devices import Device
 from ml_dtypes import bfloat16
-from noise import FEW, forward_magnitudes, gradient_magnitudes
+from noise import forward_magnitudes, gradient_magnitudes
 from numpy.typing import NDArray
 
 import cuflash
@@ -164,7 +164,7 @@ class Case:
         terms = gradient_magnitudes(self, out, lse)
         for name, actual in grads.items():
             if actual is not None:
-                magnitude = None if strict and actual.size >= FEW else terms[name]
+                magnitude = None if strict and actual.size >= tolerance.FEW else terms[name]
                 check = partial(tolerance.assert_close, gradient=True, name="d" + name, magnitude=magnitude)
                 check(actual, exact[name], naive[name], dtype=self._coarser(actual))
 

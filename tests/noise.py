@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-# Of so few elements (those of a gradient of sinks, say) plain attention's error is luck, however long the sums are.
-FEW = 256
-
 
 def score_magnitude(case: Case) -> float:
     """A bound of the absolute values that add up to one score, from the norms of the rows of q and k."""
@@ -42,7 +39,8 @@ def gradient_magnitudes(case: Case, out: Array | None, lse: Array | None) -> dic
     terms = case.reference_backward(out, lse, magnitudes=True)
     score = 1 + score_magnitude(case)
     delta = _delta_magnitude(case)
-    return {name: score * term + (delta[name] if term.size < FEW else 0) for name, term in terms.items()}
+    with np.errstate(over="ignore"):  # scores of finfo.min bound nothing
+        return {name: score * term + (delta[name] if term.size < tolerance.FEW else 0) for name, term in terms.items()}
 
 
 def _delta_magnitude(case: Case) -> dict[str, float]:
