@@ -15,7 +15,7 @@ from devices import Device
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import call, gpu_backend
+from cuflash import call, gpu_backend, kernels
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -137,3 +137,26 @@ def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
             cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse, grads=("q", "bias"))
         with pytest.raises(ValueError, match="dropout_seed"):
             cuflash.attention(case.q, case.k, case.v, dropout_p=0.5)
+
+
+def test_scratch_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under graph capture CuPy's pool has only the blocks that the call before gave back."""
+    device = kernels.device_of(None)
+    sizes: list[int] = []
+    empty, scratch = device.empty, device.scratch
+    monkeypatch.setattr(device, "empty", lambda shape, kind: note(sizes, empty(shape, kind)))
+    monkeypatch.setattr(device, "scratch", lambda size: sizes.append(size) or scratch(size))  # type: ignore[func-returns-value]
+    case = example(0, dtype, **OPTIONS["extras"])
+    for _ in range(2):
+        case.on(HOST).raw_forward()
+    out, lse = case.on(HOST).forward()
+    for _ in range(2):
+        case.on(HOST).backward(out, lse)
+    half = len(sizes) // 2
+    assert sizes[0] == sizes[1] > 0, "lse of a forward call that does not return it"
+    assert sizes[2 : half + 1] == sizes[half + 1 :]
+
+
+def note(sizes: list[int], x: NDArray[Any]) -> NDArray[Any]:
+    sizes.append(x.nbytes)
+    return x
