@@ -2,6 +2,8 @@
 #pragma once
 #include "sequence.cuh"
 
+// Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
+constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
 constexpr int CANONICAL = 64;  // blocks of a BlockMask's own store
 
 // One (sequence, query head).

@@ -5,8 +5,6 @@
 #include "philox.cuh"
 #include "score.cuh"
 
-// Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
-constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
 constexpr int MASK_WORD = 32;  // columns of a word of a block mask
 static_assert(!HAS_BLOCK_MASK || BLOCK_N % MASK_WORD == 0, "tiles begin with a word");
 
@@ -72,3 +70,13 @@ struct ScoreFragment {
     }
   }
 };
+
+// Marks the keys of a masked tile that some query sees: x are their scores.
+__device__ __forceinline__ void mark_seen(u8* seen, const float (&x)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int e = 0; e < BLOCK_N / 2; e++) {
+    if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
+      seen[fragment_column() + column_offset(e)] = 1;
+    }
+  }
+}

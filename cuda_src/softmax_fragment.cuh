@@ -29,6 +29,8 @@ struct FragmentSoftmax {
   // The reference of a row is a maximum that it once had; its scores may exceed it by `room`.
   float room, reference[2], sum[2];
 
+  FragmentSoftmax() = default;  // for arrays
+
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
   __device__ __forceinline__ FragmentSoftmax(float scale)
       : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(MAX_GROWTH / to_base_2) {

@@ -4,6 +4,7 @@
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (philox.cuh).
 #pragma once
 #include "params.cuh"
+#include "rows.cuh"
 
 constexpr int SIDE = 16;
 constexpr int NUM_THREADS = SIDE * SIDE;
@@ -77,29 +78,6 @@ __device__ __forceinline__ void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const 
     }
   }
 }
-
-// Rows of one (sequence, head) in global memory. What lies outside reads as 0, whatever is there.
-struct Rows {
-  const Element* data;
-  i64 stride;
-  int num_rows, num_columns;
-  bool vectors;  // 16-byte accesses are aligned
-
-  __device__ __forceinline__ Rows(const Element* data, i64 stride, int num_rows, int num_columns)
-      : data(data), stride(stride), num_rows(num_rows), num_columns(num_columns) {
-    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
-  }
-
-  __device__ __forceinline__ Vector read(int row, int column) const {
-    Vector x;
-    const Element* from = data + row * stride + column;
-    const bool inside = row >= 0 && row < num_rows;
-    if (vectors && inside && column + VECTOR <= num_columns) return *reinterpret_cast<const Vector*>(from);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) x.e[i] = inside && column + i < num_columns ? from[i] : from_accum<Element>(0);
-    return x;
-  }
-};
 
 // A chunk of BLOCK_K columns of N rows on its way to shared memory, where it lies transposed: [k][stored row].
 template <int N>

@@ -11,11 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from cuflash import kernels, plan_sm90, plan_sm90_backward, plan_split
-from cuflash.plan import KERNEL_FILES, PORTABLE, Config, function_of, smem_limit, table
+from cuflash import kernels, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split
+from cuflash.plan import KERNEL_FILES, PORTABLE, Config, capability_of, function_of, smem_limit, table
 from cuflash.problem import DTYPES
 
-AnyConfig = Config | plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
+AnyConfig = (
+    Config
+    | plan_sm80.Config
+    | plan_sm80_backward.Config
+    | plan_sm90.Config
+    | plan_sm90_backward.Config
+    | plan_split.Config
+)
 
 
 def _hopper_table() -> Iterator[tuple[AnyConfig, str]]:
@@ -36,7 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel",
         nargs="+",
-        choices=sorted({*(c.entry for c, _ in _hopper_table()), *(k for k, *_ in PORTABLE)}),
+        choices=sorted(
+            {
+                *(c.entry for c, _ in _hopper_table()),
+                *plan_sm80.ENTRIES,
+                plan_sm80_backward.MAIN,
+                *(k for k, *_ in PORTABLE),
+            }
+        ),
         help="only these kernels",
     )
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
@@ -64,9 +78,13 @@ def run(args: argparse.Namespace) -> int:
     return _warm(args)
 
 
-def configs(args: argparse.Namespace, limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
+def configs(args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
     """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
-    for config, dtype in (*table(limit), *(_hopper_table() if has_wgmma else ())):
+    mma: list[tuple[AnyConfig, str]] = [
+        *plan_sm80.table(capability, limit),
+        *plan_sm80_backward.table(capability, limit),
+    ]
+    for config, dtype in (*table(limit), *mma, *(_hopper_table() if has_wgmma else ())):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 
@@ -91,7 +109,11 @@ def _check(args: argparse.Namespace) -> int:
             arch, kernels.source_of(KERNEL_FILES.get(config.entry, config.entry), config), config.entry
         )
 
-    items = [(arch, config) for arch in args.arch for config in configs(args, smem_limit(arch), arch == "sm_90a")]
+    items = [
+        (arch, config)
+        for arch in args.arch
+        for config in configs(args, capability_of(arch), smem_limit(arch), arch == "sm_90a")
+    ]
     failed = 0
     for (arch, config), report in zip(items, _in_parallel(args.jobs, compile_one, items), strict=True):
         good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
@@ -115,7 +137,7 @@ def _warm(args: argparse.Namespace) -> int:
     import cupy
 
     device = kernels.device_of(cupy.empty(0))
-    selected = list(configs(args, device.smem_limit, device.has_wgmma))
+    selected = list(configs(args, device.capability, device.smem_limit, device.has_wgmma))
     start = time.perf_counter()
 
     def load(config: AnyConfig) -> None:

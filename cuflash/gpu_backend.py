@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from cuflash import kernels, launch_sm90_backward, plan_sm90, plan_sm90_backward, plan_split
+from cuflash import (
+    kernels,
+    launch_sm80_backward,
+    launch_sm90_backward,
+    plan_sm80,
+    plan_sm80_backward,
+    plan_sm90,
+    plan_sm90_backward,
+    plan_split,
+)
 from cuflash.launch_sm90 import PersistentLaunch, heads_as_rows
 from cuflash.launch_split import SplitLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
@@ -72,10 +82,13 @@ def backward(
     delta = {"delta": recording.empty(problem.lse_shape, problem.accum_dtype)}
     arrays, with_dlse = arrays | delta, with_dlse | delta
     hopper = _hopper_backward(problem, arrays, device) if device.has_wgmma else None
-    if hopper is None:
+    by_mma = _mma_backward(problem, arrays, device) if hopper is None else ()
+    if by_mma:
+        grads = launch_sm80_backward.launch(launch, problem, by_mma, with_dlse, grads, recording.empty)
+    elif hopper is None:
         launch("delta", arrays=with_dlse)
     else:
-        launch_sm90_backward.launch(partial(launch, hopper=hopper), problem, hopper, with_dlse, grads, recording.empty)
+        launch_sm90_backward.launch(partial(launch, chosen=hopper), problem, hopper, with_dlse, grads, recording.empty)
         grads = {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
     by_rows = {"dq": grads["q"]} if "q" in grads else {}
@@ -152,34 +165,39 @@ class _Launch:
         problem: AttentionProblem,
         arrays: Arrays,
         device: kernels.Device,
-        hopper: HopperConfig | None,
+        chosen: TensorCores | None,
     ) -> None:
-        if isinstance(hopper, plan_sm90.Config):
+        if isinstance(chosen, plan_sm90.Config):
             problem, arrays = heads_as_rows(problem, arrays)
-        config = hopper or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
+        config = chosen or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)
         params["num_tiles"] = tiles
         self.persistent: PersistentLaunch | SplitLaunch | None = None
         self.block = (config.threads,)
-        if isinstance(hopper, plan_sm90.Config):
-            entry = hopper.entry
+        if isinstance(chosen, plan_sm80.Config):
+            entry = chosen.entry
+        elif isinstance(chosen, plan_sm80_backward.Config):
+            params["num_query_tiles"] = launch_sm80_backward.query_tiles(problem, chosen)
+        elif isinstance(chosen, plan_sm90.Config):
+            entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
-            rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n}
+            rows = {"q": chosen.block_m, "k": chosen.block_n, "v": chosen.block_n}
             self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
-        elif isinstance(hopper, plan_split.Config):
-            entry = hopper.entry
+        elif isinstance(chosen, plan_split.Config):
+            entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
-            self.persistent = SplitLaunch(problem, hopper, device, blocks)
-        elif hopper is not None:
-            params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, hopper)
-            self.block = (launch_sm90_backward.threads(entry, hopper),)
-            if entry == hopper.entry:
+            self.persistent = SplitLaunch(problem, chosen, device, blocks)
+        elif chosen is not None:
+            params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, chosen)
+            self.block = (launch_sm90_backward.threads(entry, chosen),)
+            if entry == chosen.entry:
                 params["heads_together"] = plan_sm90_backward.heads_together(problem)
-                rows = {"q": hopper.block_m, "k": hopper.block_n, "v": hopper.block_n, "dout": hopper.block_m}
+                rows = {"q": chosen.block_m, "k": chosen.block_n, "v": chosen.block_n, "dout": chosen.block_m}
                 self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
         if self.persistent is not None:
             blocks = self.persistent.blocks
+        self.entry = entry
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
         self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), function_of(entry), config, device, self.smem_bytes)
         self.grid = (blocks,)
@@ -198,10 +216,14 @@ class _Launch:
         self.kernel(self.grid, self.block, (words.view(_STRUCT), *maps), shared_mem=self.smem_bytes)
 
 
-HopperConfig = plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
+TensorCores = (
+    plan_sm80.Config | plan_sm80_backward.Config | plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
+)
 
 _TILED = (
     "forward",
+    *plan_sm80.ENTRIES,
+    plan_sm80_backward.MAIN,
     "forward_sm90",
     "split_forward",
     "backward_dq",
@@ -222,32 +244,54 @@ def _launch(
     arrays: Arrays,
     device: kernels.Device,
     recording: Recording,
-    hopper: HopperConfig | None = None,
+    chosen: TensorCores | None = None,
 ) -> None:
     seed: Any = operands.dropout_seed
     key: tuple[Any, ...] = ()
-    if entry == "forward" and device.has_wgmma:
-        hopper = _hopper_config(problem, arrays, device)
+    if entry == "forward":
+        chosen = _forward_config(problem, arrays, device)
     if operands.block_mask is not None and entry in _TILED:
-        arrays = {**arrays, **_block_arrays(entry, problem, operands, device, hopper)}
+        arrays = {**arrays, **_block_arrays(entry, problem, operands, device, chosen)}
         key = (arrays["block_list"].shape, arrays["block_slots"].shape)
     if "dbias_parts" in arrays:
         key += (arrays["dbias_parts"].shape,)
     if seed is not None and not isinstance(seed, (int, np.integer)):
         arrays = {**arrays, "dropout_seed": seed}
         seed = None
-    key += (entry, problem, device, hopper is None, tuple(arrays), tuple([x.strides for x in arrays.values()]))
+    kernel = chosen and (chosen.entry, getattr(chosen, "aligned", True))
+    key += (entry, problem, device, kernel, tuple(arrays), tuple([x.strides for x in arrays.values()]))
     launch = _launches.get(key)
     if launch is None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        launch = _launches[key] = _Launch(entry, problem, arrays, device, hopper)
+        launch = _launches[key] = _Launch(entry, problem, arrays, device, chosen)
     pointer = device.pointer
     launch([pointer(x) for x in arrays.values()], seed)
     recording.add(launch, arrays)
 
 
-def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> HopperConfig | None:
+def _forward_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> TensorCores | None:
+    """The forward kernel on tensor cores that can run on these arrays, if there is one: Hopper's own first."""
+    hopper = _hopper_config(problem, arrays, device) if device.has_wgmma else None
+    aligned = _aligned([arrays[name] for name in ("q", "k", "v")], device)
+    return hopper or plan_sm80.forward(problem, aligned, device.capability, device.smem_limit)
+
+
+def _aligned(tensors: list[Array], device: kernels.Device) -> bool:
+    """Whether addresses and strides are multiples of what one access moves."""
+    places = [device.pointer(x) for x in tensors], [stride for x in tensors for stride in x.strides[:-1]]
+    return not any(place % ALIGNMENT for place in chain(*places))
+
+
+def _mma_backward(
+    problem: AttentionProblem, arrays: Arrays, device: kernels.Device
+) -> tuple[plan_sm80_backward.Config, ...]:
+    """The backward kernels for other tensor cores than Hopper's own, if there are any."""
+    aligned = _aligned([arrays[name] for name in ("q", "k", "v", "dout", "out")], device)
+    return plan_sm80_backward.backward(problem, aligned, device.capability, device.smem_limit)
+
+
+def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> TensorCores | None:
     """Hopper's own forward kernel if it can run on these arrays."""
     if problem.dtype == "float32":
         return plan_split.forward(problem)
@@ -272,16 +316,16 @@ def _block_arrays(
     problem: AttentionProblem,
     operands: Operands,
     device: kernels.Device,
-    hopper: HopperConfig | None,
+    chosen: TensorCores | None,
 ) -> Arrays:
     """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
     block_mask = operands.block_mask
     assert block_mask is not None
-    config = hopper or plan(problem, entry, device.smem_limit)
+    config = chosen or plan(problem, entry, device.smem_limit)
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
-    by_columns = entry in (*KEY_KERNELS, plan_sm90_backward.NARROW, plan_sm90_backward.WIDE)
+    by_columns = entry in (*KEY_KERNELS, plan_sm80_backward.MAIN, plan_sm90_backward.NARROW, plan_sm90_backward.WIDE)
     return {
         "block_list": lists.col_index if by_columns else lists.row_index,
         "block_count": lists.col_count if by_columns else lists.row_count,
@@ -290,8 +334,10 @@ def _block_arrays(
     }
 
 
-def _grid(entry: str, problem: AttentionProblem, config: Config | HopperConfig, arrays: Arrays) -> tuple[int, int]:
+def _grid(entry: str, problem: AttentionProblem, config: Config | TensorCores, arrays: Arrays) -> tuple[int, int]:
     """(tiles of one head, thread blocks of the launch)."""
+    if isinstance(config, plan_sm80_backward.Config):
+        return launch_sm80_backward.grid(entry, problem, config)
     if isinstance(config, plan_sm90_backward.Config):
         return launch_sm90_backward.grid(entry, problem, config)
     if entry == "reduce_sink":

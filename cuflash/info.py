@@ -9,7 +9,7 @@ import platform
 import sys
 from typing import Any
 
-from cuflash import __version__, plan_sm90, plan_sm90_backward
+from cuflash import __version__, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward
 from cuflash.missing import missing
 from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
@@ -110,7 +110,11 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "forward on Hopper": plan_sm90.reason(problem),
         "backward on Hopper": plan_sm90_backward.reason(problem),
     }
-    return {"on the CPU": "NumPy, tiled", **hopper, **chosen}
+    mma = {
+        "forward on tensor cores": plan_sm80.reason(problem),
+        "backward on tensor cores": plan_sm80_backward.reason(problem),
+    }
+    return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 
 
 def _reason(config: Config) -> Any:

@@ -6,6 +6,7 @@ messages. CuPy's disk cache, keyed by source text and options, is then right, an
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ OPTIONS = ("--std=c++17",)
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # NVRTC before this version takes CuPy's -arch beside ours for an error.
 _OWN_ARCH_SINCE = (12, 9)
+# Set, it gives Hopper the kernels of other GPUs, to test and to measure them there.
+_WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 # Shared memory that every kernel may use without asking for more.
@@ -41,6 +44,7 @@ class Device(Protocol):
     """What the GPU backend needs of a device; CuPy's is below, and the tests have one that runs on the CPU."""
 
     num_sms: int
+    capability: tuple[int, int]
     smem_limit: int  # bytes of shared memory that one thread block may use
     has_wgmma: bool  # runs the kernels of cuda_src/sm90
 
@@ -79,7 +83,11 @@ class CupyDevice:
         self.num_sms: int = properties["multiProcessorCount"]
         self.smem_limit: int = properties["sharedMemPerBlockOptin"]
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
-        self.has_wgmma = self.capability == (9, 0) and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
+        self.has_wgmma = (
+            self.capability == (9, 0)
+            and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
+            and not os.environ.get(_WITHOUT_WGMMA)
+        )
         self.empty = cupy.empty
         self._alloc = cupy.cuda.alloc
         self.tensor_map = tensor_map.encode

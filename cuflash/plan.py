@@ -93,6 +93,12 @@ _SMEM_KILOBYTES = {
 SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """(9, 0) of ``"sm_90a"``."""
+    digits = arch.removeprefix("sm_").rstrip("af")
+    return int(digits[:-1]), int(digits[-1])
+
+
 def smem_limit(arch: str) -> int:
     """Bytes of shared memory that a thread block may use on ``"sm_90a"`` and the like."""
     kilobytes = _SMEM_KILOBYTES.get(arch.removeprefix("sm_").rstrip("af"))
@@ -155,6 +161,10 @@ KERNEL_FILES = {
     "backward_sm90_wide": "sm90/backward_wide",
     "backward_sm90_dq": "sm90/backward_dq",
     "split_forward": "sm90/split_forward",
+    "forward_sm80": "sm80/forward",
+    "backward_sm80": "sm80/backward",
+    "backward_sm80_rows": "sm80/backward_rows",
+    "backward_sm80_dq": "sm80/backward_dq",
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import kernels, params, plan
+from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
@@ -35,7 +35,7 @@ def kernels_log() -> str:
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with headers: pip install "cuflash[cuda13]"')
 
 
-def source(config: plan.Config) -> str:
+def source(config: plan.Config | plan_sm80.Config | plan_sm80_backward.Config) -> str:
     return kernels.source_of(plan.KERNEL_FILES.get(config.entry, config.entry), config)
 
 
@@ -52,6 +52,32 @@ def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
         assert report.spill_bytes == 0, f"{arch} {config}"
         assert not report.warnings, f"{arch} {config}: {report.warnings}"
         assert config.smem_bytes <= limit, f"{arch} {config}"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("entry", "head_dims"),
+    [("forward_sm80", (row.head_dim, row.head_dim_v)) for row in plan_sm80.FORWARD]
+    + [("backward_sm80", (row.head_dim, row.head_dim_v)) for row in plan_sm80_backward.BACKWARD],
+)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: str, head_dims: tuple[int, int]) -> None:
+    limit = plan.smem_limit(arch)
+    capability = plan.capability_of(arch)
+    # The two 16-bit dtypes differ in one operand of one instruction.
+    dtype = plan_sm80.dtypes(capability)[-1]
+    table: list[tuple[plan_sm80.Config | plan_sm80_backward.Config, str]] = [
+        *plan_sm80.table(capability, limit),
+        *plan_sm80_backward.table(capability, limit),
+    ]
+    for config, own_dtype in table:
+        if own_dtype != dtype or config.entry != entry or (config.head_dim, config.head_dim_v) != head_dims:
+            continue
+        if len(config.flags.split(", ")) in (1, len(plan.FLAGS)):
+            report = kernels.compile_for(arch, source(config), entry)
+            assert report.spill_bytes == 0, f"{arch} {config}"
+            assert not report.warnings, f"{arch} {config}: {report.warnings}"
+            assert config.smem_bytes <= limit, f"{arch} {config}"
 
 
 @needs_compiler

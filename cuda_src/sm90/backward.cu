@@ -2,8 +2,8 @@
 // BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. One warp loads by TMA. A warpgroup
 // computes transposed scores, so that weights and their gradients stay in registers as left factors of dv and dk; dq
 // takes the gradients of all warpgroups through shared memory, and is added up in global memory.
+#include "../gradient_fragment.cuh"
 #include "../write_fragment.cuh"
-#include "gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         rings.dout.wait();
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, own_v, rings.dout.buffer());
         const Step& step = shared.steps[rings.q.stage];
-        const GradientFragment scores(p, s, step.head, step.first_row, first_key);
+        const GradientFragment scores(p, s, step.head, step.first_row, first_key + warp_row());
         const bool masked = step.masked >> warpgroup & 1;
         const KeptWeights kept = scores.kept();
         ptx::wgmma_wait_group<1>();

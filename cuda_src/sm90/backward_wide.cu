@@ -2,7 +2,7 @@
 // computes the weights and dv, one their gradients and dk, one dq, and what they need of each other goes through shared
 // memory. One warp loads by TMA.
 #include "../write_fragment.cuh"
-#include "gradient_fragment.cuh"
+#include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
       rings.q.wait();
       multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer(), rings.q.buffer());
       const Step& step = shared.steps[rings.q.stage];
-      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N);
+      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
       const bool masked = step.masked != 0;
       last = step.last;
       const KeptWeights kept = scores.kept();

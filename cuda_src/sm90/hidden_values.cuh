@@ -32,14 +32,7 @@ struct HiddenValues {
 
   // x: the scores of a masked tile.
   __device__ __forceinline__ void find(const float (&x)[BLOCK_N / 2]) const {
-    if constexpr (HIDES_ANYWHERE) {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) {
-        if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
-          seen.flags[parity][fragment_column() + column_offset(e)] = 1;
-        }
-      }
-    }
+    if constexpr (HIDES_ANYWHERE) mark_seen(seen.flags[parity], x);
   }
 
   // v: the ring at the values of that tile.

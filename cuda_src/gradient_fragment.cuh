@@ -1,17 +1,38 @@
-// Weights P and the gradient dS of the scores on a fragment of 64 keys x BLOCK_M queries, from the saved lse.
+// Weights P and the gradient dS of the scores on a warp's fragment of 16 keys x BLOCK_M queries, from the saved lse.
 #pragma once
-#include "../blocks.cuh"
-#include "../philox.cuh"
-#include "../score.cuh"
-#include "products.cuh"
+#include "blocks.cuh"
+#include "fragment.cuh"
+#include "philox.cuh"
+#include "score.cuh"
+#include "sm80/ptx.cuh"
 
 constexpr int FRAGMENT = BLOCK_M / 2;  // elements of a thread
 // lse is in base 2 except beside a bias: that may be finfo.min, whose product with log2(e) overflows.
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
+// d(score) / d(scale * q.k) of a fragment; 1 without softcap, and then it takes no registers.
+struct SoftcapFragment {
+  float derivative[HAS_SOFTCAP ? FRAGMENT : 1];
+
+  __device__ __forceinline__ void take(const Score& score, const float (&products)[FRAGMENT]) {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) derivative[e] = score.derivative(products[e]);
+    }
+  }
+
+  // A hidden element has ds = 0, and its derivative may be NaN.
+  __device__ __forceinline__ void apply(float (&ds)[FRAGMENT]) const {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) ds[e] = ds[e] == 0 ? 0 : ds[e] * derivative[e];
+    }
+  }
+};
+
 // Dropout's decisions on a fragment.
 struct KeptWeights {
-  u32 bits[HAS_DROPOUT ? FRAGMENT / 32 : 1];
+  u32 bits[HAS_DROPOUT ? (FRAGMENT + 31) / 32 : 1];
 
   __device__ __forceinline__ KeptWeights(const AttentionParams& p, const Sequence& s, int head, int row, int key) {
     if constexpr (HAS_DROPOUT) {
@@ -33,7 +54,7 @@ struct KeptWeights {
   }
 };
 
-// A warpgroup's keys and a tile's queries. What options need is read where it is used: registers are scarce.
+// 16 keys from first_key on and a tile's queries. What options need is read where it is used: registers are scarce.
 struct GradientFragment {
   const AttentionParams& p;
   const Sequence& s;
@@ -41,7 +62,9 @@ struct GradientFragment {
 
   __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
                                               int first_key)
-      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + warp_row() + fragment_row()) {}
+      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()) {}
+
+  __device__ __forceinline__ Score score() const { return {p, s, head}; }
 
   // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
   __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const float* lse, bool masked) const {

@@ -1,0 +1,35 @@
+// Which queries a thread block that has a tile of keys walks.
+#pragma once
+#include "blocks.cuh"
+
+// The tiles of queries, of all heads of the group, that see some key of a tile.
+struct QueryWalk {
+  const AttentionParams& p;
+  const Sequence& sequence;
+  int tile, head, end_head;
+  Blocks blocks;
+
+  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
+      : p(p),
+        sequence(work.sequence),
+        tile(work.tile),
+        head(work.head * (p.num_heads_q / p.num_heads_kv)),
+        end_head(head + p.num_heads_q / p.num_heads_kv),
+        blocks(of_head()) {
+    skip();
+  }
+  __device__ __forceinline__ int first_row() const { return blocks.block * BLOCK_M; }
+  __device__ __forceinline__ bool done() const { return head == end_head; }
+  __device__ __forceinline__ void advance() {
+    blocks.advance();
+    skip();
+  }
+
+ private:
+  __device__ __forceinline__ Blocks of_head() const {
+    return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N);
+  }
+  __device__ __forceinline__ void skip() {
+    while (blocks.done() && ++head < end_head) blocks = of_head();
+  }
+};

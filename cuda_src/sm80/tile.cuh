@@ -1,0 +1,239 @@
+// Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products.
+#pragma once
+#include "../fragment.cuh"
+#include "../rows.cuh"
+#include "ptx.cuh"
+
+constexpr int NUM_THREADS = NUM_WARPS * WARP;
+constexpr int STEP = 16;  // depth of a product
+constexpr u32 VECTOR_BYTES = 16;
+
+// Copies to shared memory are asynchronous where the GPU has such: complete for a thread behind wait_for_copies, for
+// all behind a barrier, too.
+__device__ __forceinline__ void copy_float(float* to, const float* from) {
+  if constexpr (ASYNC_COPIES) {
+    ptx::cp_async_4(ptx::shared_address(to), from, sizeof(float));
+  } else {
+    *to = *from;
+  }
+}
+__device__ __forceinline__ void commit_copies() {
+  if constexpr (ASYNC_COPIES) ptx::cp_async_commit_group();
+}
+__device__ __forceinline__ void wait_for_copies() {
+  if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<0>();
+}
+__device__ __forceinline__ void finish_copies() {
+  wait_for_copies();
+  __syncthreads();
+}
+
+// ROWS x COLUMNS elements at a shared address, row by row. Vectors of 16 bytes trade places within 128 bytes (less
+// where rows are no multiples of that), so that the eight rows of a matrix of ldmatrix lie in different banks.
+template <int ROWS, int COLUMNS>
+struct Tile {
+  static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
+  static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
+  static constexpr int SPAN = PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;  // vectors that trade places
+  static_assert(PER_ROW % SPAN == 0, "whole spans");
+  u32 address;
+
+  static __device__ __forceinline__ u32 swizzle(int row) { return row / (8 / SPAN) % SPAN; }
+  static __device__ __forceinline__ u32 offset(int row, int vector) {
+    return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES;
+  }
+
+  // Fills the tile with rows [first_row, first_row + ROWS); those before `begin` count as 0.
+  __device__ __forceinline__ void load(Rows rows, int first_row, int begin = 0) const {
+    constexpr int LANES = PER_ROW & -PER_ROW;  // threads side by side on a row: a power of two
+    constexpr int ROWS_AT_ONCE = NUM_THREADS / LANES;
+    static_assert(ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
+    const int own_row = threadIdx.x / LANES, own_vector = threadIdx.x % LANES;
+    const Element* from = rows.data + (first_row + own_row) * rows.stride + own_vector * VECTOR;
+    // Nothing to test for each vector: most tiles.
+    if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
+#pragma unroll
+      for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+#pragma unroll
+        for (int v = 0; v < PER_ROW; v += LANES) {
+          const int row = own_row + i * ROWS_AT_ONCE, vector = own_vector + v;
+          if constexpr (ASYNC_COPIES) {
+            ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR, VECTOR_BYTES);
+          } else {
+            store(row, vector, *reinterpret_cast<const Vector*>(from + v * VECTOR));
+          }
+        }
+        from += ROWS_AT_ONCE * rows.stride;
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+      const int row = own_row + i * ROWS_AT_ONCE, source = first_row + row;
+#pragma unroll
+      for (int v = 0; v < PER_ROW; v += LANES) {
+        const int vector = own_vector + v;
+        if constexpr (ASYNC_COPIES && ALIGNED) {
+          const int left = source >= begin && source < rows.num_rows ? rows.num_columns - vector * VECTOR : 0;
+          ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR,
+                           left >= VECTOR ? VECTOR_BYTES
+                           : left <= 0    ? 0
+                                          : left * static_cast<int>(sizeof(Element)));
+        } else {
+          store(row, vector, rows.read(source < begin ? -1 : source, vector * VECTOR));
+        }
+      }
+      from += ROWS_AT_ONCE * rows.stride;
+    }
+  }
+
+  __device__ __forceinline__ void store(int row, int vector, const Vector& x) const {
+    *static_cast<Vector*>(__cvta_shared_to_generic(address + offset(row, vector))) = x;
+  }
+
+  // Stores a warp's packed accumulator: 16 rows.
+  __device__ __forceinline__ void store_fragment(const u32 (&pairs)[COLUMNS / 4]) const {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) {
+      const u32 to = address + offset(fragment_row() + row_offset(2 * i), i / 2) + fragment_column() * sizeof(Element);
+      *static_cast<u32*>(__cvta_shared_to_generic(to)) = pairs[i];
+    }
+  }
+
+  __device__ __forceinline__ bool is_finite(int row) const {
+    bool finite = true;
+    for (int v = 0; v < PER_ROW; v++) {
+      const Vector x = *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, v)));
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) finite &= to_accum(x.e[e]) - to_accum(x.e[e]) == 0;
+    }
+    return finite;
+  }
+
+  __device__ __forceinline__ void clear_row(int row) const {
+#pragma unroll
+    for (int v = 0; v < PER_ROW; v++) store(row, v, Vector{});
+  }
+
+  // The part of the tile from a row on that is a multiple of 16.
+  __device__ __forceinline__ Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
+
+  // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
+  // (ACROSS) the other way round. Blocks at other rows and columns are at constant distances from it.
+  template <bool ACROSS>
+  __device__ __forceinline__ u32 lane_address() const {
+    const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
+    return address + offset(row, vector);
+  }
+  static __device__ __forceinline__ u32 block_address(u32 lane_address, int row, int step) {
+    constexpr int STEPS = SPAN / 2;  // two vectors each
+    return (lane_address ^ (step % STEPS * 2 * VECTOR_BYTES)) + step / STEPS * (SPAN * VECTOR_BYTES) + row * ROW_BYTES;
+  }
+
+  // 16 x 16 blocks at (row, 16 * step) as factors: left as it lies, left transposed, right transposed (the rows of the
+  // tile are columns of the factor), right as it lies. Of a right factor the first two registers are eight columns.
+  __device__ __forceinline__ void left(u32 (&a)[4], int row, int step) const {
+    ptx::ldmatrix_x4(a, block_address(lane_address<false>(), row, step));
+  }
+  __device__ __forceinline__ void left_transposed(u32 (&a)[4], int row, int step) const {
+    ptx::ldmatrix_x4_trans(a, block_address(lane_address<true>(), row, step));
+  }
+  __device__ __forceinline__ void right_transposed(u32 (&b)[4], int row, int step) const {
+    ptx::ldmatrix_x4(b, block_address(lane_address<true>(), row, step));
+  }
+  __device__ __forceinline__ void right(u32 (&b)[4], int row, int step) const {
+    ptx::ldmatrix_x4_trans(b, block_address(lane_address<false>(), row, step));
+  }
+};
+
+template <int N>
+__device__ __forceinline__ void clear(float (&x)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) x[e] = 0;
+}
+
+// d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator.
+template <int N>
+__device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float (&d)[4] = *reinterpret_cast<float (*)[4]>(&x[first + 4 * half]);
+    if constexpr (PRODUCT_DEPTH == 16) {
+      ptx::mma_m16n8k16<Element>(d, a, {b[2 * half], b[2 * half + 1]});
+    } else {
+      ptx::mma_m16n8k8_f16(d, {a[0], a[1]}, b[2 * half]);
+      ptx::mma_m16n8k8_f16(d, {a[2], a[3]}, b[2 * half + 1]);
+    }
+  }
+}
+
+// Blocks of a right factor that are read ahead of their products, whose latency hides that of the reads.
+template <int FRAGMENTS>
+constexpr int AHEAD = FRAGMENTS == 1 ? 2 : 1;
+
+// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b.
+template <class A, class B, int FRAGMENTS, int N>
+__device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
+  constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = STEPS % 4 == 0 ? 4 : 2;
+  constexpr int BLOCKS = N / 8, TOTAL = UNROLLED * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
+#pragma unroll 1
+  for (int first = 0; first < STEPS; first += UNROLLED) {
+    u32 left[RING][FRAGMENTS][4], right[RING][4];
+#pragma unroll
+    for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
+      const int i = next - AHEAD<FRAGMENTS>;
+      if (next < TOTAL) {
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          if (next % BLOCKS == 0) a.left(left[next / BLOCKS % RING][f], 16 * f, first + next / BLOCKS);
+        }
+        b.right_transposed(right[next % RING], 16 * (next % BLOCKS), first + next / BLOCKS);
+      }
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
+      }
+    }
+  }
+}
+
+// x += weights b: the packed accumulators of an earlier product with the rows of a tile.
+template <class B, int FRAGMENTS, int M, int N>
+__device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M],
+                                                 const B& b) {
+  constexpr int BLOCKS = N / 8, TOTAL = M / 4 * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
+  u32 right[RING][4];
+#pragma unroll
+  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
+    const int i = next - AHEAD<FRAGMENTS>;
+    if (next < TOTAL) b.right(right[next % RING], STEP * (next / BLOCKS), next % BLOCKS);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      if (i < 0) continue;
+      multiply(x[f], i % BLOCKS * 8, *reinterpret_cast<const u32(*)[4]>(&weights[f][i / BLOCKS * 4]), right[i % RING]);
+    }
+  }
+}
+
+// x += a^T b for FRAGMENTS * 16 columns of a from `row` on (the rows of x) and some columns of b from `column` on.
+template <class A, class B, int FRAGMENTS, int N>
+__device__ __forceinline__ void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b,
+                                                 int column) {
+  constexpr int BLOCKS = N / 8, TOTAL = A::NUM_ROWS / STEP * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
+  u32 left[RING][FRAGMENTS][4], right[RING][4];
+#pragma unroll
+  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
+    const int i = next - AHEAD<FRAGMENTS>;
+    if (next < TOTAL) {
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if (next % BLOCKS == 0) a.left_transposed(left[next / BLOCKS % RING][f], STEP * (next / BLOCKS), row / 16 + f);
+      }
+      b.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
+    }
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
+    }
+  }
+}

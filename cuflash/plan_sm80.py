@@ -1,0 +1,210 @@
+"""Rows of the table for tensor cores by mma.sync (sm_75 and later), and when they run. Pure, no CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuflash.plan import CPP_TYPES, FLAGS, capability_of, flags_of, smem_limit
+from cuflash.problem import AttentionProblem
+
+WARP = 32
+ELEMENT_BYTES = 2
+# Which keys of a tile are seen, and the alignment of what stands before.
+SMEM_BESIDE_TILES = 256
+# What the driver takes of a multiprocessor's shared memory for each thread block.
+RESERVED_SMEM = 1024
+# Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
+_PLAIN_SCALES = (2.0**-64, 2.0**64)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, warps, buffers of keys and values, and blocks that share a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int = 1
+    min_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to these.
+
+    Attributes
+    ----------
+    tiles : tuple of Tile
+        Plain or with a window: the first is taken whose blocks fit a multiprocessor's shared memory together.
+    with_options : tuple of Tile
+        The same with any other option, as they take registers.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tiles: tuple[Tile, ...]
+    with_options: tuple[Tile, ...]
+
+
+ENTRIES = ("forward_sm80",)
+# The first row that is wide enough is taken.
+FORWARD = (
+    Row(64, 64, (Tile(128, 128, 4, min_blocks=2), Tile(128, 64, 4)), (Tile(64, 64, 4, min_blocks=2),)),
+    Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4))),
+    Row(
+        128,
+        128,
+        (
+            Tile(128, 64, 4, stages=2, min_blocks=2),
+            Tile(128, 64, 4, min_blocks=2),
+            Tile(128, 32, 4, min_blocks=2),
+            Tile(64, 64, 4),
+        ),
+        (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4)),
+    ),
+    Row(192, 128, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    Row(192, 192, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    Row(
+        256,
+        256,
+        (Tile(64, 64, 4, min_blocks=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
+        (Tile(64, 32, 4), Tile(32, 32, 2)),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: every field but `entry` is a constant of the generated source."""
+
+    entry: str
+    element: str
+    accum: str
+    bias_element: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    stages: int
+    min_blocks: int
+    product_depth: int  # of one mma.sync
+    async_copies: bool  # cp.async, else through registers
+    aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
+    plain_scores: bool  # a score is a product of q and k times a positive scale
+    smem_bytes: int
+    has_window: bool
+    has_softcap: bool
+    has_bias: bool
+    has_mask: bool
+    has_alibi: bool
+    has_dropout: bool
+    has_block_mask: bool
+
+    @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
+    def tile(self) -> str:
+        """Queries and keys of a tile."""
+        return f"{self.block_m}x{self.block_n}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_warps * WARP
+
+
+Capability = tuple[int, int]
+
+
+def dtypes(capability: Capability) -> tuple[str, ...]:
+    """What mma.sync multiplies on a GPU."""
+    if capability < (7, 5):
+        return ()
+    return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
+
+
+def _forward_smem(tile: Tile, row: Row) -> int:
+    columns = row.head_dim + row.head_dim_v
+    elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
+    return elements * ELEMENT_BYTES + SMEM_BESIDE_TILES
+
+
+def _fitting(tiles: tuple[Tile, ...], row: Row, limit: int) -> Tile:
+    return next(
+        tile for tile in tiles if tile.min_blocks * (_forward_smem(tile, row) + RESERVED_SMEM) <= limit + RESERVED_SMEM
+    )
+
+
+def forward_config(
+    row: Row,
+    dtype: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    capability: Capability,
+    limit: int,
+    plain_scores: bool = True,
+    aligned: bool = True,
+) -> Config:
+    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+    plain_scores = plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
+    tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
+    tile = _fitting(tiles, row, limit)
+    ampere = capability >= (8, 0)
+    return Config(
+        entry="forward_sm80",
+        element=CPP_TYPES[dtype],
+        accum="float",
+        bias_element=CPP_TYPES[bias_dtype or dtype],
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_warps=tile.warps,
+        stages=tile.stages,
+        min_blocks=tile.min_blocks,
+        product_depth=16 if ampere else 8,
+        async_copies=ampere,
+        aligned=aligned,
+        plain_scores=plain_scores,
+        smem_bytes=_forward_smem(tile, row),
+        **{flag: flag in flags for flag in FLAGS},
+    )
+
+
+@lru_cache(maxsize=4096)
+def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
+    """The forward kernel for a problem, or None where mma.sync does not take its dtype."""
+    if problem.dtype not in dtypes(capability):
+        return None
+    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    low, high = _PLAIN_SCALES
+    plain_scores = low <= problem.softmax_scale <= high
+    return forward_config(
+        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, plain_scores, aligned
+    )
+
+
+def reason(problem: AttentionProblem) -> str:
+    """What the forward pass takes on GPUs of sm_75 to sm_89 and of sm_100 on, and why, in words."""
+    if problem.dtype not in dtypes((8, 0)):
+        return f"portable kernel: mma.sync here takes 16-bit inputs, not {problem.dtype}"
+    older = (
+        "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
+    )
+    tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
+    return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
+
+
+def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
+    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
+    for row in FORWARD:
+        for dtype in dtypes(capability):
+            for flags in ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS):
+                yield forward_config(row, dtype, None, flags, capability, limit), dtype
+            yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False), dtype

@@ -1,0 +1,93 @@
+"""The mma.sync kernels against the reference: on the CPU as several architectures, and on the GPU.
+
+CUFLASH_WITHOUT_WGMMA=1 makes a Hopper GPU take them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import gaussian_case
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from devices import Device, has_gpu
+
+from cuflash import gpu_backend, plan_sm80, plan_sm80_backward
+
+CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
+needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+RNG = np.random.default_rng(0)
+SHAPE = (150, 200)
+MASK = RNG.random(SHAPE) < 0.5
+MASK[:, 10:40] = False
+MASK[5] = False
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(name, marks=needs_compiler) for name in CPUS),
+        *([pytest.param("cupy", marks=pytest.mark.gpu)] if has_gpu() else []),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Where the library runs; on the CPU it must have taken the kernels that this is about."""
+    if request.param == "cupy":
+        import cupy
+
+        yield Device("cupy", cupy)
+        return
+    gpu_backend._launches.clear()
+    with hook.kernels_on(cpu_device.CpuDevice(CPUS[request.param], num_sms=3)):
+        yield Device(request.param, np, nullcontext)
+    entries = {launch.entry for launch in gpu_backend._launches.values()}
+    assert {*plan_sm80.ENTRIES, plan_sm80_backward.MAIN} <= entries
+
+
+def agrees(place: Device, case: Any) -> None:
+    on_device = case.on(place)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128), (192, 128), (256, 256), (33, 71)])
+def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
+    dtype = "float16" if place.name == "sm_75" or not causal else "bfloat16"
+    agrees(place, gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, causal=causal))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (30, 10)},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "negative scale": {"softmax_scale": -0.3},
+    "alibi": {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True},
+    "bias": {"bias": np.where(MASK, RNG.standard_normal(SHAPE), -np.inf).astype(np.float32)},
+    "mask": {"mask": MASK},
+    "sink": {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)},
+    "lengths": {"kv_lengths": np.array([120, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 1234567890123},
+    "block mask": {"block_mask": MASK, "causal": True},
+    "deterministic": {"deterministic": True},
+}
+OPTIONS["all"] = {**OPTIONS["softcap"], **OPTIONS["alibi"], **OPTIONS["bias"], **OPTIONS["dropout"], "mask": MASK}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(place: Device, name: str) -> None:
+    agrees(place, gaussian_case(0, "float16", SHAPE, (4, 2), (64, 64), 2, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_odd_strides(place: Device, head_dim: int) -> None:
+    case = gaussian_case(0, "float16", (70, 90), (2, 1), (head_dim, head_dim), 1, causal=True)
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(case, name)
+        wide = np.zeros((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+        wide[..., :-1] = x
+        setattr(case, name, wide[..., :-1])
+    agrees(place, case)
