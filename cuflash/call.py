@@ -29,6 +29,7 @@ from cuflash.problem import (
 Gradients = tuple[Any, ...]
 
 _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
 class _CheckedBackward(NamedTuple):
@@ -244,6 +245,8 @@ def _empty_of(on_cpu: bool) -> Callable[..., Array]:
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
     """All arrays of a call by name."""
+    if _ARRAY_OPTION_SET.isdisjoint(keywords):
+        return inputs
     arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
     seed = keywords.get("dropout_seed")
     if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):

@@ -44,7 +44,8 @@ def repeat(memo: Memo, arrays: list[Array]) -> bool:
     """
     device = kernels.device_of(arrays[0])
     known = memo.get(device)
-    return known is not None and known([device.pointer(x) for x in arrays])
+    pointer = device.pointer
+    return known is not None and known([pointer(x) for x in arrays])
 
 
 def forward(

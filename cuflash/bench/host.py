@@ -75,7 +75,8 @@ class _HostDevice:
 
     namespace = np
     num_sms = 132
-    smem_limit = 48 * 1024
+    smem_limit = 163 * 1024
+    capability = (8, 0)
     has_wgmma = False
     empty = staticmethod(np.empty)
 
