@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# General kernels, and those that reach q, k and v through tensor maps.
-@pytest.fixture(autouse=True, params=[((8, 0), "float32"), ((9, 0), "float16")], ids=["sm_80", "sm_90"])
+# General kernels, those for warps of tensor cores, and those that reach q, k and v through tensor maps.
+@pytest.fixture(
+    autouse=True,
+    params=[((8, 0), "float32"), ((8, 0), "float16"), ((9, 0), "float16"), ((9, 0), "float32")],
+    ids=lambda x: f"sm_{x[0][0]}{x[0][1]}-{x[1]}",
+)
 def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
     capability, dtype = request.param
     call._checked.clear()
@@ -144,19 +149,24 @@ def test_scratch_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pyte
     device = kernels.device_of(None)
     sizes: list[int] = []
     empty, scratch = device.empty, device.scratch
-    monkeypatch.setattr(device, "empty", lambda shape, kind: note(sizes, empty(shape, kind)))
-    monkeypatch.setattr(device, "scratch", lambda size: sizes.append(size) or scratch(size))  # type: ignore[func-returns-value]
-    case = example(0, dtype, **OPTIONS["extras"])
-    for _ in range(2):
-        case.on(HOST).raw_forward()
-    out, lse = case.on(HOST).forward()
-    for _ in range(2):
-        case.on(HOST).backward(out, lse)
-    half = len(sizes) // 2
-    assert sizes[0] == sizes[1] > 0, "lse of a forward call that does not return it"
-    assert sizes[2 : half + 1] == sizes[half + 1 :]
 
+    def watched_empty(shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
+        array: NDArray[Any] = empty(shape, kind)
+        sizes.append(array.nbytes)
+        return array
 
-def note(sizes: list[int], x: NDArray[Any]) -> NDArray[Any]:
-    sizes.append(x.nbytes)
-    return x
+    def watched_scratch(size: int) -> tuple[int, Any]:
+        sizes.append(size)
+        return scratch(size)
+
+    monkeypatch.setattr(device, "empty", watched_empty)
+    monkeypatch.setattr(device, "scratch", watched_scratch)
+    on_device = example(0, dtype, **OPTIONS["extras"]).on(HOST)
+    out, lse = on_device.forward()
+    for work in (on_device.raw_forward, partial(on_device.backward, out, lse)):
+        taken = []
+        for _ in range(2):
+            sizes.clear()
+            work()
+            taken.append(list(sizes))
+        assert taken[0] == taken[1] != []
