@@ -19,14 +19,13 @@ NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
+_REGISTERS_WITH_OPTIONS = (96, 176, 64)
 _DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES = 2
 _FLOAT_BYTES = 4
 _PANEL = SWIZZLE_BYTES // _ELEMENT_BYTES
 # Barriers, and what the warpgroups are told of tiles.
 _SMEM_BESIDE_TILES = 1024
-# Options that the kernel computes.
-_OPTIONS = frozenset({"has_window"})
 # Queries, their gradients and their sum of dq, of heads that are computed together, are to stay in L2.
 _L2_BYTES = 32 << 20
 
@@ -54,6 +53,14 @@ BACKWARD = (
     Row(WIDE, 192, 192, 64, 64, 2, 2, 2),
     Row(WIDE, 256, 256, 64, 64, 2, 2, 2),
 )
+
+
+# With options beside a window, which take registers; an option that is an array stands alone.
+WITH_OPTIONS = (
+    Row(WIDE, 64, 64, 64, 64, 2, 2, 2),
+    Row(WIDE, 128, 128, 64, 64, 2, 2, 2),
+)
+_ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,9 @@ def backward_config(
         by_queries = row.block_m > ROWS_OF_WARPGROUP
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * _FLOAT_BYTES
-    producer_registers, consumer_registers, dq_registers = _REGISTERS[row.entry]
+    producer_registers, consumer_registers, dq_registers = (
+        _REGISTERS[row.entry] if set(flags) <= {"has_window"} else _REGISTERS_WITH_OPTIONS
+    )
     return Config(
         entry=row.entry,
         element=CPP_TYPES[dtype],
@@ -156,17 +165,20 @@ def backward_config(
 
 
 def _row(problem: AttentionProblem) -> Row | None:
-    return next((r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
+    rows = BACKWARD if set(flags_of(problem)) <= {"has_window"} else WITH_OPTIONS
+    return next((r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
 
 
 def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if plan_sm90.obstacle(problem):
         return plan_sm90.obstacle(problem)
-    others = sorted(flag.removeprefix("has_") for flag in set(flags_of(problem)) - _OPTIONS)
-    if others:
-        return f"no kernel yet for {', '.join(others)}"
-    return "" if _row(problem) else f"no kernel yet for head dims {problem.head_dim} and {problem.head_dim_v}"
+    options = set(flags_of(problem)) - {"has_window"}
+    if options.intersection(_ARRAYS) and len(options) > 1:
+        return f"no kernel for {' and '.join(sorted(flag.removeprefix('has_') for flag in options))} together"
+    if problem.deterministic and problem.block_mask:
+        return "sums of dq have no order beside a block mask"
+    return "" if _row(problem) else f"no kernel for head dims {problem.head_dim} and {problem.head_dim_v} with options"
 
 
 @lru_cache(maxsize=4096)
@@ -205,6 +217,9 @@ def table() -> Iterator[tuple[Config, str]]:
                 config = backward_config(row, dtype, None, flags, deterministic)
                 for entry in (row.entry, ROWS, DQ):
                     yield replace(config, entry=entry), dtype
+    for row, dtype in product(WITH_OPTIONS, _DTYPES):
+        for flags in (("has_window", "has_softcap", "has_alibi", "has_dropout"), *(("has_window", x) for x in _ARRAYS)):
+            yield backward_config(row, dtype, None, flags), dtype
 
 
 def heads_together(problem: AttentionProblem) -> int:

@@ -55,6 +55,10 @@ def both(
         for index in rows if which is not None else ():
             tensors[index][which] = np.nan if index % 2 else np.inf
     grads = tuple(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    extra_grads = tuple(
+        np.full(x.shape, np.nan, options[name].dtype)
+        for name, x in zip((n for n in ("bias", "sink", "alibi_slopes") if n in options), expected[3:], strict=True)
+    )
     gpu_backend._launches.clear()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         dq, dk, dv, *extras = cuflash.attention_backward(
@@ -65,7 +69,7 @@ def both(
             tensors[4],
             lse.astype(np.float32),
             dlse=dlse,
-            out=(*grads, *(np.zeros_like(x, dtype=np.float32) for x in expected[3:])),
+            out=(*grads, *extra_grads),
             **options,
         )
     assert {plan_sm90_backward.NARROW, plan_sm90_backward.WIDE} & {key[-6] for key in gpu_backend._launches}
@@ -85,7 +89,29 @@ LENGTHS = {
     "kv_lengths": np.array([120, 7], np.int32),
     "q_lengths": np.array([0, 70], np.int32),
 }
+MASK = RNG.random((LENGTH_Q, LENGTH_K)) < 0.5
+MASK[:, 10:40] = False
+MASK[5] = False
+HIDDEN_BY_MASK = (slice(None), slice(10, 40))
 OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0, "causal": True},
+    "alibi": {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 1234567890123},
+    "softcap, alibi, dropout": {
+        "softcap": 2.0,
+        "alibi_slopes": RNG.random(4).astype(np.float32),
+        "dropout_p": 0.3,
+        "dropout_seed": 7,
+        "window": (60, 20),
+    },
+    "bias": {"bias": np.where(MASK, normal(LENGTH_Q, LENGTH_K), np.float16(-np.inf)), "hidden_keys": HIDDEN_BY_MASK},
+    "mask": {"mask": MASK, "hidden_keys": HIDDEN_BY_MASK},
+    "block mask": {
+        "block_mask": cuflash.BlockMask.from_dense(MASK, block_size=(16, 16)),
+        "hidden_keys": HIDDEN_BY_MASK,
+        "causal": True,
+    },
+    "deterministic": {"deterministic": True, "window": (60, 20)},
     "window": {"window": (30, 10), "hidden_keys": (slice(None), slice(0, 20))},
     "negative scale": {"softmax_scale": -0.3},
     "dlse": {"with_dlse": True, "causal": True},

@@ -68,20 +68,21 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
     __syncwarp();
     rings.dq_steps.release();
     if (step.number == NO_DQ) break;
+    const bool adds = p.dq_sum != nullptr && lane() == 0;
+    if (adds) wait_for_turn(p, step.number, part, step.turn);
+    __syncwarp();
     ring.wait();
-    if (p.dq_sum != nullptr && lane() == 0) {
-      wait_for_turn(p, step.number, part, step.turn);
+    if (adds) {
       ptx::bulk_reduce_add_f32(p.dq_sum + step.number * DQ_TILE + part * DQ_PART, ring.buffer(), DQ_BYTES);
       ptx::bulk_commit_group();
-      if constexpr (DETERMINISTIC) {
-        ptx::bulk_wait_group<0>();
-        end_turn(p, step.number, part);
-      } else {
-        ptx::bulk_wait_group_read<0>();
-      }
+      ptx::bulk_wait_group_read<0>();
     }
     __syncwarp();
     ring.release();
+    if (DETERMINISTIC && adds) {
+      ptx::bulk_wait_group<0>();
+      end_turn(p, step.number, part);
+    }
   }
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }

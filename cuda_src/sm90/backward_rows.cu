@@ -29,10 +29,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
   for (int step = 0; step < BLOCK_M; step += THREADS / LANES) {
     const int row = step + threadIdx.x / LANES, i = work.tile * BLOCK_M + row;
     const i64 at = s.row_q + i;
-    // Padded rows and rows that saw nothing may hold anything.
     const float lse = i < s.len_q ? *p.lse.at(batch, at, work.head) : -infinity();
     float sum = 0;
-    if (lse != -infinity() && first < p.head_dim_v) {
+    if (i < s.len_q && first < p.head_dim_v) {
       // Head dims and strides are multiples of 16 bytes, as TMA wants them.
       const Vector dout = *reinterpret_cast<const Vector*>(p.dout.at(batch, at, work.head) + first);
       const Vector out = *reinterpret_cast<const Vector*>(p.out.at(batch, at, work.head) + first);
@@ -42,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
     if (threadIdx.x % LANES != 0) continue;
-    if (p.dlse.data != nullptr && lse != -infinity()) sum -= *p.dlse.at(batch, at, work.head);
+    if (p.dlse.data != nullptr && i < s.len_q) sum -= *p.dlse.at(batch, at, work.head);
+    if (lse == -infinity()) sum = 0;  // padded rows and rows that saw nothing may hold anything
     p.row_lse[tile * BLOCK_M + row] = lse == -infinity() ? infinity() : lse * LSE_BASE;
     p.row_delta[tile * BLOCK_M + row] = sum;
     if (p.delta.data != nullptr && i < s.rows_q) *p.delta.at(batch, at, work.head) = sum;

@@ -112,18 +112,23 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
       const KeptWeights kept = scores.kept();
       ptx::wgmma_wait_group<0>();
       keep(x);
+      SoftcapFragment softcap;
+      softcap.take(scores.score(), x);
       scores.weigh(x, shared.lse[rings.q.stage], masked);
       __syncwarp();
       rings.q.release();
+      u32 packed_weights[FRAGMENT / 2];
+      pack_kept(packed_weights, x, kept);
+      softcap.apply(x);  // a factor of the gradients, like the weights
       rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
-        shared.weights[i][threadIdx.x % WARPGROUP] = {{marked(x, kept, 4 * i), marked(x, kept, 4 * i + 1),
-                                                       marked(x, kept, 4 * i + 2), marked(x, kept, 4 * i + 3)}};
+        FourFloats weights;
+#pragma unroll
+        for (int e = 0; e < 4; e++) weights.x[e] = marked(x, kept, 4 * i + e);
+        shared.weights[i][threadIdx.x % WARPGROUP] = weights;
       }
       rings.weights.publish_part();
-      u32 packed_weights[FRAGMENT / 2];
-      pack_kept(packed_weights, x, kept);
       rings.dout.wait();
       dv.add(packed_weights, rings.dout.buffer());
       dv.wait();
@@ -191,6 +196,11 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
     __syncwarp();
     rings.dq_steps.release();
     last = step.last;
+    // All parts of a tile are added in one turn.
+    if (DETERMINISTIC && p.dq_sum != nullptr) {
+      if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, 0, step.turn);
+      sync_dq_warps();
+    }
     rings.ds.wait();
     if (p.dq_sum != nullptr) {
 #pragma unroll 1
@@ -198,10 +208,6 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
         float dq[DQ_COLUMNS / 2];
         multiply_by_columns<BLOCK_N, BLOCK_M>(dq, rings.ds.buffer(),
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * BLOCK_N * ROW_BYTES);
-        if constexpr (DETERMINISTIC) {
-          if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, part, step.turn);
-          sync_dq_warps();
-        }
         ptx::wgmma_wait_group<0>();
         keep(dq);
         FourFloats* sum = dq_sum_at(p, step.number, part);
@@ -209,15 +215,15 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
         for (int i = 0; i < DQ_COLUMNS / 8; i++) {
           ptx::add_f32_x4(sum[i * WARPGROUP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         }
-        if constexpr (DETERMINISTIC) {
-          __threadfence();
-          sync_dq_warps();
-          if (threadIdx.x % WARPGROUP == 0) end_turn(p, step.number, part);
-        }
       }
     }
     __syncwarp();
     rings.ds.release();
+    if (DETERMINISTIC && p.dq_sum != nullptr) {
+      __threadfence();
+      sync_dq_warps();
+      if (threadIdx.x % WARPGROUP == 0) end_turn(p, step.number, 0);
+    }
   }
   rings.k.release();
 }

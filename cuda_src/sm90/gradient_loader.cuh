@@ -26,18 +26,35 @@ struct DqStep {
 constexpr int DQ_STEPS = 8;  // more than tiles are under way
 constexpr i64 NO_DQ = -1;
 
+struct NoCheck {
+  static constexpr bool NEEDED = false;
+  __device__ __forceinline__ void operator()(u32) const {}
+};
+
+// Of keys: those that are hidden one by one from all queries.
+struct KeyCheck {
+  static constexpr bool NEEDED = HIDES_ANYWHERE;
+  const AttentionParams& p;
+  const Sequence& s;
+  int head_kv, first_key;
+
+  __device__ __forceinline__ void operator()(u32 tile) const {
+    if constexpr (NEEDED) clear_unseen_keys<PANELS>(p, s, head_kv, first_key, tile);
+  }
+};
+
 // The loading warp's way to bring tiles: lane 0 issues, all lanes clear rows that must not count.
 struct Loader {
   u32 clearing;  // the barrier of tiles that are cleared before they are handed on
   u32 clearing_phase = 0;
 
   // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel. statistics: BLOCK_M numbers to
-  // `target`, or null.
-  template <int ROWS, int NUM_PANELS, class AnyRing>
+  // `target`, or null. check: may clear more rows of the tile.
+  template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck>
   __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch,
-                                       CountedRows counted, float* target, const float* statistics) {
+                                       CountedRows counted, float* target, const float* statistics, Check check = {}) {
     constexpr u32 BYTES = ROWS * NUM_PANELS * ROW_BYTES;
-    const bool clears = !counted.all(ROWS);
+    const bool clears = Check::NEEDED || !counted.all(ROWS);
     const u32 landed = clears ? clearing : ring.full();
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect(landed, BYTES + (target == nullptr ? 0 : BLOCK_M * sizeof(float)));
@@ -54,6 +71,7 @@ struct Loader {
       __syncwarp();
       clearing_phase ^= 1;
       clear_others<ROWS, NUM_PANELS>(ring.buffer(), counted);
+      check(ring.buffer());
       if (lane() == 0) ptx::mbarrier_arrive(ring.full());
     }
     ring.advance();
@@ -113,7 +131,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
       if (first) {
         acquire_together(rings.k);
         loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                     nullptr);
+                                     nullptr, KeyCheck{p, s, work.head, first_key});
       }
       acquire_together(rings.q);
       if (lane() == 0) shared.steps[rings.q.stage] = {head, first_row, masked, walk.done()};

@@ -94,7 +94,7 @@ __device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const
 #pragma unroll
   for (int warpgroup = 0; warpgroup < BLOCK_N / ROWS_OF_WARPGROUP; warpgroup++) {
     const int key = first_key + warpgroup * ROWS_OF_WARPGROUP;
-    if (HAS_MASK || partial || !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
+    if (HAS_MASK || HAS_BIAS || partial || !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
       masked |= 1u << warpgroup;
   }
   return masked;

@@ -2,6 +2,7 @@
 // and keys that no query sees. Beyond the end of an array TMA has written zeros.
 #pragma once
 #include "../mask.cuh"
+#include "../score.cuh"
 #include "products.cuh"
 
 // Rows [begin, end) of a tile count.
@@ -35,6 +36,49 @@ __device__ __forceinline__ void clear_others(u32 tile, CountedRows counted) {
     const int row = i / VECTORS % ROWS;
     if (row >= counted.begin && row < counted.end) continue;
     *static_cast<uint4*>(__cvta_shared_to_generic(tile + i * sizeof(uint4))) = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_async_shared();
+  __syncwarp();
+}
+
+// The exponent of infinity and NaN.
+__device__ __forceinline__ u32 largest_exponent(__nv_bfloat16) { return 0x7f80; }
+__device__ __forceinline__ u32 largest_exponent(__half) { return 0x7c00; }
+
+__device__ __forceinline__ bool finite(u32 pair) {
+  const u32 exponent = largest_exponent(Element());
+  return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
+}
+
+// Clears the keys that are not finite and that no query sees, by a warp. Both are rare: most tiles are only read once.
+template <int NUM_PANELS>
+__device__ __forceinline__ void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv,
+                                                  int first_key, u32 tile) {
+  const int group = p.num_heads_q / p.num_heads_kv;
+  constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
+#pragma unroll 1
+  for (int row = 0; row < BLOCK_N; row++) {
+    const auto vector = [&](int i) {
+      const u32 address = tile + (i / VECTORS * BLOCK_N + row) * ROW_BYTES + i % VECTORS * sizeof(uint4);
+      return static_cast<uint4*>(__cvta_shared_to_generic(address));
+    };
+    bool bad = false;
+    for (int i = lane(); i < NUM_PANELS * VECTORS; i += WARP) {
+      const uint4 x = *vector(i);
+      bad |= !(finite(x.x) && finite(x.y) && finite(x.z) && finite(x.w));
+    }
+    if (!__any_sync(ALL_LANES, bad)) continue;
+    const int key = first_key + row;
+    bool seen = false;
+    for (int head = head_kv * group; head < (head_kv + 1) * group; head++) {
+      const Mask mask(p, s, head);
+      const Score score(p, s, head);
+      for (int i = lane(); i < s.len_q && !seen; i += WARP) {
+        seen = mask.visible(i, key) && score.value(0, i, key) != -infinity();
+      }
+    }
+    if (__any_sync(ALL_LANES, seen)) continue;
+    for (int i = lane(); i < NUM_PANELS * VECTORS; i += WARP) *vector(i) = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_async_shared();
   __syncwarp();
