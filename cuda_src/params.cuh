@@ -61,6 +61,7 @@ struct AttentionParams {
   const u32* block_bits;      // (num_partial, 64, 2)
   u32* tile_counter;          // sm90/schedule.cuh, or null; 0 before and after a launch
   Accum* dq_sum;              // sm90/gradient_rows.cuh, like row_lse and row_delta
+  u8* work_space;             // sm90/split_layout.cuh
   Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
   Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
   int* dq_turns;              // tiles taken; (.., num_query_tiles, DQ_PARTS): how many were added; or null

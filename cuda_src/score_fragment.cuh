@@ -72,9 +72,10 @@ struct ScoreFragment {
 };
 
 // Marks the keys of a masked tile that some query sees: x are their scores.
-__device__ __forceinline__ void mark_seen(u8* seen, const float (&x)[BLOCK_N / 2]) {
+template <int N>
+__device__ __forceinline__ void mark_seen(u8* seen, const float (&x)[N]) {
 #pragma unroll
-  for (int e = 0; e < BLOCK_N / 2; e++) {
+  for (int e = 0; e < N; e++) {
     if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
       seen[fragment_column() + column_offset(e)] = 1;
     }

@@ -13,14 +13,16 @@ from cuflash import (
     kernels,
     launch_sm80_backward,
     launch_sm90_backward,
+    launch_split,
     plan_sm80,
     plan_sm80_backward,
     plan_sm90,
     plan_sm90_backward,
     plan_split,
+    plan_split_backward,
 )
 from cuflash.launch_sm90 import PersistentLaunch, heads_as_rows
-from cuflash.launch_split import SplitLaunch
+from cuflash.launch_split import SplitGradientLaunch, SplitLaunch, SplitRowsLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
 from cuflash.problem import Array, AttentionProblem, Operands
@@ -95,9 +97,13 @@ def backward(
     by_rows = {"dq": grads["q"]} if "q" in grads else {}
     if "alibi_slopes" in grads:
         by_rows["dslope_rows"] = recording.empty(problem.lse_shape, problem.accum_dtype)
-    if by_rows:
+    split = plan_split_backward.backward(problem) if device.has_wgmma else None
+    if split is not None:
+        of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+        launch_split.gradients(launch, problem, split, arrays, by_rows, of_keys, recording.empty, device)
+    elif by_rows:
         launch("backward_dq", arrays={**arrays, **by_rows})
-    for entry in key_kernels(problem):
+    for entry in key_kernels(problem) if split is None else ():
         of_keys = {name: grads[name[1:]] for name in KEY_KERNELS[entry] if name[1:] in grads}
         if of_keys:
             launch(entry, arrays={**arrays, **of_keys})
@@ -174,8 +180,8 @@ class _Launch:
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)
         params["num_tiles"] = tiles
-        self.persistent: PersistentLaunch | SplitLaunch | None = None
-        self.block = (config.threads,)
+        self.persistent: PersistentLaunch | SplitLaunch | SplitGradientLaunch | SplitRowsLaunch | None = None
+        self.block: tuple[int, ...] = (config.threads,)
         if isinstance(chosen, plan_sm80.Config):
             entry = chosen.entry
         elif isinstance(chosen, plan_sm80_backward.Config):
@@ -189,6 +195,11 @@ class _Launch:
             entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
             self.persistent = SplitLaunch(problem, chosen, device, blocks)
+        elif isinstance(chosen, plan_split_backward.Config):
+            heads_together = (plan_sm90_backward if chosen.of_keys else plan_sm90).heads_together
+            params["heads_together"] = heads_together(problem)
+            kind = SplitRowsLaunch if entry == launch_split.ROWS else SplitGradientLaunch
+            self.persistent = kind(problem, chosen, device, blocks)
         elif chosen is not None:
             params["num_query_tiles"] = launch_sm90_backward.query_tiles(problem, chosen)
             self.block = (launch_sm90_backward.threads(entry, chosen),)
@@ -200,8 +211,12 @@ class _Launch:
             blocks = self.persistent.blocks
         self.entry = entry
         self.smem_bytes = config.smem_bytes if entry in _TILED else 0
-        self.kernel = kernels.get(KERNEL_FILES.get(entry, entry), function_of(entry), config, device, self.smem_bytes)
-        self.grid = (blocks,)
+        self.grid: tuple[int, ...] = (blocks,)
+        if isinstance(self.persistent, SplitRowsLaunch):
+            self.kernel, self.grid, self.block = self.persistent.launched()
+        else:
+            file, function = KERNEL_FILES.get(entry, entry), function_of(entry)
+            self.kernel = kernels.get(file, function, config, device, self.smem_bytes)
         self.words = params.view(np.uint64)
         self.pointer_words = [word_of(name) for name in arrays]  # q, k, v stand first
 
@@ -218,7 +233,12 @@ class _Launch:
 
 
 TensorCores = (
-    plan_sm80.Config | plan_sm80_backward.Config | plan_sm90.Config | plan_sm90_backward.Config | plan_split.Config
+    plan_sm80.Config
+    | plan_sm80_backward.Config
+    | plan_sm90.Config
+    | plan_sm90_backward.Config
+    | plan_split.Config
+    | plan_split_backward.Config
 )
 
 _TILED = (
@@ -232,6 +252,8 @@ _TILED = (
     "backward_bias",
     plan_sm90_backward.NARROW,
     plan_sm90_backward.WIDE,
+    plan_split_backward.DQ,
+    *plan_split_backward.KEY_KERNELS,
 )
 # The bound keeps a program with ever new shapes from growing without end.
 _MAX_LAUNCHES = 4096
@@ -326,7 +348,13 @@ def _block_arrays(
     get = partial(kernels.get, device=device)
     lists = block_mask.tile_lists(config.block_m, config.block_n, get, device.namespace)
     slots, bits = block_mask.arrays(device.namespace)
-    by_columns = entry in (*KEY_KERNELS, plan_sm80_backward.MAIN, plan_sm90_backward.NARROW, plan_sm90_backward.WIDE)
+    by_columns = entry in (
+        *KEY_KERNELS,
+        plan_sm80_backward.MAIN,
+        plan_sm90_backward.NARROW,
+        plan_sm90_backward.WIDE,
+        *plan_split_backward.KEY_KERNELS,
+    )
     return {
         "block_list": lists.col_index if by_columns else lists.row_index,
         "block_count": lists.col_count if by_columns else lists.row_count,
@@ -352,7 +380,7 @@ def _grid(entry: str, problem: AttentionProblem, config: Config | TensorCores, a
         assert isinstance(config, Config)
         splits = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
         return 0, _bias_tiles(problem, config) * splits
-    of_keys = entry in KEY_KERNELS
+    of_keys = entry in KEY_KERNELS or entry in plan_split_backward.KEY_KERNELS
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     block = _DELTA_ROWS if entry == "delta" else config.block_n if of_keys else config.block_m
     heads = problem.num_heads_kv if of_keys else problem.num_heads_q

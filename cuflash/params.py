@@ -36,6 +36,7 @@ POINTERS = (
     "block_bits",
     "tile_counter",
     "dq_sum",
+    "work_space",
     "row_lse",
     "row_delta",
     "dq_turns",

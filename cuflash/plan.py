@@ -165,6 +165,10 @@ KERNEL_FILES = {
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
     "backward_sm80_dq": "sm80/backward_dq",
+    "split_dq": "sm90/split_backward",
+    "split_dkv": "sm90/split_backward",
+    "split_dk": "sm90/split_backward",
+    "split_dv": "sm90/split_backward",
 }
 
 
@@ -174,6 +178,8 @@ KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_d
 
 def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
+    if KERNEL_FILES.get(entry) == "sm90/split_backward":
+        return "split_backward"
     return "backward_dkv" if entry in KEY_KERNELS else entry
 
 

@@ -31,7 +31,8 @@ struct HiddenValues {
   }
 
   // x: the scores of a masked tile.
-  __device__ __forceinline__ void find(const float (&x)[BLOCK_N / 2]) const {
+  template <int N>
+  __device__ __forceinline__ void find(const float (&x)[N]) const {
     if constexpr (HIDES_ANYWHERE) mark_seen(seen.flags[parity], x);
   }
 

@@ -65,7 +65,9 @@ struct Ring {
 
   // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
   __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
-  __device__ __forceinline__ void expect() const { ptx::mbarrier_arrive_expect(full(), BYTES); }
+  __device__ __forceinline__ void expect(u32 elsewhere = 0) const {
+    ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere);
+  }
   __device__ __forceinline__ void publish() {
     ptx::mbarrier_arrive(full());
     advance();

@@ -144,7 +144,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
-        factors_of_rows.apply(x, factors.keys);
+        factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
         scores.apply(x, row, first_key, masked);
         if (masked) hidden.find(x);
         softmax.step(x, factor);

@@ -22,8 +22,18 @@ struct SplitTensor {
   }
 };
 
+// dout, and the rows of lse and delta, which lie like its factors, are only of the backward pass.
 struct SplitOperands {
-  SplitTensor q, k, v;
+  SplitTensor q, k, v, dout;
+  i64 lse, delta;  // where they begin, in bytes
+
+  // inf where a query has no weights.
+  __device__ __forceinline__ float* lse_at(u8* space, i64 image, i64 row) const {
+    return reinterpret_cast<float*>(space + lse) + image * dout.factor_rows + row;
+  }
+  __device__ __forceinline__ float* delta_at(u8* space, i64 image, i64 row) const {
+    return reinterpret_cast<float*>(space + delta) + image * dout.factor_rows + row;
+  }
 };
 
 // Factors are copied in units of 16 bytes, so every packed sequence begins at a multiple of this many rows.

@@ -1,4 +1,4 @@
-// Splits q, k and v, one after the other in blockIdx.y, into work space: what split_layout.cuh describes.
+// Splits q, k, v and, for the backward pass, dout, each a blockIdx.y, into work space: what split_layout.cuh describes.
 #include "../softmax.cuh"
 #include "split_layout.cuh"
 #include "../sm80/ptx.cuh"
@@ -14,32 +14,44 @@ constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINI
 constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
 constexpr int MANTISSA_BITS = 23;
 
-// Source row of a row in work space, or -1 for a gap between packed sequences.
-__device__ __forceinline__ int source_row(const int* cu_seqlens, int batch, int total, int row) {
-  if (cu_seqlens == nullptr) return row < total ? row : -1;
-  int low = 0, high = batch + 1;  // the last group that begins at or before `row`
+// Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
+template <bool OF_K>
+__device__ __forceinline__ int source_row(const AttentionParams& p, int batch, int row) {
+  const int* cu_seqlens = OF_K ? p.cu_seqlens_k : p.cu_seqlens_q;
+  const int* lengths = OF_K ? p.kv_lengths : p.q_lengths;
+  const int total = OF_K ? p.seqlen_k : p.seqlen_q;
+  if (cu_seqlens == nullptr) return row < used_length(lengths, batch, total) ? row : -1;
+  int low = 0, high = p.batch + 1;  // the last group that begins at or before `row`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (split_begin(group_begin(cu_seqlens, middle, batch, total), middle) <= row) {
+    if (split_begin(group_begin(cu_seqlens, middle, p.batch, total), middle) <= row) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  const int begin = group_begin(cu_seqlens, low, batch, total);
-  const int source = begin + row - split_begin(begin, low);
-  return source < group_begin(cu_seqlens, low + 1, batch, total) ? source : -1;
+  if (low == 0 || low > p.batch) return -1;
+  const Sequence s = sequence_of(p, low - 1);
+  const int begin = static_cast<int>(OF_K ? s.row_k : s.row_q), in_sequence = row - split_begin(begin, low);
+  return in_sequence < (OF_K ? s.len_k : s.len_q) ? begin + in_sequence : -1;
 }
 
-__device__ __forceinline__ void split_row(const Tensor<const float>& from, const SplitTensor& to, u8* space,
-                                          const int* cu_seqlens, int batches, int total, int heads, int head_dim) {
+template <bool OF_K>
+__device__ __forceinline__ void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
+                                          const Tensor<const float>& from, const SplitTensor& to, int head_dim,
+                                          bool with_lse) {
+  const int heads = OF_K ? p.num_heads_kv : p.num_heads_q;
   const int blocks = (to.factor_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
-  const int images = (cu_seqlens == nullptr ? batches : 1) * heads, image = blockIdx.x / blocks;
+  const int images = (p.cu_seqlens_q == nullptr ? p.batch : 1) * heads, image = blockIdx.x / blocks;
   const int row = blockIdx.x % blocks * ROWS_OF_BLOCK + threadIdx.x / LANES;
-  // Whole warps leave: the lanes of a row meet in its reduction.
-  if (image >= images || blockIdx.x % blocks * ROWS_OF_BLOCK >= to.factor_rows) return;
+  if (image >= images) return;
   const int batch = image / heads, head = image % heads, lane = threadIdx.x % LANES;
-  const int source = row < to.rows ? source_row(cu_seqlens, batches, total, row) : -1;
+  const int source = row < to.rows ? source_row<OF_K>(p, batch, row) : -1;
+  if (with_lse && lane == 0 && row < to.factor_rows) {
+    const float lse = source < 0 ? -infinity() : *p.lse.at(batch, source, head);
+    *operands.lse_at(space, image, row) = lse == -infinity() ? infinity() : lse;
+    *operands.delta_at(space, image, row) = source < 0 ? 0 : *p.delta.at(batch, source, head);
+  }
   const float* data = from.at(batch, source < 0 ? 0 : source, head);
   const bool aligned = reinterpret_cast<u64>(data) % sizeof(Vector) == 0;
 
@@ -101,11 +113,14 @@ __device__ __forceinline__ void split_row(const Tensor<const float>& from, const
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
-  if (blockIdx.y == 0) {
-    split_row(p.q, operands.q, space, p.cu_seqlens_q, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim);
-  } else if (blockIdx.y == 1) {
-    split_row(p.k, operands.k, space, p.cu_seqlens_k, p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim);
-  } else {
-    split_row(p.v, operands.v, space, p.cu_seqlens_k, p.batch, p.seqlen_k, p.num_heads_kv, p.head_dim_v);
+  switch (blockIdx.y) {
+    case 0:
+      return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, false);
+    case 1:
+      return split_row<true>(p, operands, space, p.k, operands.k, p.head_dim, false);
+    case 2:
+      return split_row<true>(p, operands, space, p.v, operands.v, p.head_dim_v, false);
+    default:
+      return split_row<false>(p, operands, space, p.dout, operands.dout, p.head_dim_v, true);
   }
 }

@@ -1,61 +1,7 @@
 // The online softmax on a fragment whose scores and weights carry the factors of split rows (split_layout.cuh).
 #pragma once
 #include "../softmax_fragment.cuh"
-
-constexpr u32 EXPONENT_BITS = 0x7f800000;
-constexpr float TOP = 16384;              // where the largest element of a row of halves lies: 2^14
-constexpr float LOWEST_UNIT = 0x1p-112f;  // its inverse times TOP is a number
-constexpr float SMALLEST_NORMAL = 0x1p-126f;
-
-__device__ __forceinline__ float power_of_2_below(float x) {
-  return __uint_as_float(__float_as_uint(x) & EXPONENT_BITS);
-}
-
-// TOP / unit of a power of two.
-__device__ __forceinline__ float top_over(float unit) {
-  return __uint_as_float(__float_as_uint(2 * TOP) + (126u << 23) - __float_as_uint(unit));
-}
-
-// x *= factors of its columns, which lie in shared memory, times `constant`.
-__device__ __forceinline__ void multiply_columns(float (&x)[BLOCK_N / 2], const float* factors, float constant) {
-#pragma unroll
-  for (int e = 0; e < BLOCK_N / 2; e += 4) {
-    float2 factor = *reinterpret_cast<const float2*>(factors + fragment_column() + column_offset(e));
-    factor.x *= constant;
-    factor.y *= constant;
-    x[e] = ptx::multiply(x[e], factor.x);
-    x[e + 1] = ptx::multiply(x[e + 1], factor.y);
-    x[e + 2] = ptx::multiply(x[e + 2], factor.x);
-    x[e + 3] = ptx::multiply(x[e + 3], factor.y);
-  }
-}
-
-// What turns products of split operands into products of q and k. Plain scores keep the part of the rows, which comes
-// with their conversion to base 2.
-struct ScoreFactors {
-  // Beside queries this small keys may be so large that the product of both factors' parts overflows, or one
-  // underflows.
-  static constexpr float SMALL = 0x1p-34f, RELIEF = 0x1p-60f;
-  float of_row[2];
-  bool small[2];
-
-  __device__ __forceinline__ ScoreFactors(float row_0, float row_1)
-      : of_row{row_0 < SMALL ? row_0 / RELIEF : row_0, row_1 < SMALL ? row_1 / RELIEF : row_1},
-        small{row_0 < SMALL, row_1 < SMALL} {}
-
-  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], const float* key_factors) const {
-    if (__any_sync(ALL_LANES, small[0] || small[1])) {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= small[e / 2 % 2] ? RELIEF : 1;
-    }
-    multiply_columns(x, key_factors, 1);
-    if constexpr (!PLAIN_SCORES) {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) x[e] *= of_row[e / 2 % 2];
-    }
-  }
-  __device__ __forceinline__ float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
-};
+#include "split_factors.cuh"
 
 struct SplitSoftmax {
   float to_base_2[2];  // factors of a score
@@ -101,22 +47,7 @@ struct SplitSoftmax {
   // near TOP, so that float16 pairs hold them. Factors depend on visible keys alone. rescale gets the units' ratio.
   __device__ __forceinline__ void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float m = 0;
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
-      m = reduce_row<4>(m, [](float a, float b) { return larger(a, b); });
-      const float earlier = rescale[r] * unit[r];
-      unit[r] = larger(larger(power_of_2_below(m), power_of_2_below(earlier)), LOWEST_UNIT);
-      const float up = top_over(unit[r]);
-      rescale[r] = earlier * up * (1 / TOP);
-#pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
-        x[e] = ptx::multiply(x[e], up);
-        x[e + 1] = ptx::multiply(x[e + 1], up);
-      }
-    }
+    raise(x, unit, rescale);
   }
 
   // Completes the sums. out[row r] * inverse[r] * unit[r] is the result (0 where it saw nothing), lse[r] its natural

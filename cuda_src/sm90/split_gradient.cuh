@@ -1,0 +1,124 @@
+// Scores and their gradients on a fragment whose rows are queries and whose columns are keys, or, OF_KEYS, the reverse.
+#pragma once
+#include "../blocks.cuh"
+#include "../philox.cuh"
+#include "../score.cuh"
+#include "split_factors.cuh"
+
+constexpr int FRAGMENT_COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N, FRAGMENT = FRAGMENT_COLUMNS / 2;
+
+// What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
+struct ColumnVectors {
+  static constexpr int COUNT = OF_KEYS ? 4 : 2;
+  float vectors[COUNT][FRAGMENT_COLUMNS];
+
+  __device__ __forceinline__ const float* factors() const { return vectors[0]; }
+  __device__ __forceinline__ const float* factors_v() const { return vectors[1]; }
+  __device__ __forceinline__ float lse(int column) const { return vectors[COUNT - 2][column]; }
+  __device__ __forceinline__ float delta(int column) const { return vectors[COUNT - 1][column]; }
+};
+
+struct SplitGradient {
+  Score score;
+  Mask mask;
+  Dropout dropout;
+
+  __device__ __forceinline__ SplitGradient(const AttentionParams& p, const Sequence& s, int head)
+      : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
+
+  __device__ __forceinline__ bool needs_mask(bool partial, int first_query, int queries, int first_key,
+                                             int keys) const {
+    return HAS_MASK || HAS_BIAS || partial || !mask.columns_inside(first_query, queries, first_key, keys);
+  }
+
+  // Query and key of element e; `row` and `column` are the thread's first.
+  static __device__ __forceinline__ int query(int row, int column, int e) {
+    return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
+  }
+  static __device__ __forceinline__ int key(int row, int column, int e) {
+    return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
+  }
+
+  // Turns products into scores, -inf where hidden.
+  __device__ __forceinline__ void apply(float (&x)[FRAGMENT], int row, int first_column, bool masked) const {
+    const int column = first_column + fragment_column();
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      if constexpr (!PLAIN_SCORES) x[e] = score.value(x[e], query(row, column, e), key(row, column, e));
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Mask::Range range = OF_KEYS ? mask.rows(row + 8 * r) : mask.columns(row + 8 * r);
+      const int begin = range.begin - column, end = range.end - column;
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        if (row_offset(e) != 8 * r) continue;
+        const int i = query(row, column, e), j = key(row, column, e), at = column_offset(e);
+        bool hidden = (HAS_WINDOW && at < begin) || at >= end || (!OF_KEYS && i >= mask.len_q);
+        if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, j);
+        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(i, j);
+        x[e] = hidden ? -infinity() : x[e];
+      }
+    }
+  }
+
+  // Sets the sign of weights that are dropped.
+  __device__ __forceinline__ void mark_dropped(float (&weights)[FRAGMENT], int row, int first_column) const {
+    if constexpr (HAS_DROPOUT) {
+      const int column = first_column + fragment_column();
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e += 8) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const u32 kept = dropout.keep(query(row, column, e + side), key(row, column, e + side));
+          // Words are numbered by query, then key; e + 2 is the next row, e + 4 the next columns.
+          const u32 next_row = OF_KEYS ? 2 : 4, next_columns = OF_KEYS ? 4 : 2;
+          if (!(kept & 1)) weights[e + side] = -weights[e + side];
+          if (!(kept & next_row)) weights[e + 2 + side] = -weights[e + 2 + side];
+          if (!(kept & next_columns)) weights[e + 4 + side] = -weights[e + 4 + side];
+          if (!(kept & 8)) weights[e + 6 + side] = -weights[e + 6 + side];
+        }
+      }
+    }
+  }
+
+  // Adds each row's part of the gradient of its slope.
+  __device__ __forceinline__ void add_slopes(float (&dslope)[2], const float (&ds)[FRAGMENT], int row,
+                                             int first_column) const {
+    const int column = first_column + fragment_column();
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      dslope[e / 2 % 2] -= ds[e] * score.distance(query(row, column, e), key(row, column, e));
+    }
+  }
+};
+
+// The gradient of a score from that of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be
+// NaN.
+__device__ __forceinline__ float score_gradient(float dp, float weight, float delta, float dropout_rescale) {
+  if constexpr (HAS_DROPOUT) {
+    dp = __float_as_int(weight) < 0 ? 0 : dp * dropout_rescale;
+    weight = fabsf(weight);
+  }
+  return weight == 0 ? 0 : weight * (dp - delta);
+}
+
+// d(score) / d(scale * q.k); 1 without softcap, and then it takes no registers.
+struct SoftcapFragment {
+  float derivative[HAS_SOFTCAP ? FRAGMENT : 1];
+
+  __device__ __forceinline__ void take(const Score& score, const float (&products)[FRAGMENT]) {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) derivative[e] = score.derivative(products[e]);
+    }
+  }
+  // A hidden element has ds = 0, and its derivative may be NaN.
+  __device__ __forceinline__ void apply(float (&ds)[FRAGMENT]) const {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) ds[e] = ds[e] == 0 ? 0 : ds[e] * derivative[e];
+    }
+  }
+};

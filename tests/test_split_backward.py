@@ -1,0 +1,146 @@
+"""Hopper's float32 gradient kernels on the CPU device: they are the ones that run, and as exact as float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_device import device, hook
+
+import cuflash
+from cuflash import gpu_backend, plan_split_backward
+
+Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+
+RNG = np.random.default_rng(0)
+MASK = RNG.random((150, 200)) < 0.5
+MASK[:, 10:40] = False
+MASK[5] = False
+HIDDEN_BY_MASK = slice(10, 40)
+EPS = 2.0**-23
+
+
+def normal(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Array, Array]:
+    """dout, q, k and v."""
+    q, k, v = normal(2, 150, 4, head_dim), normal(2, 200, 2, head_dim), normal(2, 200, 2, head_dim_v)
+    return normal(2, 150, 4, head_dim_v), q, k, v
+
+
+def widened(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+        for name, x in options.items()
+        if name != "precision"
+    }
+
+
+def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: float = 16 * EPS, **options: Any) -> None:
+    """Compares gradients with the NumPy path in float64; keys `hidden` hold NaN on the device."""
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    out, lse = cuflash.attention(wide[0], wide[1], wide[2], return_lse=True, **widened(options))
+    expected = cuflash.attention_backward(
+        dout.astype(np.float64), wide[0], wide[1], wide[2], out, lse, **widened(options)
+    )
+    bad_k, bad_v = k.copy(), v.copy()
+    if hidden is not None:
+        bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
+    gpu_backend._launches.clear()
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        found = cuflash.attention_backward(
+            dout, q, bad_k, bad_v, out.astype(np.float32), lse.astype(np.float32), **options
+        )
+    entries = {launch_key for key in gpu_backend._launches for launch_key in key if isinstance(launch_key, str)}
+    assert plan_split_backward.DQ in entries and entries & set(plan_split_backward.KEY_KERNELS)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=eps, atol=eps * np.abs(y).max())
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (7, 3), (40, 64), (128, 128), (70, 100)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
+    both(*inputs(*head_dims), causal=causal)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)])
+def test_tf32(head_dims: tuple[int, int]) -> None:
+    """Eleven bits of every factor."""
+    both(*inputs(*head_dims), causal=True, precision="tf32", eps=2.0**-8)
+
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "window": (slice(0, 20), {"window": (30, 10)}),
+    "negative scale": (None, {"softmax_scale": -0.3}),
+    "softcap": (None, {"softcap": 2.0, "causal": True}),
+    "alibi": (None, {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True}),
+    "bias": (HIDDEN_BY_MASK, {"bias": np.where(MASK, normal(150, 200), np.float32(-np.inf))}),
+    "mask": (HIDDEN_BY_MASK, {"mask": MASK}),
+    "sink": (None, {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)}),
+    "lengths": (
+        slice(120, 200),
+        {"kv_lengths": np.array([120, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
+    ),
+    "dropout": (None, {"dropout_p": 0.3, "dropout_seed": 1234567890123}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    hidden, options = OPTIONS[name]
+    both(*inputs(), hidden=hidden, **options)
+
+
+def test_block_mask() -> None:
+    block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
+    both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)
+
+
+def test_padded_queries() -> None:
+    """What lies in padded rows of q and dout reaches nothing."""
+    dout, q, k, v = inputs()
+    lengths = np.array([100, 31], np.int32)
+    out, lse = cuflash.attention(q, k, v, q_lengths=lengths, return_lse=True)
+    results = []
+    for bad in (0, np.nan):
+        for x in (dout, q):
+            x[0, 100:], x[1, 31:] = bad, bad
+        with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+            results.append(cuflash.attention_backward(dout, q, k, v, out, lse, q_lengths=lengths))
+    for x, y in zip(*results, strict=True):
+        assert np.array_equal(x, y) and np.isfinite(x).all()
+
+
+def test_packed() -> None:
+    cu_seqlens_q, cu_seqlens_k = np.array([3, 40, 41, 41, 147], np.int32), np.array([1, 90, 97, 130, 190], np.int32)
+    dout, q, k, v = (x[0] for x in inputs())
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    arguments = (cu_seqlens_q, cu_seqlens_k)
+    out, lse = cuflash.attention_varlen(wide[0], wide[1], wide[2], *arguments, causal=True, return_lse=True)
+    expected = cuflash.attention_varlen_backward(
+        dout.astype(np.float64), wide[0], wide[1], wide[2], out, lse, *arguments, causal=True
+    )
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        found = cuflash.attention_varlen_backward(
+            dout, q, k, v, out.astype(np.float32), lse.astype(np.float32), *arguments, causal=True
+        )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=16 * EPS, atol=16 * EPS * np.abs(y).max())
+
+
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_range(exponent: int) -> None:
+    """Gradients scale with dout, and with values."""
+    dout, q, k, v = inputs()
+    both(np.ldexp(dout, exponent), q, k, v, causal=True)
+    both(dout, q, k, np.ldexp(v, exponent), causal=True)
+
+
+def test_wide_heads_take_the_portable_kernels() -> None:
+    for head_dim, dtype in ((64, "float16"), (129, "float32")):
+        problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
+        assert plan_split_backward.backward(problem) is None
