@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from cuflash import kernels, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split
+from cuflash import (
+    kernels,
+    plan_sm80,
+    plan_sm80_backward,
+    plan_sm90,
+    plan_sm90_backward,
+    plan_split,
+    plan_split_backward,
+)
 from cuflash.plan import KERNEL_FILES, PORTABLE, Config, capability_of, function_of, smem_limit, table
 from cuflash.problem import DTYPES
 
@@ -22,6 +30,7 @@ AnyConfig = (
     | plan_sm90.Config
     | plan_sm90_backward.Config
     | plan_split.Config
+    | plan_split_backward.Config
 )
 
 
@@ -29,6 +38,7 @@ def _hopper_table() -> Iterator[tuple[AnyConfig, str]]:
     yield from plan_sm90.table()
     yield from plan_sm90_backward.table()
     yield from plan_split.table()
+    yield from plan_split_backward.table()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,15 @@ import platform
 import sys
 from typing import Any
 
-from cuflash import __version__, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward
+from cuflash import (
+    __version__,
+    plan_sm80,
+    plan_sm80_backward,
+    plan_sm90,
+    plan_sm90_backward,
+    plan_split,
+    plan_split_backward,
+)
 from cuflash.missing import missing
 from cuflash.plan import Config, key_kernels, plan
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
@@ -107,8 +115,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
     hopper = {
-        "forward on Hopper": plan_sm90.reason(problem),
-        "backward on Hopper": plan_sm90_backward.reason(problem),
+        "forward on Hopper": plan_split.reason(problem) or plan_sm90.reason(problem),
+        "backward on Hopper": plan_split_backward.reason(problem) or plan_sm90_backward.reason(problem),
     }
     mma = {
         "forward on tensor cores": plan_sm80.reason(problem),

@@ -192,6 +192,19 @@ def forward(problem: AttentionProblem) -> Config | None:
     return forward_config(row, parts, problem.bias_dtype, flags_of(problem), plain_scores)
 
 
+def reason(problem: AttentionProblem) -> str:
+    """What the forward pass takes on Hopper, in words; empty unless it is this kernel."""
+    config = forward(problem)
+    return "" if config is None else in_words(config.parts, config.tile, config.smem_bytes, config.flags)
+
+
+def in_words(parts: int, tile: str, smem_bytes: int, flags: str) -> str:
+    """A kernel on split operands, for a reader."""
+    exactness = "one product of float16 each, TF32's error" if parts == 1 else "float16 parts, float32's error"
+    limits = f"tiles of {tile}, {smem_bytes} bytes of shared memory: {flags}"
+    return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"
+
+
 def table() -> Iterator[tuple[Config, str]]:
     """Every row (and its dtype), plain, with each option of its own, and with the options of visibility."""
     for parts, rows in FORWARD.items():

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from cuflash.plan import CPP_TYPES, FLAGS, flags_of
 from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, WARPGROUP
-from cuflash.plan_split import HALF_BYTES, KEY_PARTS, PARTS
+from cuflash.plan_split import HALF_BYTES, KEY_PARTS, PARTS, in_words
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
 
@@ -19,6 +19,8 @@ KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _FLOAT_BYTES = 4
+_CONSUMERS = 2
+_REGISTERS, _BLOCK_MASK_REGISTERS = REGISTERS[_CONSUMERS], (64, 224)
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_ALIGNMENT = 1024
@@ -79,6 +81,7 @@ class Config:
     of_keys: bool
     of_dk: bool
     of_dv: bool
+    deterministic: bool  # whether sums wait for their turn (gradient_schedule.cuh): here nothing needs one
     parts: int  # of weights, values and dout
     key_parts: int  # of queries and keys
     chunk_columns: int
@@ -126,8 +129,9 @@ def config_of(
     """The configuration of one kernel; `flags` is a subset of `plan.FLAGS`."""
     wanted = KEY_KERNELS.get(entry, ())
     of_keys = bool(wanted)
-    consumers = tile.rows // ROWS_OF_WARPGROUP
-    producer_registers, consumer_registers = REGISTERS[consumers]
+    assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP
+    # A walk along a block mask's lists takes registers of the loading thread.
+    producer_registers, consumer_registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags else _REGISTERS
     row_bytes = math.ceil(HALF_BYTES * head_dim / SWIZZLE_BYTES) * SWIZZLE_BYTES
     key_parts = KEY_PARTS[parts]
     # dv needs no products of values and dout.
@@ -146,12 +150,13 @@ def config_of(
         of_keys=of_keys,
         of_dk="dk" in wanted,
         of_dv="dv" in wanted,
+        deterministic=False,
         parts=parts,
         key_parts=key_parts,
         chunk_columns=tile.chunk_columns,
         stages=tile.stages,
         stages_v=tile.stages_v,
-        consumers=consumers,
+        consumers=_CONSUMERS,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=False,
@@ -184,6 +189,15 @@ def backward(problem: AttentionProblem) -> tuple[Config, ...] | None:
     low, high = PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high
     return _configs(row, parts, problem.bias_dtype, flags_of(problem), plain_scores)
+
+
+def reason(problem: AttentionProblem) -> str:
+    """What the backward pass takes on Hopper, in words; empty unless it is these kernels."""
+    configs = backward(problem)
+    if configs is None:
+        return ""
+    tiles = ", ".join(f"{config.entry} {config.tile}" for config in configs)
+    return in_words(configs[0].parts, tiles, max(config.smem_bytes for config in configs), configs[0].flags)
 
 
 def table() -> Iterator[tuple[Config, str]]:
