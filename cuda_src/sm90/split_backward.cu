@@ -279,17 +279,19 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
     }
     if (any) rings.rows.release();
 
-    constexpr float DOWN = 1 / (TOP * TOP);  // weights and what they were multiplied with both stand TOP too high
-    const float by_scale[2] = {scale * DOWN, scale * DOWN};
+    // Weights and what they were multiplied with both stand TOP too high; with subnormals, as scales may be tiny.
+    const auto lowered = [](float unit) { return ptx::multiply(unit, 1 / (TOP * TOP)); };
+    const float by_scale[2] = {scale, scale}, lowered_unit[2] = {lowered(unit[0]), lowered(unit[1])};
     if constexpr (OF_KEYS) {
-      const float kept = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) * DOWN : DOWN, by_kept[2] = {kept, kept};
+      const float kept = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
+      const float lowered_unit_v[2] = {lowered(unit_v[0]), lowered(unit_v[1])};
       if (OF_DK && p.dk.data != nullptr) {
         write_float_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
-                             gradient, by_scale, unit);
+                             gradient, by_scale, lowered_unit);
       }
       if (OF_DV && p.dv.data != nullptr) {
         write_float_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
-                             gradient_v, by_kept, unit_v);
+                             gradient_v, by_kept, lowered_unit_v);
       }
     } else {
       if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
       }
       if (p.dq.data != nullptr) {
         write_float_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, s.len_q, s.rows_q, p.head_dim,
-                             gradient, by_scale, unit);
+                             gradient, by_scale, lowered_unit);
       }
     }
     __syncwarp();
