@@ -228,6 +228,8 @@ def markdown(results: list[dict[str, Any]]) -> str:
     for variant in VARIANTS:
         for title, figure, unit in figures:
             mine = [r for r in results if r["variant"] == variant]
+            if not mine:
+                continue
             seqlens = sorted({r["n"] for r in mine})
             lines += ["", f"{variant}: {title}", "", "| | " + " | ".join(map(str, seqlens)) + " | grows as |"]
             lines.append("| --- |" + " --- |" * (len(seqlens) + 1))
@@ -254,6 +256,8 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
         for method, colour in zip(METHODS, ("C3", "C0", "C2"), strict=True):
             for variant, style in zip(VARIANTS, ("o-", "x:"), strict=True):
                 points = [(r["n"], r[name] / unit) for r in results if (r["variant"], r["method"]) == (variant, method)]
+                if not points:
+                    continue
                 panel.plot(*zip(*points, strict=True), style, color=colour, ms=4, label=f"{method}, {variant}")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
