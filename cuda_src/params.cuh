@@ -42,6 +42,8 @@ struct AttentionParams {
   Tensor<const Accum> dlse;    // like lse, or null
   Tensor<Accum> delta;         // like lse: rowsum(dout * out) - dlse
   Tensor<Accum> dslope_rows;   // like lse: each row's part of the slopes' gradient, or null
+  Tensor<Accum> out_parts;     // (batch * splits, ..) like out: results over parts of the keys, or null
+  Tensor<Accum> lse_parts;     // like lse, for them
   ScoreTensor<const BiasElement> bias;
   ScoreTensor<BiasElement> dbias;
   ScoreTensor<const u8> mask;
@@ -79,6 +81,6 @@ struct AttentionParams {
   int slot_rows, slot_columns;                                // of block_slots
   int num_tiles;                                              // tiles (packed: tile slots) of one head
   int num_query_tiles;                                        // the same of queries where num_tiles are of keys
-  int splits;                                                 // of the loop behind one tile of dbias
+  int splits;                                                 // of the loop behind one tile of dbias, or of the keys
   int heads_together;                                         // sm90/schedule.cuh
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from cuflash import (
     kernels,
     launch_sm80_backward,
+    launch_sm90,
     launch_sm90_backward,
     launch_split,
     plan_sm80,
@@ -21,7 +23,7 @@ from cuflash import (
     plan_split,
     plan_split_backward,
 )
-from cuflash.launch_sm90 import PersistentLaunch, heads_as_rows
+from cuflash.launch_sm90 import PersistentLaunch
 from cuflash.launch_split import SplitGradientLaunch, SplitLaunch, SplitRowsLaunch
 from cuflash.params import PARAMS, SCORE_TENSORS, TENSORS, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, Config, function_of, key_kernels, plan
@@ -61,7 +63,15 @@ def forward(
     recording = Recording(device, arrays)
     if lse is None:
         arrays = {**arrays, "lse": recording.empty(problem.lse_shape, problem.accum_dtype)}
-    _launch("forward", problem, operands, arrays, device, recording)
+    chosen = _forward_config(problem, arrays, device)
+    if isinstance(chosen, plan_sm90.Config):
+        parts = launch_sm90.results_of_parts(problem, chosen, device.num_sms, recording.empty)
+        if parts:
+            arrays = arrays | parts  # the recording keeps the call's own
+            chosen = replace(chosen, split=True)
+    _launch("forward", problem, operands, arrays, device, recording, chosen)
+    if "out_parts" in arrays:
+        _launch("merge_parts", problem, operands, arrays, device, recording)
     if memo is not None:
         recording.keep(memo)
 
@@ -174,8 +184,8 @@ class _Launch:
         device: kernels.Device,
         chosen: TensorCores | None,
     ) -> None:
-        if isinstance(chosen, plan_sm90.Config):
-            problem, arrays = heads_as_rows(problem, arrays)
+        if isinstance(chosen, plan_sm90.Config) or entry == "merge_parts":
+            problem, arrays = launch_sm90.heads_as_rows(problem, arrays)
         config = chosen or plan(problem, entry if entry in _TILED else "forward", device.smem_limit)
         tiles, blocks = _grid(entry, problem, config, arrays)
         params = _fixed_params(problem, arrays)
@@ -189,6 +199,7 @@ class _Launch:
         elif isinstance(chosen, plan_sm90.Config):
             entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
+            blocks *= max(int(params["splits"][0]), 1)
             rows = {"q": chosen.block_m, "k": chosen.block_n, "v": chosen.block_n}
             self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
         elif isinstance(chosen, plan_split.Config):
@@ -271,8 +282,6 @@ def _launch(
 ) -> None:
     seed: Any = operands.dropout_seed
     key: tuple[Any, ...] = ()
-    if entry == "forward":
-        chosen = _forward_config(problem, arrays, device)
     if operands.block_mask is not None and entry in _TILED:
         arrays = {**arrays, **_block_arrays(entry, problem, operands, device, chosen)}
         key = (arrays["block_list"].shape, arrays["block_slots"].shape)
@@ -382,7 +391,7 @@ def _grid(entry: str, problem: AttentionProblem, config: Config | TensorCores, a
         return 0, _bias_tiles(problem, config) * splits
     of_keys = entry in KEY_KERNELS or entry in plan_split_backward.KEY_KERNELS
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
-    block = _DELTA_ROWS if entry == "delta" else config.block_n if of_keys else config.block_m
+    block = _DELTA_ROWS if entry in ("delta", "merge_parts") else config.block_n if of_keys else config.block_m
     heads = problem.num_heads_kv if of_keys else problem.num_heads_q
     if problem.packed:
         # Slots for every sequence and the padding before and behind them: work_of in sequence.cuh.
@@ -418,6 +427,8 @@ def _fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     if "dbias" in arrays:
         p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
         p["splits"] = arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+    if "out_parts" in arrays:
+        p["splits"] = len(arrays["out_parts"]) // problem.batch
     if "block_list" in arrays:
         slots, lists = arrays["block_slots"], arrays["block_list"]
         p["slot_rows"], p["slot_columns"] = slots.shape[2:]
@@ -434,6 +445,6 @@ def _batch_stride(slopes: Array | None) -> int:
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     """(batch, row, head) strides in elements; 0 on axes of size 1, whose stride means nothing."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
-    if name in ("lse", "dlse", "delta", "dslope_rows"):
+    if name in ("lse", "dlse", "delta", "dslope_rows", "lse_parts"):
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

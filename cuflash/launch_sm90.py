@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from cuflash import kernels, plan_sm90
 from cuflash.params import word_of
+from cuflash.plan_sm90 import Config
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
@@ -87,6 +89,21 @@ def heads_as_rows(problem: AttentionProblem, arrays: dict[str, Array]) -> tuple[
         "q": q.reshape(len(q), heads, rows, -1).swapaxes(1, 2),
         "out": out.reshape(len(out), heads, rows, -1).swapaxes(1, 2),
         "lse": lse.reshape(len(lse), heads, rows),
+    }
+
+
+def results_of_parts(
+    problem: AttentionProblem, config: Config, num_sms: int, empty: Callable[..., Array]
+) -> dict[str, Array]:
+    """Room for the results over parts of the keys, in float32; nothing where keys stay whole."""
+    parts = plan_sm90.parts_of_keys(problem, config, num_sms)
+    if parts == 1:
+        return {}
+    seen = plan_sm90.heads_as_rows(problem)
+    batch, rows, heads = parts * seen.batch, seen.seqlen_q, seen.num_heads_q
+    return {
+        "out_parts": empty((batch, rows, heads, seen.head_dim_v), np.float32),
+        "lse_parts": empty((batch, heads, rows), np.float32),
     }
 
 

@@ -17,7 +17,22 @@ _SCORE_TENSOR = np.dtype(
     ]
 )
 
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse", "delta", "dslope_rows")
+TENSORS = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "dout",
+    "dq",
+    "dk",
+    "dv",
+    "lse",
+    "dlse",
+    "delta",
+    "dslope_rows",
+    "out_parts",
+    "lse_parts",
+)
 SCORE_TENSORS = ("bias", "dbias", "mask")
 POINTERS = (
     "dbias_parts",

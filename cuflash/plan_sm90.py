@@ -19,6 +19,8 @@ _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
 # Keys and values of heads that are computed together are to stay in L2, of which Hopper has 50 MB.
 _L2_BYTES = 32 << 20
+# Tiles of keys; parts that are shorter gain less than their merging costs.
+_SHORTEST_PART = 8
 # Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
 PLAIN_SCALES = (2.0**-64, 2.0**64)
 _16_BIT = ("float16", "bfloat16")
@@ -75,6 +77,7 @@ class Config:
     block_n: int
     stages: int
     query_stages: int
+    split: bool  # the keys of a tile are split among thread blocks
     staging: bool  # results leave through shared memory, in whole lines
     consumers: int  # warpgroups that compute
     producer_registers: int
@@ -107,7 +110,12 @@ class Config:
 
 
 def forward_config(
-    row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
+    row: Row,
+    dtype: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    plain_scores: bool = True,
+    split: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
     if {"has_bias", "has_mask"} & set(flags):
@@ -138,6 +146,7 @@ def forward_config(
         block_n=tile.block_n,
         stages=STAGES,
         query_stages=query_stages,
+        split=split,
         staging=staging,
         consumers=consumers,
         producer_registers=producer_registers,
@@ -217,6 +226,16 @@ def table() -> Iterator[tuple[Config, str]]:
         for dtype in _16_BIT:
             for flags in ((), ("has_window",), ("has_window", "has_block_mask")):
                 yield forward_config(row, dtype, None, flags), dtype
+            yield forward_config(row, dtype, None, (), split=True), dtype
+
+
+def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:
+    """Into how many parts the keys of each tile are split, so that few tiles fill the GPU."""
+    if problem.packed or problem.block_mask:
+        return 1
+    seen = heads_as_rows(problem)
+    tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
+    return max(min(num_sms // tiles, -(-seen.seqlen_k // config.block_n) // _SHORTEST_PART), 1)
 
 
 def heads_together(problem: AttentionProblem) -> int:

@@ -31,16 +31,16 @@ def inputs(head_dim: int, head_dim_v: int) -> tuple[Array, Array, Array]:
     return normal(2, 150, 4, head_dim), normal(2, 200, 2, head_dim), normal(2, 200, 2, head_dim_v)
 
 
-def both(q: Array, k: Array, v: Array, hidden: Any = None, **options: Any) -> None:
+def both(q: Array, k: Array, v: Array, hidden: Any = None, num_sms: int = 3, **options: Any) -> None:
     """Compares out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
     bad_k, bad_v = k.copy(), v.copy()
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
     gpu_backend._launches.clear()
     poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
-    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=num_sms)):
         out, lse = cuflash.attention(q, bad_k, bad_v, out=poisoned, return_lse=True, **options)
-    assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+    assert next(iter(gpu_backend._launches.values())).persistent is not None
     wide: dict[str, Any] = {
         name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
         for name, x in options.items()
@@ -96,6 +96,25 @@ def test_a_single_query_of_grouped_heads(options: dict[str, Any]) -> None:
     both(q, normal(2, 200, 2, 64), normal(2, 200, 2, 64), **options)
     (launch,) = gpu_backend._launches.values()
     assert launch.words.view(PARAMS)[0]["num_heads_q"] == 2  # a tile holds the heads of a group
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"kv_lengths": np.array([1700], np.int32)},
+        {"sink": RNG.standard_normal(2).astype(np.float32), "window": (1500, 0)},
+        {"mask": RNG.random((70, 2500)) < 0.5},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
+    hidden = slice(1700, 2500) if "kv_lengths" in options else None
+    q, k, v = normal(1, 70, 2, 64), normal(1, 2500, 1, 64), normal(1, 2500, 1, 64)
+    both(q, k, v, hidden, num_sms=9, **options)
+    parts = [launch.words.view(PARAMS)[0]["splits"] for launch in gpu_backend._launches.values()]
+    assert len(parts) == 2
+    assert min(parts) > 1
 
 
 def test_only_what_tells_heads_apart_keeps_them_apart() -> None:

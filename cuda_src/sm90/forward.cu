@@ -4,6 +4,7 @@
 #include "../write_fragment.cuh"
 #include "epilogue.cuh"
 #include "hidden_values.cuh"
+#include "parts.cuh"
 #include "schedule.cuh"
 
 struct SharedStorage {
@@ -11,7 +12,7 @@ struct SharedStorage {
   alignas(1024) unsigned char k[STAGES * K_BYTES];
   alignas(1024) unsigned char v[STAGES * V_BYTES];
   Staging staging;
-  Work work[WORK_STAGES];
+  PartialWork work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
@@ -21,7 +22,7 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory hol
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
-  WorkRing work;
+  Ring<WORK_STAGES, sizeof(PartialWork)> work;
   Ring<QUERY_STAGES, Q_BYTES> q;
   Ring<STAGES, K_BYTES> k;
   Ring<STAGES, V_BYTES> v;
@@ -46,14 +47,14 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
 }
 
 // The loads of one tile, in the order of their use: the next keys before the values of the current ones.
-__device__ __forceinline__ void load_tile(const AttentionParams& p, const Work& work, Rings& rings,
+__device__ __forceinline__ void load_tile(const AttentionParams& p, const PartialWork& work, Rings& rings,
                                           const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                                           const ptx::TensorMap* v_map) {
   const Sequence& s = work.sequence;
   const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
   const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
   const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
-  Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+  Blocks blocks = blocks_of_part(p, work);
   bool last = blocks.done();
   if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
   load<BLOCK_M, PANELS>(rings.q, q_map, row_q, work.head, batch);
@@ -70,10 +71,10 @@ __device__ __forceinline__ void load_tile(const AttentionParams& p, const Work& 
 __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
                                            const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                                            const ptx::TensorMap* v_map) {
-  const u32 total = p.num_tiles * num_images(p);
+  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
   for (u32 index = blockIdx.x; index < total;) {
     const u32 ticket = take_ticket(p);  // on its way while this tile is loaded
-    const Work work = work_at(p, index);
+    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
     if (work.tile * BLOCK_M < work.sequence.rows_q) {
       rings.work.acquire();
       shared.work[rings.work.stage] = work;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
     index = index_of_ticket(p, ticket, index, total);
   }
   rings.work.acquire();
-  shared.work[rings.work.stage] = {{}, 0, NO_TILE};
+  shared.work[rings.work.stage] = {{{}, 0, NO_TILE}, 0};
   rings.work.publish();
 }
 
@@ -94,7 +95,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    const PartialWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
@@ -107,12 +108,15 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
+    const float sink = p.sink == nullptr || work.part > 0 ? -infinity() : p.sink[work.head];
     // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
-    const Blocks all = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
-    Blocks blocks = HIDES_ANYWHERE
-                        ? all
-                        : blocks_of_keys(p, s, work.head, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP, BLOCK_N);
+    const Blocks all = blocks_of_part(p, work);
+    Blocks blocks = all;
+    if constexpr (!HIDES_ANYWHERE) {
+      const Blocks own = blocks_of_keys(p, s, work.head, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP, BLOCK_N);
+      blocks.block = larger(own.block, all.block);
+      blocks.end = smaller(own.end, all.end);
+    }
     const auto pass_over = [&](int begin, int end) {
       for (int block = begin; block < end; block++) {
         rings.k.wait();
@@ -211,19 +215,23 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       inverse[0] *= static_cast<float>(p.dropout_rescale);
       inverse[1] *= static_cast<float>(p.dropout_rescale);
     }
-    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    if (lane() % 4 < 2) {
-      const int i = row + 8 * (lane() % 4);
-      const float own = lane() % 4 == 0 ? lse[0] : lse[1];
-      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
-    }
-    Element* target = p.out.at(batch, s.row_q, work.head);
-    if constexpr (STAGING) {
-      const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
-      write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
-                 shared.staging.rows[staged_row]);
+    if constexpr (SPLIT) {
+      write_part(p, work, row, out, inverse, lse);
     } else {
-      write_fragment(target, p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out, inverse);
+      const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+      if (lane() % 4 < 2) {
+        const int i = row + 8 * (lane() % 4);
+        const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+        if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+      }
+      Element* target = p.out.at(batch, s.row_q, work.head);
+      if constexpr (STAGING) {
+        const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
+        write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
+                   shared.staging.rows[staged_row]);
+      } else {
+        write_fragment(target, p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out, inverse);
+      }
     }
     __syncwarp();
     rings.work.release();
