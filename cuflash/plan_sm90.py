@@ -40,7 +40,8 @@ class Tile:
 class Row:
     """Tiles for head dims up to these: without a window, with one, with other options, with a bias or a mask.
 
-    The more an option takes in registers, the smaller the tile: no kernel spills.
+    The more an option takes in registers, the smaller the tile: no kernel spills. With `many_keys` and no option wider
+    tiles may pay.
     """
 
     head_dim: int
@@ -49,18 +50,20 @@ class Row:
     windowed: Tile
     with_options: Tile
     with_arrays: Tile
+    many_keys: Tile | None = None
 
 
 # The first row that is wide enough is taken.
 FORWARD = (
     Row(64, 64, Tile(192, 128), Tile(192, 128), Tile(128, 128), Tile(128, 64)),
     Row(96, 96, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
-    Row(128, 128, Tile(128, 176), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
+    Row(128, 128, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64), many_keys=Tile(128, 176)),
     Row(192, 128, Tile(128, 128), Tile(128, 128), Tile(128, 96), Tile(128, 64)),
     Row(192, 192, Tile(128, 112), Tile(128, 112), Tile(128, 64), Tile(128, 64)),
     Row(256, 256, Tile(128, 80), Tile(128, 80), Tile(128, 32), Tile(128, 32)),
 )
 STAGES = 2
+_MANY_KEYS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,13 @@ def forward_config(
     flags: tuple[str, ...],
     plain_scores: bool = True,
     split: bool = False,
+    many_keys: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
     if {"has_bias", "has_mask"} & set(flags):
         tile = row.with_arrays
     elif set(flags) <= {"has_window"} and plain_scores:
-        tile = row.windowed if flags else row.full
+        tile = row.windowed if flags else (many_keys and row.many_keys) or row.full
     else:
         tile = row.with_options
     consumers = tile.block_m // ROWS_OF_WARPGROUP
@@ -206,7 +210,14 @@ def _config(problem: AttentionProblem) -> Config:
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     low, high = PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high
-    return forward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), plain_scores)
+    return forward_config(
+        row,
+        problem.dtype,
+        problem.bias_dtype,
+        flags_of(problem),
+        plain_scores,
+        many_keys=problem.seqlen_k >= _MANY_KEYS,
+    )
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -227,6 +238,8 @@ def table() -> Iterator[tuple[Config, str]]:
             for flags in ((), ("has_window",), ("has_window", "has_block_mask")):
                 yield forward_config(row, dtype, None, flags), dtype
             yield forward_config(row, dtype, None, (), split=True), dtype
+            if row.many_keys:
+                yield forward_config(row, dtype, None, (), many_keys=True), dtype
 
 
 def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:
