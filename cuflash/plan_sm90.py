@@ -19,6 +19,9 @@ _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
 # Keys and values of heads that are computed together are to stay in L2, of which Hopper has 50 MB.
 _L2_BYTES = 32 << 20
+# Queries of short and long sequences for the order of tiles, and of a group of heads whose causal tiles even out: four
+# tiles of 128 for each of an H100's multiprocessors.
+_SHORT_QUERIES, _LONG_QUERIES, _EVEN_ROWS = 512, 4096, 4 * 128 * 132
 # Tiles of keys; parts that are shorter gain less than their merging costs.
 _SHORTEST_PART = 8
 # Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
@@ -60,10 +63,10 @@ FORWARD = (
     Row(128, 128, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64), many_keys=Tile(128, 176)),
     Row(192, 128, Tile(128, 128), Tile(128, 128), Tile(128, 96), Tile(128, 64)),
     Row(192, 192, Tile(128, 112), Tile(128, 112), Tile(128, 64), Tile(128, 64)),
-    Row(256, 256, Tile(128, 80), Tile(128, 80), Tile(128, 32), Tile(128, 32)),
+    Row(256, 256, Tile(128, 64), Tile(128, 64), Tile(128, 32), Tile(128, 32)),
 )
 STAGES = 2
-_MANY_KEYS = 1 << 14
+_MANY_KEYS = 4096
 
 
 @dataclass(frozen=True)
@@ -252,8 +255,18 @@ def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> in
 
 
 def heads_together(problem: AttentionProblem) -> int:
-    """Query heads (of all sequences) whose keys and values fit in L2 together."""
+    """Query heads (of all sequences) that thread blocks compute at a time: as many as keys and values fit in L2.
+
+    Of short sequences fewer, so that reading keys goes on beside products all the time; of long ones more, so that
+    tiles of differing length even out.
+    """
     sequences = 1 if problem.packed else problem.batch
+    heads = problem.num_heads_q * sequences
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
-    fitting = max(_L2_BYTES // bytes_of_head, 1) * problem.group_size
-    return min(fitting, problem.num_heads_q * sequences)
+    l2_bytes = _L2_BYTES // 2 if problem.seqlen_q <= _SHORT_QUERIES else _L2_BYTES
+    fitting = max(l2_bytes // bytes_of_head, 1)
+    if problem.seqlen_q >= _LONG_QUERIES:
+        fitting = max(fitting, -(-_EVEN_ROWS // (problem.seqlen_q * problem.group_size)))
+    # Groups of one size: a small one at the end would not even out.
+    groups = -(-heads // (fitting * problem.group_size))
+    return -(-heads // (groups * problem.group_size)) * problem.group_size
