@@ -38,6 +38,13 @@ struct FragmentSoftmax {
     sum[0] = sum[1] = 0;
   }
 
+  // From another with the same scale.
+  __device__ __forceinline__ void take_factors(const FragmentSoftmax& other) {
+    to_natural = other.to_natural;
+    to_base_2 = other.to_base_2;
+    room = other.room;
+  }
+
   // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
   // stay in bounds, as most do, needs no maximum of a whole row.
   __device__ __forceinline__ bool step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {

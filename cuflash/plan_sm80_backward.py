@@ -79,7 +79,7 @@ BACKWARD = (
     Row(
         256,
         256,
-        (Tile(64, 128, 8, 2, False), Tile(64, 64, 4, 2, False), Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
+        (Tile(64, 128, 8, 2, False), Tile(32, 64, 4, 1, False), Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
         (Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
     ),
 )

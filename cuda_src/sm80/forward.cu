@@ -16,6 +16,7 @@ struct SharedStorage {
   alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
   Work work;  // this and the next are read again where needed: registers are scarce
   Rows k_rows, v_rows;
+  FragmentSoftmax softmax;  // its factors
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
@@ -31,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const Sequence& s = shared.work.sequence;
     const int head_kv = shared.work.head / (p.num_heads_q / p.num_heads_kv);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    shared.softmax = FragmentSoftmax(static_cast<float>(p.softmax_scale));
     shared.k_rows = Rows(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
     shared.v_rows = Rows(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);
   }
@@ -52,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     clear(out[f]);
-    softmax[f] = FragmentSoftmax(static_cast<float>(p.softmax_scale));
+    softmax[f] = shared.softmax;
   }
 
   Blocks blocks = blocks_of_keys(p, s, head, shared.work.tile, BLOCK_M, BLOCK_N);
@@ -102,10 +104,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       const int row = first_row + 16 * f + fragment_row();
       scores.apply(x[f], row, first_key, masked);
       if (HIDES_ANYWHERE && masked) mark_seen(shared.seen, x[f]);
-      softmax[f].step(x[f], rescale);
+      softmax[f].take_factors(shared.softmax);
+      const bool grown = softmax[f].step(x[f], rescale);
       scores.drop(x[f], row, first_key);
       pack(weights[f], x[f]);
-      rescale_rows(out[f], rescale);
+      if (grown) rescale_rows(out[f], rescale);
     }
     if (HIDES_ANYWHERE && masked) {
       __syncthreads();
@@ -122,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   for (int f = 0; f < FRAGMENTS; f++) {
     float inverse[2], lse[2];
     const int row = first_row + 16 * f + fragment_row();
+    softmax[f].take_factors(shared.softmax);
     softmax[f].finish(sink, inverse, lse);
     if constexpr (HAS_DROPOUT) {
       inverse[0] *= static_cast<float>(p.dropout_rescale);
