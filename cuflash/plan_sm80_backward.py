@@ -61,14 +61,14 @@ BACKWARD = (
     Row(
         64,
         64,
-        (Tile(32, 128, 4, 1, True, stages=2, min_blocks=2), Tile(32, 128, 4, 1, True)),
-        (Tile(32, 64, 4, 1, True, stages=2, min_blocks=2), Tile(32, 64, 4, 1, True)),
+        (Tile(32, 128, 4, 1, True, min_blocks=2), Tile(32, 128, 4, 1, True)),
+        (Tile(32, 64, 4, 1, True, min_blocks=2), Tile(32, 64, 4, 1, True)),
     ),
     Row(
         128,
         128,
         (Tile(64, 128, 8, 2, True, stages=2), Tile(64, 64, 4, 2, True), Tile(32, 64, 4, 1, True)),
-        (Tile(32, 128, 8, 1, False, stages=2), Tile(32, 64, 4, 1, False)),
+        (Tile(32, 64, 4, 1, False),),
     ),
     Row(
         192,
@@ -80,7 +80,7 @@ BACKWARD = (
         256,
         256,
         (Tile(64, 128, 8, 2, False), Tile(32, 64, 4, 1, False), Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
-        (Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
+        (Tile(16, 64, 4, 1, False),),
     ),
 )
 MAIN, ROWS, DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq"
