@@ -193,7 +193,7 @@ def test_thinc() -> None:
 def test_naive_attention_beside_cuflash() -> None:
     from cuflash.examples.naive_attention import compare
 
-    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 2, 32)).astype("float32")
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2048, 2, 32)).astype("float32")
     report = compare(q, k, v)
     naive_errors, naive_peak = report["naive"]
     errors, peak = report["cuflash"]
