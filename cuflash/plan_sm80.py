@@ -51,8 +51,8 @@ class Row:
 ENTRIES = ("forward_sm80",)
 # The first row that is wide enough is taken.
 FORWARD = (
-    Row(64, 64, (Tile(128, 128, 4, min_blocks=2), Tile(128, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
-    Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4))),
+    Row(64, 64, (Tile(128, 64, 4, min_blocks=2), Tile(128, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
+    Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
     Row(
         128,
         128,
@@ -62,7 +62,7 @@ FORWARD = (
             Tile(128, 32, 4, min_blocks=2),
             Tile(64, 64, 4),
         ),
-        (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4)),
+        (Tile(64, 32, 4, min_blocks=2), Tile(64, 32, 4)),
     ),
     Row(192, 128, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     Row(192, 192, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),

@@ -61,7 +61,7 @@ BACKWARD = (
     Row(
         64,
         64,
-        (Tile(32, 128, 4, 1, True, min_blocks=2), Tile(32, 128, 4, 1, True)),
+        (Tile(32, 128, 4, 1, True, min_blocks=2), Tile(32, 64, 4, 1, True)),
         (Tile(32, 64, 4, 1, True, min_blocks=2), Tile(32, 64, 4, 1, True)),
     ),
     Row(
