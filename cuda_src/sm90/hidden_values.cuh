@@ -50,6 +50,7 @@ struct HiddenValues {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
+      sync_consumers();  // others may still read these rows for their scores
       clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }

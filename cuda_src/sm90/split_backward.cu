@@ -265,10 +265,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
         raise(y, unit, rescale);
         gradients.set(y);
         if constexpr (OVERLAPS) add_values();
-        if (!OF_KEYS && masked) {
-          sync_consumers();  // scores of every warpgroup came from these rows, too
-          hidden.clear(rings.columns, first_column);
-        }
+        if (!OF_KEYS && masked) hidden.clear(rings.columns, first_column);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
           multiply<CHUNK_COLUMNS>(sum, gradients, rings.columns.buffer(), HEAD_DIM, chunk);
