@@ -119,7 +119,7 @@ def measure(
                     result.absent[name] = _reason(error)
     for direction, result in results.items():
         result.times = stopwatch.interleaved(timed[direction], rounds)
-        result.wrong = not result.errors.get(peers.US, 0.0) <= check.limit(cell.dtype)
+        result.wrong = not result.errors.get(peers.US, 0.0) <= check.limit(cell.dtype, cell.precision)
         if result.wrong:
             _say(f"WRONG: {cell.name} {direction}: error {result.errors[peers.US]:.3g}")
     return list(results.values())

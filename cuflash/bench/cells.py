@@ -19,7 +19,7 @@ RELATIVE_FLOPS = {FORWARD: 1.0, BACKWARD: 2.5}
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem. `lengths` makes it packed; `density` gives it a random block mask."""
+    """One problem. `lengths` makes it packed, `density` gives it a random block mask; `precision` is for cuflash."""
 
     name: str
     dtype: str
@@ -34,6 +34,7 @@ class Cell:
     window_left: int | None = None
     density: float | None = None
     lengths: tuple[int, ...] = ()
+    precision: str | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of q, k, v and dout."""
@@ -147,7 +148,24 @@ def _dense(grid: Grid) -> list[Cell]:
 
 
 def _float32(grid: Grid) -> list[Cell]:
-    return [_plain(f"{dtype} d64 full n4k", dtype, 4, 16, 4096, 64) for dtype in ("float32", "float64")]
+    """Float32 exact and by TF32, and float64."""
+    kinds = [("float32", None), ("float32", "tf32"), ("float64", None)]
+    sizes = [(4, 64), (2, 128)]
+    return [
+        _plain(
+            f"{precision or dtype} d{head_dim} {mask} n4k",
+            dtype,
+            batch,
+            16,
+            4096,
+            head_dim,
+            causal=mask == "causal",
+            precision=precision,
+        )
+        for dtype, precision in kinds
+        for batch, head_dim in sizes
+        for mask in ("full", "causal")
+    ]
 
 
 def _window(grid: Grid) -> list[Cell]:

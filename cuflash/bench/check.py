@@ -18,12 +18,14 @@ SAMPLES = 8
 # Largest error over the largest value of the sample, in units of the dtype's rounding and of float32's accumulation:
 # several times what right kernels show on N(0, 1) inputs, and far less than any wrong index or mask gives.
 ROUNDINGS, ACCUMULATIONS = 8, 256
+# Of the mantissa.
+BITS, TF32_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}, 10
 
 
-def limit(dtype: str) -> float:
+def limit(dtype: str, precision: str | None = None) -> float:
     """The error above which a result counts as wrong."""
     accum = np.finfo(np.float64 if dtype == "float64" else np.float32).eps
-    bits = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}[dtype]  # of the mantissa
+    bits = TF32_BITS if precision == "tf32" else BITS[dtype]
     return float(ROUNDINGS * 2.0**-bits + ACCUMULATIONS * accum)
 
 
@@ -119,7 +121,7 @@ def take_sample(inputs: Inputs, out: Any, lse: Any) -> Sample:
 
 
 def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:
-    tolerance = limit("float64" if cell.dtype == "float64" else "float32")
+    tolerance = limit("float64" if cell.dtype == "float64" else "float32", cell.precision)
     if not np.allclose(lse, truth, rtol=tolerance, atol=tolerance):
         raise ArithmeticError(f"{cell.name}: lse is wrong by {np.abs(lse - truth).max():.3g}")
 

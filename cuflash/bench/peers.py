@@ -51,7 +51,7 @@ def cuflash_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
 def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...], dict[str, Any]]:
     """The two functions, where the sequences lie if they are packed, and the options of the inputs' cell."""
     cell = inputs.cell
-    options: dict[str, Any] = {"causal": cell.causal}
+    options: dict[str, Any] = {"causal": cell.causal, "precision": cell.precision}
     if cell.window_left is not None:
         options["window"] = (cell.window_left, None)
     if cell.density is not None:
