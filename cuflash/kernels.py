@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash import tensor_map
+from cuflash.config import FLAGS
 from cuflash.params import layout_asserts
 
 Array = Any
@@ -27,6 +28,7 @@ _OWN_ARCH_SINCE = (12, 9)
 # Set, it gives Hopper the kernels of other GPUs, to test and to measure them there.
 _WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
+_LAST = ("smem_bytes", *FLAGS)
 _SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 # Shared memory that every kernel may use without asking for more.
 _DEFAULT_SMEM_BYTES = 48 * 1024
@@ -211,7 +213,9 @@ def source_of(entry_file: str, constants: Any) -> str:
 
 def _constants_text(constants: Any) -> str:
     if is_dataclass(constants):
-        values = {f.name: getattr(constants, f.name) for f in fields(constants) if f.name != "entry"}
+        # In whatever order their classes name them: first what the tiles are, then what is made of it.
+        names = sorted((f.name for f in fields(constants) if f.name != "entry"), key=_LAST.__contains__)
+        values = {name: getattr(constants, name) for name in names}
     else:
         values = dict(constants)
     lines = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from cuflash.config import FLAGS, KernelConfig
 from cuflash.problem import MAX_HEAD_DIM, AttentionProblem
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
@@ -105,33 +106,12 @@ def smem_limit(arch: str) -> int:
     return SMALLEST_SMEM if kilobytes is None else kilobytes * 1024
 
 
-@dataclass(frozen=True)
-class Config:
-    """One kernel: every field but `entry` is a constant of the generated source (`block_m` -> `BLOCK_M`)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """A portable kernel."""
 
-    entry: str  # of cuda_src/<entry>.cu, or of the file that `KERNEL_FILES` names
-    element: str  # C++ type of q, k, v
-    accum: str
-    bias_element: str
-    head_dim: int  # class: accumulators are this wide; 0 where the kernel does not depend on it
-    head_dim_v: int
-    block_m: int
-    block_n: int
     block_k: int
     unroll: int
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
 
     @property
     def tile(self) -> str:
@@ -144,7 +124,6 @@ class Config:
         return _SIDE * _SIDE
 
 
-FLAGS = tuple(f.name for f in fields(Config) if f.name.startswith("has_"))
 # Flags whose code takes so many registers that the kernel needs smaller tiles.
 LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.plan import CPP_TYPES, FLAGS, capability_of, flags_of, smem_limit
+from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
 from cuflash.problem import AttentionProblem
 
 WARP = 32
@@ -75,18 +76,10 @@ FORWARD = (
 )
 
 
-@dataclass(frozen=True)
-class Config:
-    """One kernel: every field but `entry` is a constant of the generated source."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """One kernel of this family."""
 
-    entry: str
-    element: str
-    accum: str
-    bias_element: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
     num_warps: int
     stages: int
     min_blocks: int
@@ -94,24 +87,6 @@ class Config:
     async_copies: bool  # cp.async, else through registers
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
     plain_scores: bool  # a score is a product of q and k times a positive scale
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
-
-    @property
-    def tile(self) -> str:
-        """Queries and keys of a tile."""
-        return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.plan import CPP_TYPES, FLAGS, capability_of, flags_of, smem_limit
+from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
 from cuflash.plan_sm80 import ELEMENT_BYTES, RESERVED_SMEM, SMEM_BESIDE_TILES, WARP, Capability, dtypes
 from cuflash.problem import AttentionProblem
 
@@ -87,18 +88,10 @@ MAIN, ROWS, DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq"
 ENTRIES = (MAIN, ROWS, DQ)
 
 
-@dataclass(frozen=True)
-class Config:
-    """One kernel of a backward pass: every field but `entry` is a constant of the generated source."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """One kernel of a backward pass."""
 
-    entry: str
-    element: str
-    accum: str
-    bias_element: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
     num_warps: int
     dq_fragments: int
     stages: int
@@ -110,24 +103,6 @@ class Config:
     plain_scores: bool  # a score is a product of q and k times a scale
     computes_dk: bool  # and dq
     computes_dv: bool
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
-
-    @property
-    def tile(self) -> str:
-        """Queries and keys of a tile."""
-        return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
@@ -69,18 +70,10 @@ STAGES = 2
 _MANY_KEYS = 4096
 
 
-@dataclass(frozen=True)
-class Config:
-    """One kernel: every field but `entry` is a constant of the generated source."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """One kernel of this family."""
 
-    entry: str
-    element: str
-    accum: str
-    bias_element: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
     stages: int
     query_stages: int
     split: bool  # the keys of a tile are split among thread blocks
@@ -90,24 +83,6 @@ class Config:
     consumer_registers: int
     ping_pong: bool
     plain_scores: bool  # a score is a product of q and k times a positive scale
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
-
-    @property
-    def tile(self) -> str:
-        """Queries and keys of a tile."""
-        return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:

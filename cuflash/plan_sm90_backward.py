@@ -8,7 +8,8 @@ from functools import lru_cache
 from itertools import product
 
 from cuflash import plan_sm90
-from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
@@ -63,18 +64,10 @@ WITH_OPTIONS = (
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
-@dataclass(frozen=True)
-class Config:
-    """The kernels of one backward pass: every field but `entry` is a constant of the generated sources."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """The kernels of one backward pass."""
 
-    entry: str
-    element: str
-    accum: str
-    bias_element: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
     query_stages: int
     dout_stages: int
     ds_stages: int
@@ -87,24 +80,6 @@ class Config:
     deterministic: bool  # sums of dq have an order
     ping_pong: bool  # the warpgroups take turns at the tensor cores
     plain_scores: bool  # a score is a product of q and k times a scale
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
-
-    @property
-    def tile(self) -> str:
-        """Queries and keys of a tile."""
-        return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.plan import CPP_TYPES, FLAGS, flags_of
+from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.plan_split import HALF_BYTES, KEY_PARTS, PARTS, in_words
 from cuflash.problem import AttentionProblem
@@ -66,18 +67,10 @@ BACKWARD = {
 }
 
 
-@dataclass(frozen=True)
-class Config:
-    """One kernel: every field but `entry` is a constant of the generated source."""
+@dataclass(frozen=True, kw_only=True)
+class Config(KernelConfig):
+    """One kernel of this family."""
 
-    entry: str
-    element: str
-    accum: str
-    bias_element: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
     of_keys: bool
     of_dk: bool
     of_dv: bool
@@ -92,19 +85,6 @@ class Config:
     consumer_registers: int
     ping_pong: bool
     plain_scores: bool  # a score is a product of q and k times a positive scale
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
-
-    @property
-    def flags(self) -> str:
-        """The options that are compiled in, in words."""
-        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
 
     @property
     def tile(self) -> str:

@@ -1,0 +1,48 @@
+"""What the configurations of all kernels have in common, whatever family they belong to. Pure, no CuPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """One kernel: every field but `entry` is a constant of the generated source (`block_m` -> `BLOCK_M`).
+
+    Families add fields of their own, and derive further kernels from the same constants (`replace`, another `entry`).
+    """
+
+    entry: str
+    element: str  # C++ type of q, k, v
+    accum: str
+    bias_element: str
+    head_dim: int  # class: accumulators are this wide; 0 where the kernel does not depend on it
+    head_dim_v: int
+    block_m: int  # queries of a tile
+    block_n: int  # keys
+    smem_bytes: int
+    has_window: bool
+    has_softcap: bool
+    has_bias: bool
+    has_mask: bool
+    has_alibi: bool
+    has_dropout: bool
+    has_block_mask: bool
+
+    @property
+    def flags(self) -> str:
+        """The options that are compiled in, in words."""
+        return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
+
+    @property
+    def tile(self) -> str:
+        """Queries and keys of a tile."""
+        return f"{self.block_m}x{self.block_n}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        raise NotImplementedError
+
+
+FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
