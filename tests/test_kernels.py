@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward
+from cuflash.config import FLAGS
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
@@ -45,7 +46,7 @@ def source(config: plan.Config | plan_sm80.Config | plan_sm80_backward.Config) -
 def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
     limit = plan.smem_limit(arch)
     # Plain and with all flags, the most and the least registers; `python -m cuflash compile --arch` takes the rest too.
-    configs = [c for c, _ in plan.table(limit) if c.entry == entry and len(c.flags.split(", ")) in (1, len(plan.FLAGS))]
+    configs = [c for c, _ in plan.table(limit) if c.entry == entry and len(c.flags.split(", ")) in (1, len(FLAGS))]
     assert configs
     for config in configs:
         report = kernels.compile_for(arch, source(config), entry)
@@ -73,7 +74,7 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
     for config, own_dtype in table:
         if own_dtype != dtype or config.entry != entry or (config.head_dim, config.head_dim_v) != head_dims:
             continue
-        if len(config.flags.split(", ")) in (1, len(plan.FLAGS)):
+        if len(config.flags.split(", ")) in (1, len(FLAGS)):
             report = kernels.compile_for(arch, source(config), entry)
             assert report.spill_bytes == 0, f"{arch} {config}"
             assert not report.warnings, f"{arch} {config}: {report.warnings}"
@@ -182,6 +183,6 @@ def test_classes_hold_their_head_dims(head_dim: int) -> None:
 def test_the_table_names_every_dtype_and_flag() -> None:
     configs = [config for config, _ in plan.table(plan.smem_limit("sm_90"))]
     assert {config.element for config in configs} == {"__half", "__nv_bfloat16", "float", "double"}
-    for flag in plan.FLAGS:
+    for flag in FLAGS:
         assert {getattr(config, flag) for config in configs} == {False, True}
     assert np.all([config.smem_bytes <= plan.smem_limit("sm_90") for config in configs])
