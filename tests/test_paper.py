@@ -19,8 +19,10 @@ paper, paper_io = importlib.import_module("paper"), importlib.import_module("pap
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(paper, "BUDGET", 0.0)
-    arguments = ["--device", "cpu", "--batch", "1", "--seqlens", "64", "128", "--out", str(tmp_path)]
-    assert paper.main(arguments) == 0
+    arguments = ["--device", "cpu", "--batch", "1", "--out", str(tmp_path), "--seqlens"]
+    for lengths in (["128"], ["64", "128"]):  # the second run's rows join those of the first, or take their places
+        assert paper.main([*arguments, *lengths]) == 0
+    assert paper.main([*arguments, "64", "--batch", "2"]) == 2  # another problem
     results = json.loads((tmp_path / "paper.json").read_text())["results"]
     assert len(results) == len(paper.VARIANTS) * len(paper.METHODS) * 2
     assert all(r["forward_ms"] > 0 and r["backward_ms"] > 0 and r["bytes"] > 0 for r in results)

@@ -1,6 +1,7 @@
 """The tables of the FlashAttention paper (Dao et al., 2022, appendix E), measured anew.
 
     python examples/benchmarks/paper.py                    # time and memory over n = 128 ... 64k
+    python examples/benchmarks/paper.py --methods naive    # these rows alone; they join those in --out
     python examples/benchmarks/paper.py --io               # bytes that the multiprocessors read and write, by ncu
 
 Batch 16, 8 heads, head dim 64, float16, forward, backward and both, plain and with dropout and a padding mask:
@@ -54,13 +55,13 @@ class Problem:
     """Inputs of one length."""
 
     def __init__(self, xp: Any, batch: int, seqlen: int, options: bool) -> None:
-        rng = np.random.default_rng(0)
+        rng = xp.random.default_rng(0)
         shape = (batch, seqlen, HEADS, HEAD_DIM)
         self.xp, self.seqlen, self.options = xp, seqlen, options
-        # the same numbers for each sequence of the batch, at places of their own
-        numbers = rng.standard_normal((4, 1, *shape[1:]), np.float32).astype(np.float16)
-        self.q, self.k, self.v, self.dout = (xp.asarray(x) + xp.zeros(shape, np.float16) for x in numbers)
-        self.mask = xp.asarray(rng.random((batch, 1, 1, seqlen)) >= PADDING)
+        self.q, self.k, self.v, self.dout = (
+            rng.standard_normal(shape, dtype=np.float32).astype(np.float16) for _ in range(4)
+        )
+        self.mask = rng.random((batch, 1, 1, seqlen)) >= PADDING
 
     def cuflash(self, sparse: bool) -> Calls:
         """cuflash, perhaps with the block mask."""
@@ -124,8 +125,7 @@ class Problem:
 
 
 def milliseconds(xp: Any, call: Callable[[], Any]) -> float:
-    """Median time of repeated calls after a first one."""
-    call()
+    """Median time of repeated calls; everything was compiled before."""
     once = _times(xp, call, 1)
     count = int(np.clip(BUDGET / max(sum(once), 1e-6), 1, 50))
     return 1e3 * float(np.median(_times(xp, call, count) if count > 1 else once))
@@ -178,38 +178,47 @@ def measure(xp: Any, batch: int, seqlen: int, options: bool, method: str) -> dic
     """Milliseconds and bytes of one method at one length."""
     problem = Problem(xp, batch, seqlen, options)
     calls = problem.calls(method)
-    figures = {f"{name}_ms": milliseconds(xp, call) for name, call in calls._asdict().items()}
-    with peak_memory(xp) as peak:
+    with peak_memory(xp) as peak:  # and all that these calls need is compiled
         calls.both()
-        figures["bytes"] = peak()
-    return figures
+        size = peak()
+    figures = {f"{name}_ms": milliseconds(xp, call) for name, call in calls._asdict().items()}
+    return {**figures, "bytes": size}
 
 
-def run(
-    xp: Any, batch: int, seqlens: list[int], naive_bytes: int, longest_ms: float, keep: Callable[[Any], None]
-) -> None:
+def run(xp: Any, args: argparse.Namespace, naive_bytes: int, keep: Callable[[dict[str, Any]], None]) -> None:
     """All figures; the naive method ends where it does not fit, every method where a call would take too long."""
-    results: list[dict[str, Any]] = []
-    for variant, options in VARIANTS.items():
-        for method in METHODS:
-            for seqlen in seqlens:
+    for variant in args.variants:
+        for method in args.methods:
+            both_ms = 0.0
+            for seqlen in sorted(args.seqlens):
                 # scores, weights, dropout and their gradients, in float16 and float32: 24 bytes at a time or less
-                if method == "naive" and 24 * batch * HEADS * seqlen**2 > naive_bytes:
+                if method == "naive" and 24 * args.batch * HEADS * seqlen**2 > naive_bytes:
                     break
-                last = results[-1] if results and results[-1]["variant"] == variant else None
-                if last and last["method"] == method and 4 * last["both_ms"] > longest_ms:
+                if 4 * both_ms > 1e3 * args.longest:
                     break
-                figures = measure(xp, batch, seqlen, options, method)
-                results.append({"variant": variant, "method": method, "n": seqlen, **figures})
+                figures = measure(xp, args.batch, seqlen, VARIANTS[variant], method)
+                both_ms = figures["both_ms"]
                 print(
                     f"{variant:18} {method:14} n {seqlen:6}: "
                     + ", ".join(f"{name} {figures[f'{name}_ms']:9.3f} ms" for name in DIRECTIONS)
                     + f", {figures['bytes'] / 2**20:10.1f} MiB",
                     flush=True,
                 )
+                keep({"variant": variant, "method": method, "n": seqlen, **figures})
                 if xp is not np:
                     xp.get_default_memory_pool().free_all_blocks()
-                keep(results)
+
+
+def rows_before(path: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file of the same code on the same machine."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    rows: list[dict[str, Any]] = before.pop("results")
+    other = [name for name, value in facts.items() if name != "date" and before.get(name) != value]
+    if other:
+        raise ValueError(f"{path} is of a run with other {', '.join(other)}: give another --out, or remove it")
+    return rows
 
 
 def slope(results: list[dict[str, Any]], variant: str, method: str, figure: str) -> float | None:
@@ -255,7 +264,8 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
     ):
         for method, colour in zip(METHODS, ("C3", "C0", "C2"), strict=True):
             for variant, style in zip(VARIANTS, ("o-", "x:"), strict=True):
-                points = [(r["n"], r[name] / unit) for r in results if (r["variant"], r["method"]) == (variant, method)]
+                mine = (r for r in results if (r["variant"], r["method"]) == (variant, method))
+                points = sorted((r["n"], r[name] / unit) for r in mine)
                 if not points:
                     continue
                 panel.plot(*zip(*points, strict=True), style, color=colour, ms=4, label=f"{method}, {variant}")
@@ -275,6 +285,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", choices=("cpu", "gpu"), default="gpu")
     add("--batch", type=int, default=16)
     add("--seqlens", type=int, nargs="+", default=SEQLENS)
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    add("--methods", nargs="+", choices=METHODS, default=METHODS)
     add("--longest", type=float, default=5.0, help="skip lengths whose single call takes more seconds (default 5)")
     add("--io", action="store_true", help="count bytes by ncu instead")
     add("--commit", help="of the measured code, where the checkout does not tell")
@@ -288,13 +300,21 @@ def main(argv: list[str] | None = None) -> int:
         # beside this file, which is no package
         return int(importlib.import_module("paper_io").run(args.out, facts))
     title = f"batch {args.batch}, {HEADS} heads of {HEAD_DIM}, float16, {facts.get('gpu', 'CPU')}"
+    path = args.out / "paper.json"
+    try:
+        rows = {(r["variant"], r["method"], r["n"]): r for r in rows_before(path, facts)}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
-    def keep(results: list[dict[str, Any]]) -> None:  # after every row: a run that is cut short leaves what it had
-        (args.out / "paper.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    def keep(row: dict[str, Any]) -> None:  # after every row: a run that is cut short leaves what it had
+        rows[row["variant"], row["method"], row["n"]] = row
+        results = sorted(rows.values(), key=lambda r: r["n"])
+        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
         (args.out / "paper.md").write_text(markdown(results))
 
-    run(xp, args.batch, sorted(args.seqlens), free, 1e3 * args.longest, keep)
-    draw(json.loads((args.out / "paper.json").read_text())["results"], title, args.out / "paper.png")
+    run(xp, args, free, keep)
+    draw(list(rows.values()), title, args.out / "paper.png")
     return 0
 
 
