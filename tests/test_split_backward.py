@@ -115,18 +115,25 @@ def test_padded_queries() -> None:
         assert np.array_equal(x, y) and np.isfinite(x).all()
 
 
-def test_packed() -> None:
-    cu_seqlens_q, cu_seqlens_k = np.array([3, 40, 41, 41, 147], np.int32), np.array([1, 90, 97, 130, 190], np.int32)
+# Whole tiles of keys beside ragged queries: the walk's last tile reaches the next sequence's queries, and nothing else
+# asks for a mask.
+WHOLE_TILES = [0, 64, 65, 150], [0, 64, 192, 200]
+RAGGED = [3, 40, 41, 41, 147], [1, 90, 97, 130, 190]
+
+
+@pytest.mark.parametrize(("begins", "causal"), [(RAGGED, True), (WHOLE_TILES, False)], ids=["ragged", "whole tiles"])
+def test_packed(begins: tuple[list[int], list[int]], causal: bool) -> None:
+    cu_seqlens_q, cu_seqlens_k = (np.array(x, np.int32) for x in begins)
     dout, q, k, v = (x[0] for x in inputs())
     wide = [x.astype(np.float64) for x in (q, k, v)]
     arguments = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = cuflash.attention_varlen(wide[0], wide[1], wide[2], *arguments, causal=True, return_lse=True)
+    out, lse = cuflash.attention_varlen(wide[0], wide[1], wide[2], *arguments, causal=causal, return_lse=True)
     expected = cuflash.attention_varlen_backward(
-        dout.astype(np.float64), wide[0], wide[1], wide[2], out, lse, *arguments, causal=True
+        dout.astype(np.float64), wide[0], wide[1], wide[2], out, lse, *arguments, causal=causal
     )
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         found = cuflash.attention_varlen_backward(
-            dout, q, k, v, out.astype(np.float32), lse.astype(np.float32), *arguments, causal=True
+            dout, q, k, v, out.astype(np.float32), lse.astype(np.float32), *arguments, causal=causal
         )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=16 * EPS, atol=16 * EPS * np.abs(y).max())

@@ -28,7 +28,9 @@ struct SplitGradient {
 
   __device__ __forceinline__ bool needs_mask(bool partial, int first_query, int queries, int first_key,
                                              int keys) const {
-    return HAS_MASK || HAS_BIAS || partial || !mask.columns_inside(first_query, queries, first_key, keys);
+    // Walked queries beyond the last one may be those of the next packed sequence.
+    return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
+           !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
   // Query and key of element e; `row` and `column` are the thread's first.
