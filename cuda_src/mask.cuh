@@ -4,7 +4,23 @@
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
-constexpr int CANONICAL = 64;  // blocks of a BlockMask's own store
+constexpr int CANONICAL = 64;                 // blocks of a BlockMask's own store
+constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of such a block
+
+// One bit for each of 4 bytes, whether it is not 0, in the lowest (weights 0x08040201) or the other (0x80402010) half
+// of a byte, 7 bits up; added to `sum`.
+__device__ __forceinline__ u32 add_bits(u32 bytes, u32 weights, u32 sum) {
+  const u32 set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
+  return __dp4a(set, weights, sum);
+}
+// One bit for each of 32 bytes, whether it is not 0.
+__device__ __forceinline__ u32 bits_of(uint4 low, uint4 high) {
+  const u32 a = add_bits(low.y, 0x80402010u, add_bits(low.x, 0x08040201u, 0));
+  const u32 b = add_bits(low.w, 0x80402010u, add_bits(low.z, 0x08040201u, 0));
+  const u32 c = add_bits(high.y, 0x80402010u, add_bits(high.x, 0x08040201u, 0));
+  const u32 d = add_bits(high.w, 0x80402010u, add_bits(high.z, 0x08040201u, 0));
+  return a >> 7 | b << 1 | c << 9 | d << 17;
+}
 
 // One (sequence, query head).
 struct Mask {
@@ -57,6 +73,26 @@ struct Mask {
     return mask[smaller(i, mask_last_row) * mask_row_stride + smaller(j, mask_last_column) * mask_column_stride] != 0;
   }
 
+  // Whether columns j to j + 31 are two vectors in memory; j is a multiple of 16.
+  __device__ __forceinline__ bool in_vectors(int j) const {
+    return (reinterpret_cast<u64>(mask) | mask_row_stride) % sizeof(uint4) == 0 && mask_column_stride == 1 &&
+           j + 31 <= mask_last_column;
+  }
+  __device__ __forceinline__ const u8* mask_row(int i) const {
+    return mask + smaller(i, mask_last_row) * mask_row_stride;
+  }
+  // The bits of row i in columns j to j + 31, whatever the strides.
+  __device__ __forceinline__ u32 mask_word(int i, int j) const {
+    const u8* line = mask_row(i);
+    if (mask_column_stride == 0) return *line != 0 ? 0xffffffffu : 0;
+    u32 word = 0;
+#pragma unroll 8
+    for (int e = 0; e < 32; e++) {
+      word |= (line[smaller(j + e, mask_last_column) * mask_column_stride] != 0 ? 1u : 0u) << e;
+    }
+    return word;
+  }
+
   struct Range {
     int begin, end;
   };
@@ -77,12 +113,18 @@ struct Mask {
   __device__ __forceinline__ bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
 
   // The block mask's bits of row i in the 32 columns around j that begin at a multiple of 32.
-  __device__ __forceinline__ u32 block_word(int i, int j) const {
+  __device__ __forceinline__ u32 block_word(int i, int j) const { return slot_word(slot_at(i, j), i, j); }
+
+  __device__ __forceinline__ int slot_at(int i, int j) const {
     const int row = i / CANONICAL, column = j / CANONICAL;
-    if (row >= slot_rows || column >= slot_columns) return 0;
-    const int slot = slots[static_cast<i64>(row) * slot_columns + column];
-    if (slot < 0) return slot == -2 ? 0xffffffffu : 0;
-    return bits[(static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * (CANONICAL / 32) + j % CANONICAL / 32];
+    return row < slot_rows && column < slot_columns ? slots[static_cast<i64>(row) * slot_columns + column] : -1;
+  }
+  __device__ __forceinline__ u32 slot_word(int slot, int i, int j) const {
+    return slot < 0 ? (slot == -2 ? 0xffffffffu : 0) : row_of_slot(slot, i)[j % CANONICAL / 32];
+  }
+  // Words of a partial block's row i.
+  __device__ __forceinline__ const u32* row_of_slot(int slot, int i) const {
+    return bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW;
   }
 
   // Whether rows [i, i + m) x columns [j, j + n) need no test of lengths and window.

@@ -26,9 +26,14 @@ struct Dropout {
     threshold = p.dropout_threshold;
   }
 
-  // i and j have bit 3 clear. Bit 2 * bit3(i) + bit3(j) of the result says whether that element is kept.
+  // i and j have bit 3 clear. Word 2 * bit3(i) + bit3(j) keeps that element if it reaches the threshold.
+  __device__ __forceinline__ uint4 words(int i, int j) const {
+    return philox(make_uint4(i, j, head, batch), key_low, key_high);
+  }
+
+  // The same as bits.
   __device__ __forceinline__ u32 keep(int i, int j) const {
-    const uint4 w = philox(make_uint4(i, j, head, batch), key_low, key_high);
+    const uint4 w = words(i, j);
     return (w.x >= threshold ? 1u : 0u) | (w.y >= threshold ? 2u : 0u) | (w.z >= threshold ? 4u : 0u) |
            (w.w >= threshold ? 8u : 0u);
   }

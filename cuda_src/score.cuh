@@ -39,13 +39,17 @@ struct Score {
     return static_cast<Accum>(d < 0 ? -d : d);
   }
 
+  __device__ __forceinline__ Accum bias_at(int i, int j) const {
+    return to_accum(
+        bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
+  }
+
   // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN.
   __device__ __forceinline__ Accum value(Accum product, int i, int j) const {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
     if constexpr (HAS_BIAS) {
-      const Accum b = to_accum(
-          bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
+      const Accum b = bias_at(i, j);
       s = b == -infinity() ? b : s + b;
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);

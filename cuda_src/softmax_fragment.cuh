@@ -45,6 +45,15 @@ struct FragmentSoftmax {
     room = other.room;
   }
 
+  // Of scores in units.
+  static __device__ __forceinline__ FragmentSoftmax in_units(float unit) {
+    FragmentSoftmax softmax(unit);
+    softmax.to_natural = unit;
+    softmax.to_base_2 = unit * LOG2_E;
+    softmax.room = MAX_GROWTH / softmax.to_base_2;
+    return softmax;
+  }
+
   // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
   // stay in bounds, as most do, needs no maximum of a whole row.
   __device__ __forceinline__ bool step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
@@ -80,6 +89,18 @@ struct FragmentSoftmax {
       }
       sum[r] += row_sum;
     }
+    return grown;
+  }
+
+  // The same for scores of which shift[r] has been left out in row r.
+  __device__ __forceinline__ bool step_shifted(float (&x)[BLOCK_N / 2], float (&rescale)[2], const float (&shift)[2]) {
+    const float before[2] = {reference[0], reference[1]};
+    const float shifted[2] = {before[0] - shift[0], before[1] - shift[1]};
+    reference[0] = shifted[0];
+    reference[1] = shifted[1];
+    const bool grown = step(x, rescale);
+#pragma unroll
+    for (int r = 0; r < 2; r++) reference[r] = reference[r] == shifted[r] ? before[r] : reference[r] + shift[r];
     return grown;
   }
 

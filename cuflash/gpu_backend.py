@@ -200,8 +200,10 @@ class _Launch:
             entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
             blocks *= max(int(params["splits"][0]), 1)
-            rows = {"q": chosen.block_m, "k": chosen.block_n, "v": chosen.block_n}
-            self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
+            # The last map is the bias's, read or not.
+            last = ("bias", chosen.block_m) if chosen.has_bias_tiles else ("v", chosen.block_n)
+            tiles_of = (("q", chosen.block_m), ("k", chosen.block_n), ("v", chosen.block_n), last)
+            self.persistent = PersistentLaunch(problem, tiles_of, arrays, device, blocks)
         elif isinstance(chosen, plan_split.Config):
             entry = chosen.entry
             params["heads_together"] = plan_sm90.heads_together(problem)
@@ -216,8 +218,9 @@ class _Launch:
             self.block = (launch_sm90_backward.threads(entry, chosen),)
             if entry == chosen.entry:
                 params["heads_together"] = plan_sm90_backward.heads_together(problem)
-                rows = {"q": chosen.block_m, "k": chosen.block_n, "v": chosen.block_n, "dout": chosen.block_m}
-                self.persistent = PersistentLaunch(problem, rows, arrays, device, blocks)
+                m, n = chosen.block_m, chosen.block_n
+                tiles_of = (("q", m), ("k", n), ("v", n), ("dout", m))
+                self.persistent = PersistentLaunch(problem, tiles_of, arrays, device, blocks)
         if self.persistent is not None:
             blocks = self.persistent.blocks
         self.entry = entry
@@ -290,7 +293,7 @@ def _launch(
     if seed is not None and not isinstance(seed, (int, np.integer)):
         arrays = {**arrays, "dropout_seed": seed}
         seed = None
-    kernel = chosen and (chosen.entry, getattr(chosen, "aligned", True))
+    kernel = chosen and (chosen.entry, getattr(chosen, "aligned", True), getattr(chosen, "has_bias_tiles", False))
     key += (entry, problem, device, kernel, tuple(arrays), tuple([x.strides for x in arrays.values()]))
     launch = _launches.get(key)
     if launch is None:
@@ -330,7 +333,11 @@ def _hopper_config(problem: AttentionProblem, arrays: Arrays, device: kernels.De
     tensors = [arrays[name] for name in ("q", "k", "v")]
     if any(device.pointer(x) % ALIGNMENT for x in tensors):
         return None
-    return plan_sm90.forward(problem, tuple([(x.strides, x.shape) for x in tensors]))
+    bias: Array = arrays.get("bias")
+    of_bias = None
+    if bias is not None and device.pointer(bias) % ALIGNMENT == 0:
+        of_bias = bias.strides, bias.shape, bias.dtype.itemsize
+    return plan_sm90.forward(problem, tuple([(x.strides, x.shape) for x in tensors]), of_bias)
 
 
 def _hopper_backward(

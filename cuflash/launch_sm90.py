@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
 Maps = tuple[Array, ...]
-_ELEMENT_BYTES = 2
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
 _MAX_MAPS = 256
@@ -29,13 +28,13 @@ _NUM_CAPTURED = 1 << 12
 class PersistentLaunch:
     """The changing arguments of one kernel whose thread blocks stay and take tile after tile.
 
-    `rows` names the arrays that TMA reads, in the order of the kernel's maps, with the rows of their tiles.
+    `tiles_of` names the arrays that TMA reads, in the order of the kernel's maps, with the rows of their tiles.
     """
 
     def __init__(
         self,
         problem: AttentionProblem,
-        rows: dict[str, int],
+        tiles_of: Sequence[tuple[str, int]],
         arrays: dict[str, Array],
         device: kernels.Device,
         tiles: int,
@@ -43,10 +42,8 @@ class PersistentLaunch:
         self.blocks = min(tiles, device.num_sms)
         self._counter = TileCounter(device, tiles > self.blocks)
         self._device = device
-        self._dtype = problem.dtype
-        self._words = tuple(word_of(name) for name in rows)
-        self._layouts = tuple(_layout(arrays[name]) for name in rows)
-        self._rows = tuple(rows.values())
+        self._words = tuple(word_of(name) for name, _ in tiles_of)
+        self._tiled = tuple(_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of)
         self._maps: dict[tuple[int, ...], Maps] = {}
 
     def arguments(self, words: np.ndarray[Any, Any]) -> Maps:
@@ -58,23 +55,35 @@ class PersistentLaunch:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.clear()
             maps = self._maps[addresses] = tuple(
-                self._device.tensor_map(
-                    address, self._dtype, extents, strides, (SWIZZLE_BYTES // _ELEMENT_BYTES, rows, 1, 1)
-                )
-                for address, (extents, strides), rows in zip(addresses, self._layouts, self._rows, strict=True)
+                self._device.tensor_map(address, *tiled) for address, tiled in zip(addresses, self._tiled, strict=True)
             )
         return maps
 
 
-def _layout(x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents and strides (head_dim, seqlen, num_heads, batch) of (batch, seqlen, num_heads, head_dim) or packed."""
+class _Tiled(NamedTuple):
+    """What a tensor map says of an array beside its address; the innermost axis comes first."""
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]  # of all axes but the first
+    box: tuple[int, ...]
+
+
+def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
+    if name == "bias":  # (batch, heads, rows, columns), of which broadcast axes have one element
+        dtype, order = problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
+        shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+    else:  # (batch, seqlen, num_heads, head_dim)
+        dtype, order = problem.dtype, (3, 1, 2, 0)
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
     # The stride of an axis of size 1 means nothing, but TMA wants it well formed: that of a contiguous outermost axis.
-    row_bytes = math.ceil(shape[-1] * _ELEMENT_BYTES / ALIGNMENT) * ALIGNMENT
+    row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
-    batch, row, head = (filler if n == 1 else s for n, s in axes)
-    return (shape[3], shape[1], shape[2], shape[0]), (row, head, batch)
+    formed = [filler if n == 1 else s for n, s in axes]
+    one_row = name == "bias" and shape[order[1]] == 1
+    box = (SWIZZLE_BYTES // x.dtype.itemsize, 1 if one_row else rows, 1, 1)
+    return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
 
 
 def heads_as_rows(problem: AttentionProblem, arrays: dict[str, Array]) -> tuple[AttentionProblem, dict[str, Array]]:

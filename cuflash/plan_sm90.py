@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,8 +14,10 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
 ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
-# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all.
+# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
+# that are done again, lists of a block mask and tiles of a bias take more of the first.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
+_MORE_TO_LOAD = {1: (80, 240), 2: (56, 224), 3: (56, 152)}
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
@@ -28,7 +31,7 @@ _SHORTEST_PART = 8
 # Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
 PLAIN_SCALES = (2.0**-64, 2.0**64)
 _16_BIT = ("float16", "bfloat16")
-_ELEMENT_BYTES = 2
+_ELEMENT_BYTES_OF = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles for head dims up to these: without a window, with one, with other options, with a bias or a mask.
+    """Tiles for head dims up to these: without a window, with one, and with other options.
 
     The more an option takes in registers, the smaller the tile: no kernel spills. With `many_keys` and no option wider
     tiles may pay.
@@ -52,19 +55,83 @@ class Row:
     head_dim_v: int
     full: Tile
     windowed: Tile
-    with_options: Tile
-    with_arrays: Tile
+    with_score: Tile  # softcap or alibi
+    with_dropout: Tile
+    with_mask: Tile  # mask or block mask
+    with_bias: Tile  # by TMA
+    with_more: Tile  # several options
     many_keys: Tile | None = None
 
 
 # The first row that is wide enough is taken.
 FORWARD = (
-    Row(64, 64, Tile(192, 128), Tile(192, 128), Tile(128, 128), Tile(128, 64)),
-    Row(96, 96, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64)),
-    Row(128, 128, Tile(128, 128), Tile(128, 128), Tile(128, 128), Tile(128, 64), many_keys=Tile(128, 176)),
-    Row(192, 128, Tile(128, 128), Tile(128, 128), Tile(128, 96), Tile(128, 64)),
-    Row(192, 192, Tile(128, 112), Tile(128, 112), Tile(128, 64), Tile(128, 64)),
-    Row(256, 256, Tile(128, 64), Tile(128, 64), Tile(128, 32), Tile(128, 32)),
+    Row(
+        64,
+        64,
+        Tile(192, 128),
+        Tile(192, 128),
+        Tile(192, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 64),
+    ),
+    Row(
+        96,
+        96,
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 64),
+    ),
+    Row(
+        128,
+        128,
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 176),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 64),
+        many_keys=Tile(128, 176),
+    ),
+    Row(
+        192,
+        128,
+        Tile(128, 128),
+        Tile(128, 128),
+        Tile(128, 96),
+        Tile(128, 96),
+        Tile(128, 96),
+        Tile(128, 96),
+        Tile(128, 32),
+    ),
+    Row(
+        192,
+        192,
+        Tile(128, 112),
+        Tile(128, 112),
+        Tile(128, 80),
+        Tile(128, 80),
+        Tile(128, 64),
+        Tile(128, 64),
+        Tile(128, 32),
+    ),
+    Row(
+        256,
+        256,
+        Tile(128, 64),
+        Tile(128, 64),
+        Tile(128, 48),
+        Tile(128, 32),
+        Tile(128, 32),
+        Tile(128, 32),
+        Tile(128, 32),
+    ),
 )
 STAGES = 2
 _MANY_KEYS = 4096
@@ -78,11 +145,13 @@ class Config(KernelConfig):
     query_stages: int
     split: bool  # the keys of a tile are split among thread blocks
     staging: bool  # results leave through shared memory, in whole lines
+    bias_stages: int
     consumers: int  # warpgroups that compute
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
-    plain_scores: bool  # a score is a product of q and k times a positive scale
+    has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
+    plain_scores: bool  # before alibi a score is a product of q and k times a positive scale
 
     @property
     def threads(self) -> int:
@@ -96,21 +165,34 @@ def forward_config(
     bias_dtype: str | None,
     flags: tuple[str, ...],
     plain_scores: bool = True,
+    bias_tiles: bool = False,
     split: bool = False,
     many_keys: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
-    if {"has_bias", "has_mask"} & set(flags):
-        tile = row.with_arrays
-    elif set(flags) <= {"has_window"} and plain_scores:
+    options = set(flags) - {"has_window"}
+    if not options and plain_scores:
         tile = row.windowed if flags else (many_keys and row.many_keys) or row.full
+    elif options <= {"has_softcap"} or options == {"has_alibi"}:
+        tile = row.with_score
+    elif options == {"has_dropout"}:
+        tile = row.with_dropout
+    elif len(options) == 1:
+        tile = row.with_mask if "has_bias" not in options else row.with_bias if bias_tiles else row.with_more
     else:
-        tile = row.with_options
+        tile = row.with_more
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    producer_registers, consumer_registers = REGISTERS[consumers]
+    producer_registers, consumer_registers = (
+        _MORE_TO_LOAD if {"has_mask", "has_block_mask", "has_bias"} & set(flags) else REGISTERS
+    )[consumers]
     row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + _SMEM_BESIDE_TILES
+    bias_stages = 1
+    if bias_tiles:
+        row_bytes = math.ceil(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype] / SWIZZLE_BYTES) * SWIZZLE_BYTES
+        bias_stages = 2 if smem_bytes + 2 * tile.block_m * row_bytes <= SMEM_BYTES else 1
+        smem_bytes += bias_stages * tile.block_m * row_bytes
     # With room for it results leave through shared memory, and the next tile's queries come early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
     staging = smem_bytes + staging_bytes <= SMEM_BYTES
@@ -130,11 +212,13 @@ def forward_config(
         query_stages=query_stages,
         split=split,
         staging=staging,
+        bias_stages=bias_stages,
         consumers=consumers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
-        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        has_bias_tiles=bias_tiles,
+        plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=smem_bytes,
         **{flag: flag in flags for flag in FLAGS},
     )
@@ -146,9 +230,6 @@ def obstacle(problem: AttentionProblem) -> str:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return "TMA takes no empty arrays"
-    if problem.head_dim * _ELEMENT_BYTES % ALIGNMENT or problem.head_dim_v * _ELEMENT_BYTES % ALIGNMENT:
-        # The zero fill of TMA covers them, too; they wait for a test on a GPU.
-        return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
     return ""
 
 
@@ -174,16 +255,32 @@ def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
 
 
 @lru_cache(maxsize=4096)
-def forward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
+def forward(
+    problem: AttentionProblem,
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+    bias: tuple[tuple[int, ...], tuple[int, ...], int] | None = None,
+) -> Config | None:
     """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
     The arrays are those that TMA reads, and their addresses are multiples of 16 bytes. The result may lie anywhere, so
-    that its bits depend on the inputs alone.
+    that its bits depend on the inputs alone. `bias` are strides, shape and bytes of an element of a bias whose address
+    is such a multiple, too.
     """
-    return None if obstacle(problem) or not all(expressible(*layout) for layout in layouts) else _config(problem)
+    if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
+        return None
+    return _config(problem, bias is not None and _in_tiles(*bias))
 
 
-def _config(problem: AttentionProblem) -> Config:
+def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether TMA can bring a bias, of which any axis but the last may be broadcast."""
+    columns = shape[-1] > 1 and strides[-1] == itemsize
+    return columns and all(
+        n == 1 or stride == 0 or (stride > 0 and stride % ALIGNMENT == 0)
+        for n, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
+
+
+def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     low, high = PLAIN_SCALES
@@ -194,6 +291,7 @@ def _config(problem: AttentionProblem) -> Config:
         problem.bias_dtype,
         flags_of(problem),
         plain_scores,
+        bias_tiles,
         many_keys=problem.seqlen_k >= _MANY_KEYS,
     )
 
@@ -210,14 +308,18 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it), plain, and with the options of visibility."""
+    """Every row in both dtypes (returned beside it): plain, with a window and any one option, and with all."""
+    single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
     for row in FORWARD:
         for dtype in _16_BIT:
-            for flags in ((), ("has_window",), ("has_window", "has_block_mask")):
+            for flags in ((), ("has_window",), *single, FLAGS):
                 yield forward_config(row, dtype, None, flags), dtype
             yield forward_config(row, dtype, None, (), split=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
+            for bias_dtype in (dtype, "float32"):
+                for flags in (("has_window", "has_bias"), FLAGS):
+                    yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype
 
 
 def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:

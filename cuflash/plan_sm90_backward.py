@@ -12,7 +12,7 @@ from cuflash.config import FLAGS, KernelConfig
 from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import AttentionProblem
-from cuflash.tensor_map import SWIZZLE_BYTES
+from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
 # Every warpgroup has 64 keys, or (for wide heads) the warpgroups compute dv, dk and dq of 64 keys.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
@@ -148,6 +148,8 @@ def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if plan_sm90.obstacle(problem):
         return plan_sm90.obstacle(problem)
+    if problem.head_dim * _ELEMENT_BYTES % ALIGNMENT or problem.head_dim_v * _ELEMENT_BYTES % ALIGNMENT:
+        return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
     options = set(flags_of(problem)) - {"has_window"}
     if options.intersection(_ARRAYS) and len(options) > 1:
         return f"no kernel for {' and '.join(sorted(flag.removeprefix('has_') for flag in options))} together"

@@ -2,36 +2,43 @@
 // CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after tile.
 #include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
+#include "bias_tile.cuh"
 #include "epilogue.cuh"
+#include "given_work.cuh"
 #include "hidden_values.cuh"
-#include "parts.cuh"
-#include "schedule.cuh"
+#include "unit_fragment.cuh"
 
 struct SharedStorage {
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char k[STAGES * K_BYTES];
   alignas(1024) unsigned char v[STAGES * V_BYTES];
+  alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
   Staging staging;
-  PartialWork work[WORK_STAGES];
+  GivenWork work[WORK_STAGES];
+  int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
+  int spoiled[WORK_STAGES];                 // whether hidden values have come into a tile's result
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
+  RingBarriers<BIAS_STAGES> bias_barriers;
   SeenKeys seen;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
-  Ring<WORK_STAGES, sizeof(PartialWork)> work;
+  Ring<WORK_STAGES, sizeof(GivenWork)> work;
   Ring<QUERY_STAGES, Q_BYTES> q;
   Ring<STAGES, K_BYTES> k;
   Ring<STAGES, V_BYTES> v;
+  Ring<BIAS_STAGES, BIAS_BYTES> bias;
 
   __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         q(shared.q, shared.q_barriers),
         k(shared.k, shared.k_barriers),
-        v(shared.v, shared.v_barriers) {}
+        v(shared.v, shared.v_barriers),
+        bias(shared.bias, shared.bias_barriers) {}
 };
 
 // One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
@@ -46,63 +53,121 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
   ring.advance();
 }
 
-// The loads of one tile, in the order of their use: the next keys before the values of the current ones.
-__device__ __forceinline__ void load_tile(const AttentionParams& p, const PartialWork& work, Rings& rings,
-                                          const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
-                                          const ptx::TensorMap* v_map) {
-  const Sequence& s = work.sequence;
-  const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
-  const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-  const int row_q = static_cast<int>(s.row_q) + work.tile * BLOCK_M, row_k = static_cast<int>(s.row_k);
-  Blocks blocks = blocks_of_part(p, work);
-  bool last = blocks.done();
-  if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
-  load<BLOCK_M, PANELS>(rings.q, q_map, row_q, work.head, batch);
-  while (!last) {
-    const int values = row_k + blocks.block * BLOCK_N;
-    blocks.advance();
-    last = blocks.done();
-    if (!last) load<BLOCK_N, PANELS>(rings.k, k_map, row_k + blocks.block * BLOCK_N, head_kv, batch);
-    load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
-  }
-}
-
 // The loading thread.
-__device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
-                                           const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
-                                           const ptx::TensorMap* v_map) {
-  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
-  for (u32 index = blockIdx.x; index < total;) {
-    const u32 ticket = take_ticket(p);  // on its way while this tile is loaded
-    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
-    if (work.tile * BLOCK_M < work.sequence.rows_q) {
-      rings.work.acquire();
-      shared.work[rings.work.stage] = work;
-      rings.work.publish();
-      load_tile(p, work, rings, q_map, k_map, v_map);
+struct Loader {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings rings;
+  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
+
+  __device__ __forceinline__ void load_all() {
+    const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
+    u32 index = blockIdx.x;
+    // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
+    int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
+    while (index < total || looks-- > 0) {
+      PartialWork work = {{{}, 0, NO_WORK}, 0};
+      const bool is_tile = index < total;
+      u32 ticket = 0;
+      if (is_tile) {
+        ticket = take_ticket(p);  // on its way while this tile is loaded
+        work = {work_at(p, index / parts), static_cast<int>(index % parts)};
+      }
+      if (!is_tile || work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
+      if (is_tile) index = index_of_ticket(p, ticket, index, total);
     }
-    index = index_of_ticket(p, ticket, index, total);
+    rings.work.acquire();
+    shared.work[rings.work.stage].tile = NO_TILE;
+    rings.work.publish();
   }
-  rings.work.acquire();
-  shared.work[rings.work.stage] = {{{}, 0, NO_TILE}, 0};
-  rings.work.publish();
-}
+
+ private:
+  // The tile, behind those that come round again to the stage that it takes.
+  __device__ __forceinline__ void hand_on(const PartialWork& work) {
+    bool careful;
+    do {
+      rings.work.acquire();
+      careful = HIDES_ANYWHERE && shared.spoiled[rings.work.stage];
+      shared.spoiled[rings.work.stage] = 0;
+      GivenWork& given = shared.work[rings.work.stage];
+      if (!careful) given = {work};
+      given.careful = careful;
+      give(given);
+    } while (careful);
+  }
+
+  // Tiles come in the order of their use: the next keys before the values of the current ones.
+  __device__ __forceinline__ void give(GivenWork& work) {
+    const Sequence& s = work.sequence;
+    if (work.tile == NO_WORK) {
+      rings.work.publish();
+      return;
+    }
+    Blocks blocks = blocks_of_part(p, work);
+    work.empty = blocks.done();
+    rings.work.publish();
+    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int row_k = static_cast<int>(s.row_k);
+    bool last = blocks.done();
+    int block = last ? 0 : load_keys(blocks, row_k, head_kv, batch);
+    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
+    while (!last) {
+      if constexpr (HAS_BIAS_TILES) load_bias(work, block);
+      const int values = row_k + block * BLOCK_N;
+      last = blocks.done();
+      if (!last) block = load_keys(blocks, row_k, head_kv, batch);
+      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+    }
+  }
+
+  // Loads the current tile of keys, advances, and returns its number.
+  __device__ __forceinline__ int load_keys(Blocks& blocks, int row_k, int head_kv, int batch) {
+    const int block = blocks.block;
+    const bool partial = blocks.partial;
+    blocks.advance();
+    if constexpr (HAS_BLOCK_MASK) {
+      rings.k.acquire();
+      shared.blocks[rings.k.stage] = block << 2 | blocks.done() << 1 | partial;
+    }
+    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+    return block;
+  }
+
+  __device__ __forceinline__ void load_bias(const Work& work, int block) {
+    const bool one_row = p.bias.row_stride == 0;
+    rings.bias.acquire();
+    ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * (one_row ? ROW_BYTES : BIAS_PANEL_BYTES));
+    const int row = one_row ? 0 : work.tile * BLOCK_M, head = p.bias.head_stride == 0 ? 0 : work.head;
+    const int batch = p.bias.batch_stride == 0 ? 0 : work.sequence.batch;
+#pragma unroll
+    for (int panel = 0; panel < PANELS_BIAS; panel++) {
+      ptx::tma_load(rings.bias.buffer() + panel * BIAS_PANEL_BYTES, bias_map, rings.bias.full(),
+                    block * BLOCK_N + panel * BIAS_PANEL, row, head, batch);
+    }
+    rings.bias.advance();
+  }
+};
 
 // A warpgroup.
 __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
-  const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const PartialWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    const GivenWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
     if (work.tile == NO_TILE) break;
+    if (HIDES_ANYWHERE && work.tile == NO_WORK) {
+      __syncwarp();
+      rings.work.release();
+      continue;
+    }
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const ScoreFragment scores(p, s, work.head);
+    const UnitFragment scores(p, s, work.head);
     hidden.begin(p, s, scores.mask);
-    FragmentSoftmax softmax(scale);
+    FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
 #pragma unroll
@@ -110,26 +175,22 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
 
     const float sink = p.sink == nullptr || work.part > 0 ? -infinity() : p.sink[work.head];
     // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
-    const Blocks all = blocks_of_part(p, work);
-    Blocks blocks = all;
-    if constexpr (!HIDES_ANYWHERE) {
-      const Blocks own = blocks_of_keys(p, s, work.head, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP, BLOCK_N);
-      blocks.block = larger(own.block, all.block);
-      blocks.end = smaller(own.end, all.end);
-    }
+    const GivenBlocks all(p, work);
+    GivenBlocks blocks = all;
+    if constexpr (!HIDES_ANYWHERE) blocks.limit(p, work, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP);
     const auto pass_over = [&](int begin, int end) {
       for (int block = begin; block < end; block++) {
         rings.k.wait();
         rings.k.release();
         turns.take();
         turns.pass();
-        hidden.clear(rings.v, block * BLOCK_N);
+        hidden.clear(rings.v, block * BLOCK_N, false);
         rings.v.wait();
         rings.v.release();
       }
     };
     rings.q.wait();
-    pass_over(all.block, blocks.done() ? all.end : blocks.block);
+    pass_over(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
       if (!all.done()) {
         turns.take();
@@ -139,64 +200,88 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       softmax.finish(sink, inverse, lse);
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // Whether the current tile needs its mask. All warpgroups have to agree where they look for hidden keys together.
-      const auto needs_mask = [&] {
-        return HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
-                              : scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      const bool careful = HIDES_ANYWHERE && work.careful;
+      FragmentBits bits;
+      bool last, next_masked;
+      const auto needs_mask = [&] { return careful || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP); };
+      // What there is to do while the products are computed.
+      const auto prepare = [&](int first_key, bool masked) {
+        if (masked) scores.find_visible(bits, row, first_key);
+        last = blocks.done();
+        if (!last) {
+          blocks.take(rings.k.following(), shared.blocks);
+          next_masked = needs_mask();
+        }
       };
       // From the first scores to the weights of their values.
-      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
-        scores.apply(x, row, first_key, masked);
-        if (masked) hidden.find(x);
-        const bool grown = softmax.step(x, rescale);
+      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, bool careful) {
+        if constexpr (HAS_BIAS_TILES) rings.bias.wait();
+        float shift[2];
+        scores.apply(x, shift, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
+          if constexpr (HAS_BIAS_TILES) {
+            add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), p.bias.row_stride == 0,
+                          masked);
+            __syncwarp();
+            rings.bias.release();
+          } else {
+            scores.add_bias(x, row, first_key, masked);
+          }
+        });
+        if (careful) hidden.find(x);
+        const bool grown = HAS_ALIBI ? softmax.step_shifted(x, rescale, shift) : softmax.step(x, rescale);
         scores.drop(x, row, first_key);
         return grown;
       };
       // The next scores beside the product of the last weights and their values.
-      const auto step = [&](bool masked) {
+      const auto step = [&](bool masked, bool careful) {
         float x[BLOCK_N / 2];
         const int first_key = blocks.block * BLOCK_N;
-        blocks.advance();
+        if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
         turns.take();
         multiply_keys(x, queries, rings.k.buffer());
         rings.v.wait();
         multiply_values(out, weights, rings.v.buffer());
         turns.pass();
+        prepare(first_key, masked);
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
-        const bool grown = weigh(x, first_key, masked);
+        const bool grown = weigh(x, first_key, masked, careful);
         ptx::wgmma_wait_group<0>();
         keep(out);
         rings.v.release();
         pack(weights, x);
         if (grown) rescale_rows(out, rescale);
-        if (masked) hidden.clear(rings.v, first_key);
+        if (masked) hidden.clear(rings.v, first_key, careful);
       };
 
       {
         float x[BLOCK_N / 2];
+        blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
-        blocks.advance();
+        if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
         turns.take();
         multiply_keys(x, queries, rings.k.buffer());
         turns.pass();
+        prepare(first_key, masked);
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
-        weigh(x, first_key, masked);
+        weigh(x, first_key, masked, careful);
         pack(weights, x);
-        if (masked) hidden.clear(rings.v, first_key);
+        if (masked) hidden.clear(rings.v, first_key, careful);
       }
-      // Two copies of the step, so that the common one is short.
-      while (!blocks.done()) {
-        if (needs_mask()) {
-          step(true);
+      // Copies of the step, so that the common ones are short.
+      while (!last) {
+        if (careful) {
+          step(true, true);
+        } else if (next_masked) {
+          step(true, false);
         } else {
-          step(false);
+          step(false, false);
         }
       }
       rings.v.wait();
@@ -209,6 +294,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       keep(out);
       rings.v.release();
       pass_over(blocks.end, all.end);
+      if (HIDES_ANYWHERE && !careful && HiddenValues::spoil(out, row, s.len_q)) {
+        shared.spoiled[rings.work.stage] = 1;
+      }
     }
 
     if constexpr (HAS_DROPOUT) {
@@ -225,7 +313,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
       }
       Element* target = p.out.at(batch, s.row_q, work.head);
-      if constexpr (STAGING) {
+      if (STAGING && p.head_dim_v % VECTOR == 0) {
         const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
         write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
                    shared.staging.rows[staged_row]);
@@ -241,7 +329,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
-                 const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map) {
+                 const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                 const __grid_constant__ ptx::TensorMap bias_map) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -250,6 +339,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.q_barriers.init(WARPS);
     shared.k_barriers.init(WARPS);
     shared.v_barriers.init(WARPS);
+    shared.bias_barriers.init(WARPS);
+    for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -258,7 +349,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, shared, rings, &q_map, &k_map, &v_map);
+    if (threadIdx.x == CONSUMERS * WARPGROUP) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map}.load_all();
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     attend(p, shared, rings, warpgroup);

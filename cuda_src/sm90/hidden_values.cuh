@@ -1,4 +1,8 @@
 // Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
+//
+// Keys outside the lengths and the window of all queries are known beforehand. Which keys are hidden one by one shows
+// only in the scores of all warpgroups together, and looking there costs much. So a tile is computed without: if hidden
+// keys or values were not finite, its result is not either, and it is computed again, carefully.
 #pragma once
 #include "../score_fragment.cuh"
 #include "products.cuh"
@@ -8,8 +12,7 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// Keys outside the lengths and the window of all queries are known beforehand; which keys are hidden one by one shows
-// in the scores of all warpgroups. Either way all warpgroups find a tile masked, and clear its rows together.
+// All warpgroups find a tile masked, or careful, and clear its rows together.
 struct HiddenValues {
   SeenKeys& seen;
   int parity;
@@ -30,7 +33,16 @@ struct HiddenValues {
     end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
   }
 
-  // x: the scores of a masked tile.
+  // Whether hidden keys may have come into the results of rows `row` and row + 8.
+  template <int N>
+  static __device__ __forceinline__ bool spoil(const float (&out)[N], int row, int len_q) {
+    float zero[2] = {};
+#pragma unroll
+    for (int e = 0; e < N; e++) zero[e / 2 % 2] += 0 * out[e];
+    return (row < len_q && zero[0] != 0) || (row + 8 < len_q && zero[1] != 0);
+  }
+
+  // x: the scores of a careful tile.
   template <int N>
   __device__ __forceinline__ void find(const float (&x)[N]) const {
     if constexpr (HIDES_ANYWHERE) mark_seen(seen.flags[parity], x);
@@ -38,8 +50,8 @@ struct HiddenValues {
 
   // v: the ring at the values of that tile.
   template <class ValueRing>
-  __device__ __forceinline__ void clear(const ValueRing& v, int first_key) {
-    if constexpr (HIDES_ANYWHERE) {
+  __device__ __forceinline__ void clear(const ValueRing& v, int first_key, bool careful = true) {
+    if (HIDES_ANYWHERE && careful) {
       u8* flags = seen.flags[parity];
       parity ^= 1;
       v.wait();

@@ -62,6 +62,11 @@ struct Ring {
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
+  __device__ __forceinline__ Ring following() const {
+    Ring next = *this;
+    next.advance();
+    return next;
+  }
 
   // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
   __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }

@@ -14,8 +14,8 @@ constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BY
 // First row of the thread's warp within its warpgroup.
 __device__ __forceinline__ int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 
-template <int N>
-__device__ __forceinline__ void keep(float (&x)[N]) {
+template <class T, int N>
+__device__ __forceinline__ void keep(T (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) ptx::keep(x[e]);
 }

@@ -295,6 +295,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
 __device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 // Nor does it know x any longer: what is computed from it is computed again instead of held in registers.
 __device__ __forceinline__ void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)::"memory"); }
+__device__ __forceinline__ void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.

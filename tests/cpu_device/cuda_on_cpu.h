@@ -258,6 +258,10 @@ inline float __int_as_float(int x) { return cpu_device_bits<float>(x); }
 inline long long __double_as_longlong(double x) { return cpu_device_bits<long long>(x); }
 inline double __longlong_as_double(long long x) { return cpu_device_bits<double>(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)(a)*b >> 32; }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int byte = 0; byte < 32; byte += 8) c += (a >> byte & 0xff) * (b >> byte & 0xff);
+  return c;
+}
 inline int __mulhi(int a, int b) { return (long long)(a)*b >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return (unsigned __int128)(a)*b >> 64;

@@ -157,6 +157,8 @@ void wgmma_wait_group(Where where = {}) {
 }
 inline void keep(float&) {}
 inline void forget(unsigned&) {}
+inline void keep(int&) {}
+inline void keep(unsigned&) {}
 template <class T, int TRANS_A, int TRANS_B, int R>
 void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate, Where where = {}) {
   static_assert(R % 8 == 0 && R <= 128, "columns come in steps of 16, up to 256");

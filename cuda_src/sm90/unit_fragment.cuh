@@ -1,0 +1,206 @@
+// Score, mask and dropout as score_fragment.cuh has them, in the order in which the products leave time, and in units.
+#pragma once
+#include "../score_fragment.cuh"
+#include "../unit_score.cuh"
+
+constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
+constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // of a row
+constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's elements
+// With other options or wide results registers are too scarce to hold a mask's bytes beside the products.
+constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
+static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
+
+// What does not depend on the products, to be found while they are computed.
+struct FragmentBits {
+  static constexpr bool HAS_VISIBLE = HAS_MASK || HAS_BLOCK_MASK;
+  u32 visible[ELEMENT_WORDS];  // bit e: element e
+  uint4 mask[2][2];            // of rows `row` and row + 8, 32 columns, each lane of a quad its own
+};
+
+struct UnitFragment : ScoreFragment {
+  // Pointers and strides of bias and masks are found anew for each tile: registers are scarce.
+  const AttentionParams& p;
+  const Sequence& s;
+  const int& head;
+  UnitScore units;
+
+  __device__ __forceinline__ UnitFragment(const AttentionParams& p, const Sequence& s, const int& head)
+      : ScoreFragment(p, s, head), p(p), s(s), head(head), units(score) {}
+
+  // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
+  template <class AnyBlocks>
+  __device__ __forceinline__ bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
+    const int first_key = blocks.block * BLOCK_N;
+    const Mask mask = own_mask();
+    if (HAS_MASK || blocks.partial || !mask.columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
+    // On one side of the diagonal alibi is linear.
+    const int nearest = first_row + s.diagonal() - (first_key + BLOCK_N - 1);
+    return HAS_ALIBI && nearest < 0 && nearest + rows + BLOCK_N - 2 > 0;
+  }
+
+  // Starts to read a mask.
+  __device__ __forceinline__ void fetch(FragmentBits& bits, int row, int first_key) const {
+    if constexpr (FETCHES_MASK) read_mask(bits.mask, row, first_key);
+  }
+
+  // Of a tile that needs its mask, behind fetch.
+  __device__ __forceinline__ void find_visible(FragmentBits& bits, int row, int first_key) const {
+    if constexpr (HAS_MASK && !FETCHES_MASK) read_mask(bits.mask, row, first_key);
+    if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits.mask, row, first_key);
+  }
+
+  // Turns products into scores in units, -inf where hidden; alibi leaves shift[r] of them to be added to row r's.
+  // add(x, masked) adds the bias.
+  template <class AddBias>
+  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], float (&shift)[2], const FragmentBits& bits, int row,
+                                        int first_key, bool masked, AddBias add) const {
+    const int column = first_key + fragment_column();
+    const UnitScore units = SCARCE ? UnitScore(Score(p, s, head)) : this->units;
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
+    if constexpr (HAS_BIAS) add(x, masked);
+    if constexpr (HAS_ALIBI) add_alibi(x, units.slope, shift, row, first_key, masked);
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Range range = columns(row + 8 * r, column);
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int j = column_offset(e + side);
+          bool hidden;
+          if constexpr (FragmentBits::HAS_VISIBLE) {
+            hidden = (bits.visible[(e + side) / WORD] >> (e + side) % WORD & 1) == 0;
+          } else {
+            hidden = (HAS_WINDOW && j < range.begin) || j >= range.end;
+          }
+          x[e + side] = hidden ? -infinity() : x[e + side];
+        }
+      }
+    }
+  }
+
+  // Element by element, from arrays of any strides.
+  __device__ __forceinline__ void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+    const Score own_score(p, s, head);
+    const int column = first_key + fragment_column();
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      const float bias = own_score.bias_at(row + row_offset(e), column + column_offset(e));
+      // A bias of -inf hides, also where the product is NaN.
+      x[e] = masked && bias == -infinity() ? bias : x[e] + bias;
+    }
+  }
+
+  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
+    if constexpr (SCARCE && HAS_DROPOUT) {
+      ScoreFragment(p, s, head).drop(weights, row, first_key);
+    } else {
+      ScoreFragment::drop(weights, row, first_key);
+    }
+  }
+
+ private:
+  static constexpr bool SCARCE = HEAD_DIM_V > 128;  // registers: then nothing is held that can be found anew
+
+  __device__ __forceinline__ Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
+
+  __device__ __forceinline__ void read_mask(uint4 (&bytes)[2][2], int row, int first_key) const {
+    const Mask own_mask(p, s, head);
+    const int j = first_key + lane() % 4 * WORD;
+    if (lane() % 4 >= WORDS || !own_mask.in_vectors(j)) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const auto* from = reinterpret_cast<const uint4*>(own_mask.mask_row(row + 8 * r) + j);
+      bytes[r][0] = from[0];
+      bytes[r][1] = from[1];
+    }
+  }
+
+  using Range = Mask::Range;
+
+  // Columns that lengths and window leave to row i, counted from `column`.
+  __device__ __forceinline__ Range columns(int i, int column) const {
+    const Mask mask = own_mask();
+    const Range range = mask.columns(i);
+    return {range.begin - column, i < mask.len_q ? range.end - column : 0};
+  }
+
+  // Bits below n, of a word.
+  static __device__ __forceinline__ u32 below(int n) { return n <= 0 ? 0 : n >= WORD ? 0xffffffffu : (1u << n) - 1; }
+
+  __device__ __forceinline__ void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const uint4 (&bytes)[2][2], int row,
+                                               int first_key) const {
+    const Mask own_mask(p, s, head);
+    u32 visible[2][WORDS];  // of the thread's two rows, from the tile's first column on
+    if constexpr (HAS_MASK) {
+      u32 own[2] = {};
+      const int j = first_key + lane() % 4 * WORD;
+      if (lane() % 4 < WORDS) {
+        const bool in_vectors = own_mask.in_vectors(j);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          own[r] = in_vectors ? bits_of(bytes[r][0], bytes[r][1]) : own_mask.mask_word(row + 8 * r, j);
+        }
+      }
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) visible[r][word] = __shfl_sync(ALL_LANES, own[r], lane() / 4 * 4 + word);
+      }
+    }
+    if constexpr (HAS_BLOCK_MASK) {
+      constexpr int AT_ONCE = BLOCK_N % CANONICAL == 0 ? WORDS_OF_ROW : 1;
+#pragma unroll
+      for (int first = 0; first < WORDS; first += AT_ONCE) {
+        const int j = first_key + first * WORD, slot = own_mask.slot_at(row, j);
+        const u32* words = own_mask.row_of_slot(larger(slot, 0), row) + j % CANONICAL / WORD;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+          for (int word = 0; word < AT_ONCE; word++) {
+            const u32 bits = slot < 0 ? (slot == -2 ? 0xffffffffu : 0) : words[8 * r * WORDS_OF_ROW + word];
+            u32& target = visible[r][first + word];
+            target = HAS_MASK ? target & bits : bits;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Range range = columns(row + 8 * r, first_key);
+      if (range.begin <= 0 && range.end >= BLOCK_N) continue;
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) {
+        visible[r][word] &= below(range.end - word * WORD) & ~below(range.begin - word * WORD);
+      }
+    }
+#pragma unroll
+    for (u32& word : of_elements) word = 0;
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e += 2) {
+      const u32 pair = visible[row_offset(e) / 8][column_offset(e) / WORD] >> fragment_column();
+      of_elements[e / WORD] |= (pair >> column_offset(e) % WORD & 3) << e % WORD;
+    }
+  }
+
+  // On one side of the diagonal what depends on the row alone goes into `shift`.
+  __device__ __forceinline__ void add_alibi(float (&x)[BLOCK_N / 2], float slope, float (&shift)[2], int row,
+                                            int first_key, bool masked) const {
+    const float distance = static_cast<float>(row + s.diagonal() - first_key);
+    const float column = static_cast<float>(fragment_column());
+    const float side = distance > 0 ? slope : -slope;
+#pragma unroll
+    for (int r = 0; r < 2; r++) shift[r] = masked ? 0 : -side * (distance + static_cast<float>(8 * r));
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      if (masked) {
+        const float offset = column + static_cast<float>(column_offset(e));
+        x[e] -= slope * fabsf(distance + static_cast<float>(row_offset(e)) - offset);
+      } else {
+        x[e] += side * static_cast<float>(column_offset(e)) + side * column;
+      }
+    }
+  }
+};
