@@ -17,7 +17,7 @@ WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
 # that are done again, lists of a block mask and tiles of a bias take more of the first.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
-_MORE_TO_LOAD = {1: (80, 240), 2: (56, 224), 3: (56, 152)}
+_MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
@@ -130,7 +130,7 @@ FORWARD = (
         Tile(128, 32),
         Tile(128, 32),
         Tile(128, 32),
-        Tile(128, 32),
+        Tile(64, 32, ping_pong=False),
     ),
 )
 STAGES = 2
