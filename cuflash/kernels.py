@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
@@ -41,6 +41,14 @@ class Kernel(Protocol):
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0
     ) -> None: ...
 
+    def bound(
+        self, grid: tuple[int, ...], block: tuple[int, ...], sizes: Sequence[int], smem_bytes: int
+    ) -> Callable[[int, int], None]:
+        """Its launch with arguments of these sizes in bytes: call it with the address of their addresses, and a stream.
+
+        The arguments are read before it returns.
+        """
+
 
 class Device(Protocol):
     """What the GPU backend needs of a device; CuPy's is below, and the tests have one that runs on the CPU."""
@@ -67,6 +75,12 @@ class Device(Protocol):
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
 
+    def stream(self) -> int:
+        """Handle of the current stream."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream's work goes into a graph."""
+
     @property
     def namespace(self) -> Any:
         """The array module, numpy or cupy."""
@@ -92,6 +106,8 @@ class CupyDevice:
         )
         self.empty = cupy.empty
         self._alloc = cupy.cuda.alloc
+        self._current_stream = cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self.tensor_map = tensor_map.encode
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
@@ -104,8 +120,7 @@ class CupyDevice:
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
         # Of this device: the RawKernel would look for it at each launch.
-        function: Kernel = kernel.kernel
-        return function
+        return CupyKernel(cupy, self.index, kernel.kernel)
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them."""
@@ -115,6 +130,46 @@ class CupyDevice:
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
         return x.data.ptr
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return self._current_stream(self.index).ptr
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream's work goes into a graph; never that of the legacy default stream, whose handle is 0."""
+        return stream != 0 and self._is_capturing(stream)
+
+
+class CupyKernel:
+    """A kernel of a module that CuPy has loaded on a device."""
+
+    def __init__(self, cupy: Any, index: int, function: Any) -> None:
+        self._cupy, self._index, self._function = cupy, index, function
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
+        """Launch it."""
+        self._function(grid, block, args, shared_mem=shared_mem)
+
+    def bound(
+        self, grid: tuple[int, ...], block: tuple[int, ...], sizes: Sequence[int], smem_bytes: int
+    ) -> Callable[[int, int], None]:
+        """Its launch: `Kernel.bound`. CuPy's own packs the arguments anew each time."""
+        driver, runtime = self._cupy.cuda.driver, self._cupy.cuda.runtime
+        launch = driver.launchKernel
+        shape = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
+
+        def enqueue(arguments: int, stream: int) -> None:
+            try:
+                launch(*shape, stream, arguments, 0)
+            except driver.CUDADriverError:
+                if driver.ctxGetCurrent():
+                    raise
+                # This thread has done nothing with the GPU so far.
+                runtime.setDevice(self._index)
+                runtime.memGetInfo()
+                launch(*shape, stream, arguments, 0)
+
+        return enqueue
 
 
 @cache

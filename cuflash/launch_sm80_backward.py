@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from cuflash.plan_sm80_backward import DQ, MAIN, ROWS, Config
-from cuflash.problem import Array, AttentionProblem
-
-Arrays = dict[str, Array]
-
-
-def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Tiles of one head; packed: tile slots (work_of in sequence.cuh)."""
-    return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
+from cuflash import plan_sm80_backward
+from cuflash.launch import Kernel, Work, images, num_tiles
+from cuflash.launch_params import Arrays
+from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
+from cuflash.problem import AttentionProblem
 
 
-def query_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Tiles of queries of one head."""
-    return _tiles(problem, problem.seqlen_q, config.block_m)
+@dataclass(frozen=True)
+class Gradient(Kernel):
+    """One of the kernels."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Only the main one."""
+        return self.entry == MAIN
+
+    @property
+    def of_keys(self) -> bool:
+        """The main one has tiles of keys, the others of queries."""
+        return self.entry == MAIN
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How its sums of dq are laid out."""
+        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
-def _images(problem: AttentionProblem, heads: int) -> int:
-    """Heads of all sequences; packed sequences are one."""
-    return heads if problem.packed else heads * problem.batch
-
-
-def grid(entry: str, problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(tiles of one head, thread blocks of the launch)."""
-    if entry == MAIN:
-        tiles, heads = _tiles(problem, problem.seqlen_k, config.block_n), problem.num_heads_kv
-    else:
-        tiles, heads = query_tiles(problem, config), problem.num_heads_q
-    return tiles, tiles * _images(problem, heads)
-
-
-def launch(
-    run: Callable[..., object],
-    problem: AttentionProblem,
-    configs: tuple[Config, ...],
-    arrays: Arrays,
-    grads: Arrays,
-    empty: Callable[..., Array],
-) -> Arrays:
-    """Write dk and dv, and dq unless its bits must repeat, as far as they are in `grads`; return the others.
-
-    `run` launches an entry on arrays, `empty` makes scratch memory.
-    """
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dk, dv, delta, and dq unless its bits must repeat; return the other gradients, None if nothing is done."""
+    problem, arrays, device = work.problem, work.arrays, work.device
+    aligned = work.is_aligned(("q", "k", "v", "dout", "out"))
+    configs = plan_sm80_backward.backward(problem, aligned, device.capability, device.smem_limit)
+    if not configs:
+        return None
     first = configs[0]
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
     # The sum of dq has no fixed order.
     if "q" in grads and not problem.deterministic:
-        tiles = _images(problem, problem.num_heads_q) * query_tiles(problem, first)
-        of_queries["dq_sum"] = empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
+        tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
+        of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
         del others["q"]
-    run(ROWS, arrays={**arrays, **of_queries}, chosen=first)
-    inputs = {name: x for name, x in arrays.items() if name not in ("out", "dlse")}
+    work.run(Gradient(ROWS, first), with_dlse | of_queries)
+    inputs = {name: x for name, x in arrays.items() if name != "out"}
     for config in configs:
         sums = of_queries if config.computes_dk else {}
         computed = (("k", config.computes_dk), ("v", config.computes_dv))
         of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
         if of_keys or sums:
-            run(MAIN, arrays={**inputs, **sums, **of_keys}, chosen=config)
+            work.run(Gradient(MAIN, config), inputs | sums | of_keys)
     if of_queries:
-        run(DQ, arrays={**inputs, **of_queries, "dq": grads["q"]}, chosen=first)
+        work.run(Gradient(DQ, first), inputs | of_queries | {"dq": grads["q"]})
     return others

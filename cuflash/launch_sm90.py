@@ -1,21 +1,26 @@
-"""What a launch of Hopper's kernels takes beside the parameter struct: tensor maps, and a counter of tiles."""
+"""Hopper's forward pass, and what launches of persistent kernels take: tensor maps, and a counter of tiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cuflash import kernels, plan_sm90
+from cuflash.launch import Further, Kernel, Words, Work
+from cuflash.launch_params import Arrays
+from cuflash.launch_portable import Rows
 from cuflash.params import word_of
+from cuflash.plan import plan
 from cuflash.plan_sm90 import Config
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
-Maps = tuple[Array, ...]
+MAP_BYTES = 128
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
 _MAX_MAPS = 256
@@ -25,8 +30,8 @@ _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
 
-class PersistentLaunch:
-    """The changing arguments of one kernel whose thread blocks stay and take tile after tile.
+class Persistent(Further):
+    """What a kernel takes whose thread blocks stay and take tile after tile.
 
     `tiles_of` names the arrays that TMA reads, in the order of the kernel's maps, with the rows of their tiles.
     """
@@ -35,29 +40,38 @@ class PersistentLaunch:
         self,
         problem: AttentionProblem,
         tiles_of: Sequence[tuple[str, int]],
-        arrays: dict[str, Array],
+        arrays: Arrays,
         device: kernels.Device,
         tiles: int,
     ) -> None:
-        self.blocks = min(tiles, device.num_sms)
-        self._counter = TileCounter(device, tiles > self.blocks)
+        blocks = min(tiles, device.num_sms)
+        super().__init__((blocks,), [np.zeros(1, f"V{MAP_BYTES}")] * len(tiles_of))
+        self._counter = TileCounter(device, tiles > blocks)
         self._device = device
-        self._words = tuple(word_of(name) for name, _ in tiles_of)
-        self._tiled = tuple(_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of)
-        self._maps: dict[tuple[int, ...], Maps] = {}
+        self._words = tuple([word_of(name) for name, _ in tiles_of])
+        self._tiled = [_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of]
+        self._maps: dict[tuple[int, ...], Words] = {}
 
-    def arguments(self, words: np.ndarray[Any, Any]) -> Maps:
-        """The arguments behind the struct whose `words` have the arrays' addresses, and get the counter's."""
-        self._counter.put(words)
-        addresses = tuple([int(words[word]) for word in self._words])
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """Write the maps of the arrays whose addresses the struct has, and the address of a counter into it."""
+        self._counter.put(words, stream)
+        addresses = tuple([words[word] for word in self._words])
         maps = self._maps.get(addresses)
         if maps is None:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.clear()
-            maps = self._maps[addresses] = tuple(
-                self._device.tensor_map(address, *tiled) for address, tiled in zip(addresses, self._tiled, strict=True)
+            maps = self._maps[addresses] = as_words(
+                [
+                    self._device.tensor_map(address, *tiled)
+                    for address, tiled in zip(addresses, self._tiled, strict=True)
+                ]
             )
-        return maps
+        words[begins[0] : begins[0] + len(maps)] = maps
+
+
+def as_words(maps: Sequence[Array]) -> Words:
+    """Tensor maps, one behind the other."""
+    return np.concatenate(maps).view(np.uint64).data
 
 
 class _Tiled(NamedTuple):
@@ -86,7 +100,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
 
 
-def heads_as_rows(problem: AttentionProblem, arrays: dict[str, Array]) -> tuple[AttentionProblem, dict[str, Array]]:
+def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
     """What `plan_sm90.heads_as_rows` makes of a problem, and views of the arrays as it sees them."""
     seen = plan_sm90.heads_as_rows(problem)
     if seen is problem:
@@ -101,18 +115,74 @@ def heads_as_rows(problem: AttentionProblem, arrays: dict[str, Array]) -> tuple[
     }
 
 
-def results_of_parts(
-    problem: AttentionProblem, config: Config, num_sms: int, empty: Callable[..., Array]
-) -> dict[str, Array]:
+@dataclass(frozen=True)
+class Forward(Kernel):
+    """The kernel."""
+
+    config: Config
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(tiles of one head, tiles in all, each part of the keys by itself)."""
+        tiles, total = super().grid(problem, arrays)
+        return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.split else 1)
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """Single queries of the heads of a group are rows of a tile."""
+        return heads_as_rows(problem, arrays)
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        return {"heads_together": plan_sm90.heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads."""
+        m, n = self.config.block_m, self.config.block_n
+        # The last map is the bias's, read or not.
+        last = ("bias", m) if self.config.has_bias_tiles else ("v", n)
+        return Persistent(problem, (("q", m), ("k", n), ("v", n), last), arrays, device, tiles)
+
+
+@dataclass(frozen=True)
+class MergeParts(Rows):
+    """The results over parts of the keys become one."""
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """As the kernel that wrote the parts."""
+        return heads_as_rows(problem, arrays)
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; False if Hopper's kernel does not take the problem."""
+    layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
+    config = None if layouts is None else plan_sm90.forward(work.problem, layouts, _layout_of_bias(work))
+    if config is None:
+        return False
+    parts = _results_of_parts(work, config)
+    config = replace(config, split=bool(parts))
+    work.run(Forward(config.entry, config), work.arrays | parts)
+    if parts:
+        work.run(MergeParts("merge_parts", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
+    return True
+
+
+def _layout_of_bias(work: Work) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Strides, shape and bytes of an element, where the address lets TMA bring it."""
+    bias: Array = work.arrays.get("bias")
+    if bias is None or work.device.pointer(bias) % ALIGNMENT:
+        return None
+    return bias.strides, bias.shape, bias.dtype.itemsize
+
+
+def _results_of_parts(work: Work, config: Config) -> Arrays:
     """Room for the results over parts of the keys, in float32; nothing where keys stay whole."""
-    parts = plan_sm90.parts_of_keys(problem, config, num_sms)
+    parts = plan_sm90.parts_of_keys(work.problem, config, work.device.num_sms)
     if parts == 1:
         return {}
-    seen = plan_sm90.heads_as_rows(problem)
+    seen = plan_sm90.heads_as_rows(work.problem)
     batch, rows, heads = parts * seen.batch, seen.seqlen_q, seen.num_heads_q
     return {
-        "out_parts": empty((batch, rows, heads, seen.head_dim_v), np.float32),
-        "lse_parts": empty((batch, heads, rows), np.float32),
+        "out_parts": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
+        "lse_parts": work.empty((batch, heads, rows), np.float32),
     }
 
 
@@ -120,17 +190,12 @@ class TileCounter:
     """Of the launches of one kernel, where its thread blocks have more than one tile each."""
 
     def __init__(self, device: kernels.Device, needed: bool) -> None:
-        self._needed = needed
-        self._counters = _counters_of(device)
+        self._counters = _counters_of(device) if needed else None
 
-    def put(self, words: np.ndarray[Any, Any]) -> None:
-        """Write a free counter's address into the struct `words`."""
-        if self._needed:
-            words[_COUNTER_WORD] = self._counters.next()
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a graph."""
-        return self._counters.is_capturing()
+    def put(self, words: Words, stream: int) -> None:
+        """Write a free counter's address into the struct `words` of a launch on a stream."""
+        if self._counters is not None:
+            words[_COUNTER_WORD] = self._counters.next(stream)
 
 
 class _Counters:
@@ -139,26 +204,20 @@ class _Counters:
     def __init__(self, device: kernels.Device) -> None:
         xp = device.namespace
         self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint32)
-        self._runtime: Any = None
         if xp is not np:
             # Once per process and device: other streams may use the zeros, too.
             xp.cuda.get_current_stream().synchronize()
-            self._current_stream = xp.cuda.get_current_stream
-            self._runtime = xp.cuda.runtime
+        self._is_capturing = device.is_capturing
         self._address = device.pointer(self._array)
         self._launches = count()
         self._captured = count()
 
-    def next(self) -> int:
+    def next(self, stream: int) -> int:
         """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
-        if self.is_capturing():
+        if self._is_capturing(stream):
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 4 * (_NUM_COUNTERS + number)
         return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a graph."""
-        return self._runtime is not None and self._runtime.streamIsCapturing(self._current_stream().ptr)
 
 
 _counters: dict[kernels.Device, _Counters] = {}

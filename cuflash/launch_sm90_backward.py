@@ -2,75 +2,101 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from cuflash import kernels, plan_sm90_backward
+from cuflash.launch import Kernel, Work, images, num_tiles
+from cuflash.launch_params import Arrays
+from cuflash.launch_sm90 import Persistent
 from cuflash.params import SCORE_TENSORS
 from cuflash.plan_sm90 import WARPGROUP
 from cuflash.plan_sm90_backward import DQ, ROWS, Config
-from cuflash.problem import Array, AttentionProblem
+from cuflash.problem import AttentionProblem
 
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
-Arrays = dict[str, Array]
 
 
-def query_tiles(problem: AttentionProblem, config: Config) -> int:
-    """Tiles of queries of one head; packed: tile slots (work_of in sequence.cuh)."""
-    if problem.packed:
-        return problem.seqlen_q // config.block_m + problem.batch + 2
-    return math.ceil(problem.seqlen_q / config.block_m)
+@dataclass(frozen=True)
+class _OfQueries(Kernel):
+    """What the kernels have in common: how sums of dq are laid out."""
+
+    config: Config
+
+    @property
+    def visits_tiles(self) -> bool:
+        """No tiles of scores."""
+        return False
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How sums of dq are laid out."""
+        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
-def images(problem: AttentionProblem, heads: int) -> int:
-    """Heads of all sequences; packed sequences are one."""
-    return heads if problem.packed else heads * problem.batch
+@dataclass(frozen=True)
+class Rows(_OfQueries):
+    """Before the gradients of scores: what they load of each query."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _ROWS_THREADS
 
 
-def grid(entry: str, problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(tiles of one head, thread blocks or tiles of the launch)."""
-    if entry == config.entry:
-        tiles = math.ceil(problem.seqlen_k / config.block_n)
-        if problem.packed:
-            tiles = problem.seqlen_k // config.block_n + problem.batch + 2
-        return tiles, tiles * images(problem, problem.num_heads_kv)
-    tiles = query_tiles(problem, config)
-    return tiles, tiles * images(problem, problem.num_heads_q)
+@dataclass(frozen=True)
+class Dq(_OfQueries):
+    """Behind them: dq from its sum."""
+
+    @property
+    def threads(self) -> int:
+        """A warpgroup for each part."""
+        return self.config.dq_parts * WARPGROUP
 
 
-def threads(entry: str, config: Config) -> int:
-    """Threads of a block."""
-    return {ROWS: _ROWS_THREADS, config.entry: config.threads, DQ: config.dq_parts * WARPGROUP}[entry]
+@dataclass(frozen=True)
+class Main(_OfQueries):
+    """The gradients of scores, and all that is multiplied with them."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Tiles of keys, and the queries that see them."""
+        return True
+
+    @property
+    def of_keys(self) -> bool:
+        """Tiles stay with keys and walk queries."""
+        return True
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Also the order of tiles."""
+        return super().numbers(problem) | {"heads_together": plan_sm90_backward.heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads."""
+        m, n = self.config.block_m, self.config.block_n
+        return Persistent(problem, (("q", m), ("k", n), ("v", n), ("dout", m)), arrays, device, tiles)
 
 
-def launch(
-    run: Callable[..., object],
-    problem: AttentionProblem,
-    config: Config,
-    arrays: Arrays,
-    grads: dict[str, Array],
-    empty: Callable[[tuple[int, ...], Any], Array],
-) -> None:
-    """Write dq, dk and dv, those of them that are in `grads`.
-
-    `run` launches an entry on arrays, `empty` allocates.
-    """
-    tiles = images(problem, problem.num_heads_q) * query_tiles(problem, config)
-    rows: dict[str, Any] = {
-        "row_lse": empty((tiles, config.block_m), problem.accum_dtype),
-        "row_delta": empty((tiles, config.block_m), problem.accum_dtype),
-    }
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv and delta; return the other gradients, None if nothing is done."""
+    problem, arrays = work.problem, work.arrays
+    layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
+    config = None if layouts is None else plan_sm90_backward.backward(problem, layouts)
+    if config is None:
+        return None
+    tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
+    rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
-        rows["dq_sum"] = empty((tiles, config.dq_tile), problem.accum_dtype)
+        rows["dq_sum"] = work.empty((tiles, config.dq_tile), problem.accum_dtype)
     if config.deterministic and "q" in grads:
-        rows["dq_turns"] = empty((1 + tiles * config.dq_parts,), np.int32)
-    run(ROWS, arrays={**arrays, **rows})
+        rows["dq_turns"] = work.empty((1 + tiles * config.dq_parts,), np.int32)
+    work.run(Rows(ROWS, config), with_dlse | rows)
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    run(config.entry, arrays={**_select(arrays, _MAIN_INPUTS), **rows, **of_keys})
+    work.run(Main(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | of_keys)
     if "q" in grads:
-        run(DQ, arrays={**_select(arrays, _LENGTHS), "dq_sum": rows["dq_sum"], "dq": grads["q"]})
+        work.run(Dq(DQ, config), _select(arrays, _LENGTHS) | {"dq_sum": rows["dq_sum"], "dq": grads["q"]})
+    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
 
 _LENGTHS = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")

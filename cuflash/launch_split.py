@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash import kernels, plan_split, plan_split_backward
-from cuflash.launch_sm90 import TileCounter
-from cuflash.params import PARAMS, word_of
+from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_split_backward
+from cuflash.launch import Further, Kernel, Words, Work
+from cuflash.launch_params import Arrays
+from cuflash.launch_sm90 import MAP_BYTES, TileCounter, as_words
+from cuflash.params import word_of
 from cuflash.plan_split import HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
 
 ROWS = "split_rows"
 Config = plan_split.Config | plan_split_backward.Config
-Arrays = dict[str, Array]
 # SplitTensor and SplitOperands of cuda_src/sm90/split_layout.cuh.
 _TENSOR = np.dtype(
     [
@@ -29,7 +30,6 @@ _TENSOR = np.dtype(
         ("parts", "i4"),
     ]
 )
-_STRUCT = f"V{PARAMS.itemsize}"
 _OPERANDS = np.dtype([*((name, _TENSOR) for name in ("q", "k", "v", "dout")), ("lse", "i8"), ("delta", "i8")])
 _SPACE_WORD = word_of("work_space")
 # Of cuda_src/sm90/split_rows.cu and split_layout.cuh.
@@ -45,12 +45,9 @@ _FLOAT_BYTES = 4
 # A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
 _MAX_MAPS = 256
 
-# Work space of captured launches: a graph may run at any later time.
-_captured: list[Array] = []
-
 
 class WorkSpace:
-    """Where the parts of the operands lie, and the kernel that writes them."""
+    """Where the parts of the operands lie."""
 
     def __init__(self, problem: AttentionProblem, config: Config, device: kernels.Device) -> None:
         queries, keys = (problem.seqlen_q, problem.num_heads_q), (problem.seqlen_k, problem.num_heads_kv)
@@ -62,8 +59,7 @@ class WorkSpace:
         is_backward = isinstance(config, plan_split_backward.Config)
         if is_backward:
             tensors.append(("dout", queries, config.head_dim_v, config.parts))
-        columns = next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))
-        rows_of_block = _THREADS // min(columns // _VECTOR, _LANES)
+        rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
         operands = np.zeros(1, _OPERANDS)
         self._device = device
         self._tensors: list[tuple[int, tuple[int, ...]]] = []
@@ -87,25 +83,19 @@ class WorkSpace:
         self.size = size
         self.operands = operands.view(f"V{_OPERANDS.itemsize}")
         self.grid = (blocks, len(tensors))
-        self.block = (_THREADS,)
-        constants = {
-            "element": config.element,
-            "accum": config.accum,
-            "bias_element": config.element,
-            "columns": columns,
-        }
-        self.split = kernels.get("sm90/split_rows", ROWS, constants, device)
-        self._maps: dict[int, tuple[Array, ...]] = {}
+        self._maps: dict[int, Words] = {}
 
-    def maps(self, address: int, boxes: tuple[int, ...]) -> tuple[Array, ...]:
+    def maps(self, address: int, boxes: Sequence[int]) -> Words:
         """Maps of the operands in work space at `address`, for tiles of `boxes` rows."""
         maps = self._maps.get(address)
         if maps is None:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.clear()
-            maps = self._maps[address] = tuple(
-                self._map(address + offset, extents, rows)
-                for (offset, extents), rows in zip(self._tensors, boxes, strict=True)
+            maps = self._maps[address] = as_words(
+                [
+                    self._map(address + offset, extents, rows)
+                    for (offset, extents), rows in zip(self._tensors, boxes, strict=True)
+                ]
             )
         return maps
 
@@ -114,87 +104,155 @@ class WorkSpace:
         return self._device.tensor_map(address, "float16", extents, strides, (_PANEL, rows, extents[2], 1))
 
 
-class SplitLaunch:
-    """The changing arguments of the forward kernel on split operands, and the launch that splits them."""
+class OnOperands(Further):
+    """What a kernel takes that uses a work space: the operands' places in it, and what changes from call to call.
 
-    def __init__(
-        self, problem: AttentionProblem, config: plan_split.Config, device: kernels.Device, tiles: int
-    ) -> None:
-        self.blocks = min(tiles, device.num_sms)
-        self._counter = TileCounter(device, tiles > self.blocks)
-        self._device = device
-        self._space = WorkSpace(problem, config, device)
-        self._boxes = (config.block_m, config.block_n, config.block_n)
-
-    def arguments(self, words: np.ndarray[Any, Any]) -> tuple[Array, ...]:
-        """Split the operands that the struct `words` names; what follows the struct. It gets the counter of tiles."""
-        self._counter.put(words)
-        layout = self._space
-        space = self._device.empty((layout.size,), np.uint8)
-        if self._counter.is_capturing():
-            _captured.append(space)
-        # The pool hands freed memory to later work of the same stream alone.
-        layout.split(layout.grid, layout.block, (words.view(_STRUCT), layout.operands, space))
-        return layout.operands, space, *layout.maps(self._device.pointer(space), self._boxes)
-
-
-class SplitGradientLaunch:
-    """The changing arguments of a gradient kernel on split operands in a work space, which the first one fills."""
-
-    def __init__(
-        self, problem: AttentionProblem, config: plan_split_backward.Config, device: kernels.Device, tiles: int
-    ) -> None:
-        self.blocks = min(tiles, device.num_sms)
-        self._counter = TileCounter(device, tiles > self.blocks)
-        self._space = WorkSpace(problem, config, device)
-        queries, keys = config.block_m, config.block_n
-        self._boxes = (queries, keys, keys, queries)
-
-    def arguments(self, words: np.ndarray[Any, Any]) -> tuple[Array, ...]:
-        """What follows the struct `words`, which gets the counter of tiles."""
-        self._counter.put(words)
-        return self._space.operands, *self._space.maps(int(words[_SPACE_WORD]), self._boxes)
-
-
-class SplitRowsLaunch:
-    """The launch that fills the work space of gradient kernels."""
-
-    def __init__(
-        self, problem: AttentionProblem, config: plan_split_backward.Config, device: kernels.Device, blocks: int
-    ) -> None:
-        self.blocks = blocks
-        self._space = WorkSpace(problem, config, device)
-
-    def launched(self) -> tuple[kernels.Kernel, tuple[int, ...], tuple[int, ...]]:
-        """The kernel, its grid and its block."""
-        return self._space.split, self._space.grid, self._space.block
-
-    def arguments(self, words: np.ndarray[Any, Any]) -> tuple[Array, ...]:
-        """What follows the struct `words`."""
-        return self._space.operands, words[_SPACE_WORD]
-
-
-def gradients(
-    run: Callable[..., object],
-    problem: AttentionProblem,
-    configs: tuple[plan_split_backward.Config, ...],
-    arrays: Arrays,
-    by_rows: Arrays,
-    of_keys: Arrays,
-    empty: Callable[[tuple[int, ...], Any], Array],
-    device: kernels.Device,
-) -> None:
-    """Write what is in `by_rows` (dq and parts of the slopes' gradient) and `of_keys` (dk and dv).
-
-    `run` launches an entry on arrays, delta among them; `empty` makes scratch memory.
+    Parameters
+    ----------
+    grid : tuple of int
+    space : WorkSpace
+    with_space : bool
+        Whether the work space's address is an argument of its own, too.
+    boxes : sequence of int
+        Rows of the tiles that TMA reads of each operand.
+    counter : TileCounter, optional
     """
-    arrays = {**arrays, "work_space": empty((WorkSpace(problem, configs[0], device).size,), np.uint8)}
-    run(ROWS, arrays=arrays, chosen=configs[0])
-    for config in configs:
-        names = plan_split_backward.KEY_KERNELS.get(config.entry)
-        wanted = by_rows if names is None else {name: x for name, x in of_keys.items() if name in names}
-        if wanted:
-            run(config.entry, arrays={**arrays, **wanted}, chosen=config)
+
+    def __init__(
+        self,
+        grid: tuple[int, ...],
+        space: WorkSpace,
+        with_space: bool,
+        boxes: Sequence[int] = (),
+        counter: TileCounter | None = None,
+    ) -> None:
+        maps = [np.zeros(1, f"V{MAP_BYTES}")] * len(boxes)
+        super().__init__(grid, [space.operands, *([np.zeros(1, np.uint64)] if with_space else []), *maps])
+        self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
+
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """Write the work space's address, maps of the operands in it, and the address of a counter."""
+        address = words[_SPACE_WORD]
+        if self._with_space:
+            words[begins[1]] = address
+        if self._boxes:
+            maps = self._space.maps(address, self._boxes)
+            words[begins[-len(self._boxes)] : begins[-len(self._boxes)] + len(maps)] = maps
+        if self._counter is not None:
+            self._counter.put(words, stream)
+
+
+@dataclass(frozen=True)
+class Split(Kernel):
+    """The kernel that fills the work space."""
+
+    config: Config
+
+    @property
+    def visits_tiles(self) -> bool:
+        """No tiles of scores."""
+        return False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _THREADS
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> OnOperands:
+        """The operands' places."""
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands(space.grid, space, True)
+
+    def load(self, device: kernels.Device) -> kernels.Kernel:
+        """The kernel itself, which depends on less than those behind it."""
+        constants = {
+            "element": self.config.element,
+            "accum": self.config.accum,
+            "bias_element": self.config.element,
+            "columns": _columns(self.config),
+        }
+        return kernels.get("sm90/split_rows", ROWS, constants, device)
+
+
+@dataclass(frozen=True)
+class Forward(Kernel):
+    """The forward kernel."""
+
+    config: plan_split.Config
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        return {"heads_together": plan_sm90.heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> OnOperands:
+        """Maps of q, k and v."""
+        m, n = self.config.block_m, self.config.block_n
+        blocks = min(tiles, device.num_sms)
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands((blocks,), space, True, (m, n, n), TileCounter(device, tiles > blocks))
+
+
+@dataclass(frozen=True)
+class Gradient(Kernel):
+    """A gradient kernel."""
+
+    config: plan_split_backward.Config
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tiles stay with keys and walk queries."""
+        return self.config.of_keys
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        heads_together = (plan_sm90_backward if self.of_keys else plan_sm90).heads_together
+        return {"heads_together": heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> OnOperands:
+        """Maps of q, k, v and dout."""
+        m, n = self.config.block_m, self.config.block_n
+        blocks = min(tiles, device.num_sms)
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands((blocks,), space, False, (m, n, n, m), TileCounter(device, tiles > blocks))
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; False if the kernel on split operands does not take the problem."""
+    config = plan_split.forward(work.problem) if work.device.has_wgmma else None
+    if config is None:
+        return False
+    arrays = work.arrays | _work_space(work, config)
+    work.run(Split(ROWS, config), arrays)
+    work.run(Forward(config.entry, config), arrays)
+    return True
+
+
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv and delta, and what the slopes' gradient is summed from; return the others, None if nothing."""
+    configs = plan_split_backward.backward(work.problem) if work.device.has_wgmma else None
+    if configs is None:
+        return None
+    launch_portable.delta(work, with_dlse)
+    of_rows = launch_portable.rows_of_slopes(work, grads)
+    by_entry = {config.entry: of_rows | ({"dq": grads["q"]} if "q" in grads else {}) for config in configs[:1]}
+    for entry, names in plan_split_backward.KEY_KERNELS.items():
+        by_entry[entry] = {name: grads[name[1:]] for name in names if name[1:] in grads}
+    if any(by_entry[config.entry] for config in configs):
+        arrays = work.arrays | _work_space(work, configs[0])
+        work.run(Split(ROWS, configs[0]), arrays)
+        for config in configs:
+            if by_entry[config.entry]:
+                work.run(Gradient(config.entry, config), arrays | by_entry[config.entry])
+    work.arrays |= of_rows
+    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
+
+
+def _work_space(work: Work, config: Config) -> Arrays:
+    return {"work_space": work.empty((WorkSpace(work.problem, config, work.device).size,), np.uint8)}
+
+
+def _columns(config: Config) -> int:
+    return next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))
 
 
 def _aligned(size: int) -> int:

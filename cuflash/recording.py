@@ -9,8 +9,10 @@ from cuflash.kernels import Device
 from cuflash.tensor_map import ALIGNMENT
 
 Array = Any
-# A launch takes the addresses of the arrays that it was made for, in their order, and a seed.
-Launch = Callable[[list[int], Any], None]
+# A launch takes the addresses of the arrays that it was made for, in their order, a seed, and a stream.
+Launch = Callable[[list[int], Any, int], None]
+# Scratch memory of captured calls: a graph may run at any later time.
+_captured: list[Any] = []
 
 
 class Step(NamedTuple):
@@ -34,11 +36,15 @@ class Repeat:
         """False, and nothing is done, if these addresses may need other kernels."""
         if not are_aligned(addresses):
             return False
+        device = self._device
+        stream = device.stream()
         # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
-        scratch = [self._device.scratch(size) for size in self._scratch_sizes]
+        scratch = [device.scratch(size) for size in self._scratch_sizes]
+        if scratch and device.is_capturing(stream):
+            _captured.append(scratch)
         addresses += [address for address, _ in scratch]
         for launch, places in self._steps:
-            launch([addresses[i] for i in places], None)
+            launch([addresses[i] for i in places], None, stream)
         # Later work of the same stream may have the scratch memory from here on.
         return True
 
@@ -63,10 +69,13 @@ class Recording:
     device : Device
     arrays : dict
         The call's arrays by the names that launches know them by.
+    stream : int
+        Where they go.
     """
 
-    def __init__(self, device: Device, arrays: dict[str, Array]) -> None:
+    def __init__(self, device: Device, arrays: dict[str, Array], stream: int) -> None:
         self._device = device
+        self._stream = stream
         self._arrays = arrays
         self._places = {name: i for i, name in enumerate(arrays)}
         self._scratch: list[Array] = []
@@ -76,6 +85,8 @@ class Recording:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
         scratch = self._device.empty(shape, dtype)
+        if self._device.is_capturing(self._stream):
+            _captured.append(scratch)
         self._scratch.append(scratch)
         return scratch
 

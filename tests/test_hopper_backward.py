@@ -10,7 +10,7 @@ from cpu_device import device, hook
 from test_kernels import needs_compiler
 
 import cuflash
-from cuflash import gpu_backend, kernels, plan, plan_sm90_backward
+from cuflash import kernels, launch, plan, plan_sm90_backward
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -59,7 +59,7 @@ def both(
         np.full(x.shape, np.nan, options[name].dtype)
         for name, x in zip((n for n in ("bias", "sink", "alibi_slopes") if n in options), expected[3:], strict=True)
     )
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         dq, dk, dv, *extras = cuflash.attention_backward(
             tensors[0],
@@ -72,7 +72,7 @@ def both(
             out=(*grads, *extra_grads),
             **options,
         )
-    assert {plan_sm90_backward.NARROW, plan_sm90_backward.WIDE} & {key[-6] for key in gpu_backend._launches}
+    assert {plan_sm90_backward.NARROW, plan_sm90_backward.WIDE} & {x.kernel.entry for x in launch._launches.values()}
     for name, x, ref in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=False):
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3, err_msg=name)
     for x, ref in zip(extras, expected[3:], strict=True):

@@ -11,9 +11,7 @@ from cpu_device import device, hook
 from devices import Device
 
 import cuflash
-from cuflash import gpu_backend, plan_sm90
-from cuflash.launch_sm90 import PersistentLaunch
-from cuflash.params import PARAMS, word_of
+from cuflash import launch, launch_sm90, plan_sm90
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -59,12 +57,12 @@ def both(
     bad_k, bad_v = k.copy(order="K"), v.copy(order="K")
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
     with place.active():
         there = place.put({"q": rows(q), "k": rows(bad_k), "v": rows(bad_v), "out": poisoned, **options})
         out, lse = place.get(cuflash.attention(**there, return_lse=True))
-    assert next(iter(gpu_backend._launches.values())).persistent is not None
+    assert next(iter(launch._launches.values())).kernel.entry == "forward_sm90"
     wide: dict[str, Any] = {
         name: x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
         for name, x in options.items()
@@ -147,8 +145,8 @@ def test_strides(place: Device) -> None:
 def test_a_single_query_of_grouped_heads(place: Device, options: dict[str, Any]) -> None:
     q = normal(2, 8, 1, 64).swapaxes(1, 2)
     both(place, q, normal(2, 200, 2, 64), normal(2, 200, 2, 64), **options)
-    (launch,) = gpu_backend._launches.values()
-    assert launch.words.view(PARAMS)[0]["num_heads_q"] == 2  # a tile holds the heads of a group
+    (only,) = launch._launches.values()
+    assert only.params[0]["num_heads_q"] == 2  # a tile holds the heads of a group
 
 
 @no_compiler
@@ -167,7 +165,7 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
     q, k, v = normal(1, 70, 2, 64), normal(1, 2500, 1, 64), normal(1, 2500, 1, 64)
     place = Device("sm_90", np, lambda: hook.kernels_on(device.CpuDevice((9, 0), num_sms=9)))
     both(place, q, k, v, hidden, **options)
-    parts = [launch.words.view(PARAMS)[0]["splits"] for launch in gpu_backend._launches.values()]
+    parts = [x.params[0]["splits"] for x in launch._launches.values()]
     assert len(parts) == 2
     assert min(parts) > 1
 
@@ -187,10 +185,10 @@ def test_results_at_any_address() -> None:
     first, second = aligned[:-8].reshape(q.shape), aligned[1:-7].reshape(q.shape)
     results = []
     for out in (first, second):
-        gpu_backend._launches.clear()
+        launch._launches.clear()
         with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
             results.append(cuflash.attention(q, k, v, out=out).copy())
-        assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+        assert [x.kernel.entry for x in launch._launches.values()] == ["forward_sm90"]
     np.testing.assert_array_equal(*results)
 
 
@@ -218,18 +216,18 @@ BIASES: dict[str, Any] = {
 def test_bias_by_tma(place: Device, name: str) -> None:
     bias = BIASES[name]()
     both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK if name == "some hidden" else None, bias=bias)
-    (launch,) = gpu_backend._launches.values()
-    assert isinstance(launch.persistent, PersistentLaunch)
-    assert launch.persistent._words[-1] == word_of("bias")
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.has_bias_tiles
 
 
 @pytest.mark.parametrize("columns", [199, 1])
 def test_bias_of_other_layouts(place: Device, columns: int) -> None:
     q, k, v = inputs(64, 64)
     both(place, q, k[:, : max(columns, 2)], v[:, : max(columns, 2)], bias=normal(150, columns))
-    (launch,) = gpu_backend._launches.values()
-    assert isinstance(launch.persistent, PersistentLaunch)
-    assert launch.persistent._words[-1] == word_of("v")
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert not only.kernel.config.has_bias_tiles
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from devices import Device, has_gpu
 
-from cuflash import gpu_backend, plan_sm80, plan_sm80_backward
+from cuflash import launch, plan_sm80, plan_sm80_backward
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -40,10 +40,10 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
 
         yield Device("cupy", cupy)
         return
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     with hook.kernels_on(cpu_device.CpuDevice(CPUS[request.param], num_sms=3)):
         yield Device(request.param, np, nullcontext)
-    entries = {launch.entry for launch in gpu_backend._launches.values()}
+    entries = {x.kernel.entry for x in launch._launches.values()}
     assert {*plan_sm80.ENTRIES, plan_sm80_backward.MAIN} <= entries
 
 

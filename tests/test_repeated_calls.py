@@ -16,7 +16,7 @@ from devices import Device
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import call, gpu_backend, kernels
+from cuflash import call, kernels, launch
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -52,13 +52,13 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The entries that were looked up, not repeated."""
     entries: list[str] = []
-    launch = gpu_backend._launch
+    run = launch.Work.run
 
-    def watched(entry: str, *arguments: Any, **keywords: Any) -> None:
-        entries.append(entry)
-        launch(entry, *arguments, **keywords)
+    def watched(work: launch.Work, kernel: launch.Kernel, arrays: dict[str, Any]) -> None:
+        entries.append(kernel.entry)
+        run(work, kernel, arrays)
 
-    monkeypatch.setattr(gpu_backend, "_launch", watched)
+    monkeypatch.setattr(launch.Work, "run", watched)
     return entries
 
 

@@ -9,7 +9,7 @@ import pytest
 from cpu_device import device, hook
 
 import cuflash
-from cuflash import gpu_backend, plan_split_backward
+from cuflash import launch, plan_split_backward
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -50,12 +50,12 @@ def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: flo
     bad_k, bad_v = k.copy(), v.copy()
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         found = cuflash.attention_backward(
             dout, q, bad_k, bad_v, out.astype(np.float32), lse.astype(np.float32), **options
         )
-    entries = {launch_key for key in gpu_backend._launches for launch_key in key if isinstance(launch_key, str)}
+    entries = {x.kernel.entry for x in launch._launches.values()}
     assert plan_split_backward.DQ in entries and entries & set(plan_split_backward.KEY_KERNELS)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=eps, atol=eps * np.abs(y).max())

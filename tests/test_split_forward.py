@@ -9,7 +9,7 @@ import pytest
 from cpu_device import device, hook
 
 import cuflash
-from cuflash import gpu_backend, plan_split
+from cuflash import launch, plan_split
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -32,11 +32,11 @@ def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Arra
 
 def on_device(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
     """Out and lse of the kernel, into results full of NaN."""
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         out, lse = cuflash.attention(q, k, v, out=poisoned, return_lse=True, **options)
-    assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+    assert [x.kernel.entry for x in launch._launches.values()] == ["split_rows", "split_forward"]
     return out, lse
 
 
@@ -114,10 +114,10 @@ def test_packed() -> None:
     cu_seqlens_q, cu_seqlens_k = np.array([3, 40, 41, 41, 147], np.int32), np.array([1, 90, 97, 130, 190], np.int32)
     q, k, v = (x[0] for x in inputs())
     k[:1], v[190:] = np.nan, np.nan
-    gpu_backend._launches.clear()
+    launch._launches.clear()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         out, lse = cuflash.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, return_lse=True)
-    assert [launch.persistent is not None for launch in gpu_backend._launches.values()] == [True]
+    assert [x.kernel.entry for x in launch._launches.values()] == ["split_rows", "split_forward"]
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     expected = cuflash.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, return_lse=True)
     np.testing.assert_allclose(out, expected[0], rtol=8 * EPS, atol=8 * EPS)

@@ -66,8 +66,16 @@ class _NoLaunches:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def load(self, *source_and_options: Any) -> Callable[..., None]:
-        return lambda *args, **keywords: None
+    def load(self, *source_and_options: Any) -> _NoKernel:
+        return _NoKernel()
+
+
+class _NoKernel:
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        """Launch nothing."""
+
+    def bound(self, *shape: Any) -> Callable[[int, int], None]:
+        return lambda arguments, stream: None
 
 
 class _HostDevice:
@@ -87,6 +95,14 @@ class _HostDevice:
     @staticmethod
     def pointer(x: Array) -> int:
         return x.__array_interface__["data"][0]
+
+    @staticmethod
+    def stream() -> int:
+        return 0
+
+    @staticmethod
+    def is_capturing(stream: int) -> bool:
+        return False
 
 
 @contextlib.contextmanager

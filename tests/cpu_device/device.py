@@ -10,7 +10,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,26 @@ class Module:
         DeviceError
             On a defect that the device saw; it names the line.
         """
-        invoke, sizes, cluster = self._entry(entry)
-        values = _packed_arguments(entry, args, sizes)
+        values = _packed_arguments(entry, args, self._entry(entry)[1])
+        pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
+        self.launch_at(entry, grid, block, ctypes.addressof(pointers), shared_mem, seed=seed)
+
+    def sizes(self, entry: str) -> list[int]:
+        """Bytes of a kernel's parameters."""
+        return self._entry(entry)[1]
+
+    def launch_at(
+        self,
+        entry: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: int,
+        shared_mem: int = 0,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        """``launch`` with the address of the arguments' addresses, as the driver's interface has it."""
+        invoke, _, cluster = self._entry(entry)
         extents = [_Extent(*[*x, 1, 1][:3]) for x in (grid, block, cluster)]
         if any(n == 0 for extent in extents for n in extent):
             raise ValueError(f"{entry}: grid {tuple(grid)} and block {tuple(block)} must not be empty")
@@ -118,10 +136,9 @@ class Module:
         if seed is None:
             seed = int(_from_environment("SEED", 0))
         message = ctypes.create_string_buffer(8192)
-        pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
         request = _LaunchRequest(
             invoke=invoke,
-            args=ctypes.addressof(pointers),
+            args=arguments,
             grid=extents[0],
             block=extents[1],
             cluster=extents[2],
@@ -223,14 +240,7 @@ class CpuDevice:
         """Compile ``source`` and return its entry: call it with grid, block, args and shared_mem."""
         if smem_bytes > self.smem_limit:
             raise ValueError(f"{entry}: {smem_bytes} bytes of shared memory, {self.name} has {self.smem_limit}")
-        module = compile(source, options, entry, self._check)
-
-        def kernel(grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared_mem: int = 0) -> None:
-            if shared_mem > max(smem_bytes, DEFAULT_SMEM_BYTES):
-                raise ValueError(f"{entry}: a launch with {shared_mem} bytes of shared memory, {smem_bytes} announced")
-            module.launch(entry, grid, block, args, shared_mem)
-
-        return kernel
+        return CpuKernel(compile(source, options, entry, self._check), entry, max(smem_bytes, DEFAULT_SMEM_BYTES))
 
     def scratch(self, size: int) -> tuple[int, np.ndarray[Any, Any]]:
         """The address of so many uninitialised bytes, and what keeps them."""
@@ -240,3 +250,39 @@ class CpuDevice:
     def pointer(self, x: np.ndarray[Any, Any]) -> int:
         """Address of an array's first element."""
         return x.ctypes.data
+
+    def stream(self) -> int:
+        """The only one."""
+        return 0
+
+    def is_capturing(self, stream: int) -> bool:
+        """Never: there are no graphs."""
+        return False
+
+
+class CpuKernel:
+    """An entry of a module as a ``cuflash.kernels.Kernel``."""
+
+    def __init__(self, module: Module, entry: str, smem_bytes: int) -> None:
+        self._module, self._entry, self._smem_bytes = module, entry, smem_bytes
+
+    def _check(self, smem_bytes: int) -> None:
+        if smem_bytes > self._smem_bytes:
+            raise ValueError(
+                f"{self._entry}: a launch with {smem_bytes} bytes of shared memory, {self._smem_bytes} announced"
+            )
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared_mem: int = 0) -> None:
+        """Launch it."""
+        self._check(shared_mem)
+        self._module.launch(self._entry, grid, block, args, shared_mem)
+
+    def bound(
+        self, grid: Sequence[int], block: Sequence[int], sizes: Sequence[int], smem_bytes: int
+    ) -> Callable[[int, int], None]:
+        """Its launch with arguments of these sizes: call it with the address of their addresses, and the stream."""
+        self._check(smem_bytes)
+        expected = self._module.sizes(self._entry)
+        if list(sizes) != expected:
+            raise TypeError(f"{self._entry}: arguments of {list(sizes)} bytes, the kernel's parameters have {expected}")
+        return lambda arguments, stream: self._module.launch_at(self._entry, grid, block, arguments, smem_bytes)

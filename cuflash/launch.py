@@ -1,0 +1,256 @@
+"""From a kernel of any family to its launch on the current stream: what families derive, and what they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from cuflash import kernels
+from cuflash.config import KernelConfig
+from cuflash.launch_params import Arrays, fixed_params
+from cuflash.params import word_of
+from cuflash.plan import KERNEL_FILES, function_of
+from cuflash.problem import Array, AttentionProblem, Operands
+from cuflash.recording import Recording
+from cuflash.tensor_map import ALIGNMENT
+
+Words = memoryview  # of 8 bytes each
+_SEED_WORD = word_of("dropout_key")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and how it is launched; families derive theirs.
+
+    Attributes
+    ----------
+    entry : str
+        Its name; one configuration may serve several entries.
+    config : KernelConfig
+        The constants of its source.
+    """
+
+    entry: str
+    config: KernelConfig
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Whether it goes through tiles of scores: in dynamic shared memory, and by the lists of a block mask."""
+        return True
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tiles stay with keys and walk queries."""
+        return False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.config.threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.config.smem_bytes if self.visits_tiles else 0
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(tiles of one head, tiles in all)."""
+        config = self.config
+        if self.of_keys:
+            tiles = num_tiles(problem, problem.seqlen_k, config.block_n)
+            return tiles, tiles * images(problem, problem.num_heads_kv)
+        tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
+        return tiles, tiles * images(problem, problem.num_heads_q)
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """The problem and the arrays as the kernel sees them."""
+        return problem, arrays
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Members of the parameter struct that are particular to the family."""
+        return {}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Further:
+        """What it takes behind the parameter struct, and the grid of its thread blocks."""
+        return Further((tiles,))
+
+    def load(self, device: kernels.Device) -> kernels.Kernel:
+        """The kernel itself."""
+        file = KERNEL_FILES.get(self.entry, self.entry)
+        return kernels.get(file, function_of(self.entry), self.config, device, self.smem_bytes)
+
+
+class Further:
+    """Arguments behind the parameter struct (here: none), and the grid of thread blocks."""
+
+    def __init__(self, grid: tuple[int, ...], values: Sequence[np.ndarray[Any, Any]] = ()) -> None:
+        self.grid = grid
+        self.values = tuple(values)  # as they are at first
+
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """Bring a launch's arguments up to date: those at `begins`, and members of the struct at the beginning."""
+
+
+def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Tiles of one head; packed: tile slots for every sequence and the padding beside (work_of in sequence.cuh)."""
+    return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
+
+
+def images(problem: AttentionProblem, heads: int) -> int:
+    """Heads of all sequences; packed sequences are one."""
+    return heads if problem.packed else heads * problem.batch
+
+
+class _Arguments:
+    """The arguments of one launch and the pointers to them, in memory of their own."""
+
+    __slots__ = ("address", "begins", "words")
+
+    def __init__(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+        # Each begins a line, for hosts that read them in place.
+        sizes = [_LINE * math.ceil(value.nbytes / _LINE) for value in values]
+        begins = [sum(sizes[:i]) for i in range(len(values) + 1)]
+        buffer = np.zeros(begins[-1] + 8 * len(values) + _LINE, np.uint8)
+        aligned = buffer[-buffer.ctypes.data % _LINE :][: begins[-1] + 8 * len(values)]
+        for begin, value in zip(begins, values, strict=False):
+            aligned[begin : begin + value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
+        pointers = aligned[begins[-1] :].view(np.uint64)
+        pointers[:] = [aligned.ctypes.data + begin for begin in begins[:-1]]
+        self.words: Words = aligned.view(np.uint64).data
+        self.begins = tuple([begin // 8 for begin in begins[1:-1]])  # words of those behind the first
+        self.address: int = pointers.ctypes.data
+
+
+_LINE = 64
+
+
+class Launch:
+    """A kernel with everything of its launch that does not change from call to call."""
+
+    def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
+        problem, arrays = kernel.seen(problem, arrays)
+        self.kernel = kernel
+        self.params = fixed_params(problem, arrays)
+        self.params["num_tiles"], tiles = kernel.grid(problem, arrays)
+        for name, number in kernel.numbers(problem).items():
+            self.params[name] = number
+        self._further = kernel.further(problem, arrays, device, tiles)
+        self._pointer_words = [word_of(name) for name in arrays]
+        self._is_empty = 0 in self._further.grid
+        self._values = (self.params, *self._further.values)
+        self._enqueue = kernel.load(device).bound(
+            self._further.grid, (kernel.threads,), [value.nbytes for value in self._values], kernel.smem_bytes
+        )
+        # A thread that launches takes one and puts it back: lists do both at once, whatever other threads do.
+        self._free: list[_Arguments] = []
+
+    def __call__(self, addresses: Sequence[int], seed: int | None, stream: int) -> None:
+        """Enqueue it on a stream; the addresses are those of the arrays it was made for, in their order."""
+        if self._is_empty:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = _Arguments(self._values)
+        words = arguments.words
+        for word, address in zip(self._pointer_words, addresses, strict=True):
+            words[word] = address
+        if seed is not None:
+            words[_SEED_WORD] = seed
+        self._further.fill(words, arguments.begins, stream)
+        self._enqueue(arguments.address, stream)
+        self._free.append(arguments)
+
+
+# The bound keeps a program with ever new shapes from growing without end.
+_MAX_LAUNCHES = 4096
+_launches: dict[Any, Launch] = {}
+
+
+class Work:
+    """One forward or backward pass: its arrays, and the launches and scratch memory that families ask for.
+
+    Parameters
+    ----------
+    problem, operands
+    arrays : dict
+        The arrays beside the operands that every kernel is given, by the names that kernels know them by.
+    device : kernels.Device
+    others : dict
+        Arrays of some kernels alone.
+    """
+
+    # The operands that are plain arrays stand first.
+    _INPUTS = Operands._fields[: Operands._fields.index("dropout_seed")]
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        arrays: Arrays,
+        device: kernels.Device,
+        others: Arrays | None = None,
+    ) -> None:
+        self.problem = problem
+        self.device = device
+        inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
+        self.arrays = inputs | arrays
+        self._operands = operands
+        self._stream = device.stream()
+        self.recording = Recording(device, self.arrays | (others or {}), self._stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory; it holds anything at first."""
+        return self.recording.empty(shape, dtype)
+
+    def is_aligned(self, names: Sequence[str]) -> bool:
+        """Whether addresses and strides of arrays are multiples of what one access moves."""
+        tensors = [self.arrays[name] for name in names]
+        places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
+        return not any(place % ALIGNMENT for place in places)
+
+    def layouts(self, names: Sequence[str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
+        """Strides and shapes of arrays for the plan of a kernel with tensor maps; None if an address forbids these."""
+        tensors = [self.arrays[name] for name in names]
+        if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
+            return None
+        return tuple([(x.strides, x.shape) for x in tensors])
+
+    def run(self, kernel: Kernel, arrays: Arrays) -> None:
+        """Enqueue a kernel on arrays by name."""
+        seed: Any = self._operands.dropout_seed
+        key: tuple[Any, ...] = (kernel, self.problem, self.device)
+        if self._operands.block_mask is not None and kernel.visits_tiles:
+            arrays = arrays | self._block_arrays(kernel)
+        if seed is not None and not isinstance(seed, (int, np.integer)):
+            arrays = {**arrays, "dropout_seed": seed}
+            seed = None
+        key += (tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()]))
+        launch = _launches.get(key)
+        if launch is None:
+            if len(_launches) >= _MAX_LAUNCHES:
+                _launches.clear()
+            launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
+        pointer = self.device.pointer
+        launch([pointer(x) for x in arrays.values()], seed, self._stream)
+        self.recording.add(launch, arrays)
+
+    def _block_arrays(self, kernel: Kernel) -> Arrays:
+        """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
+        block_mask, xp = self._operands.block_mask, self.device.namespace
+        assert block_mask is not None
+        get = partial(kernels.get, device=self.device)
+        lists = block_mask.tile_lists(kernel.config.block_m, kernel.config.block_n, get, xp)
+        slots, bits = block_mask.arrays(xp)
+        return {
+            "block_list": lists.col_index if kernel.of_keys else lists.row_index,
+            "block_count": lists.col_count if kernel.of_keys else lists.row_count,
+            "block_slots": slots,
+            "block_bits": bits,
+        }
