@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from cuflash import bench, reference
-from cuflash.bench import cells, check, host, peers, report
+from cuflash.bench import check, host, peers, report, suites
 from cuflash.bench.cells import BACKWARD, FORWARD, Cell
 from cuflash.bench.inputs import Inputs
+from cuflash.bench.options import arguments
 
 PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
 CELLS = [
@@ -24,38 +25,45 @@ CELLS = [
     dataclasses.replace(PLAIN, name="window", causal=True, window_left=5),
     dataclasses.replace(PLAIN, name="sparse", batch=1, seqlen_q=300, seqlen_k=300, density=0.5),
     dataclasses.replace(PLAIN, name="packed", seqlen_q=90, seqlen_k=90, batch=3, lengths=(50, 1, 39), causal=True),
+    dataclasses.replace(PLAIN, name="window as blocks", causal=True, window_left=5, options=("blocks",)),
+    *(
+        dataclasses.replace(PLAIN, name=option, options=(option,))
+        for option in ("softcap", "alibi", "bias", "dbias", "mask", "dropout")
+    ),
 ]
 
 
-def options(cell: Cell) -> dict[str, Any]:
+def given_to_reference(inputs: Inputs) -> dict[str, Any]:
     """The cell's options as the reference takes them."""
-    given: dict[str, Any] = {"causal": cell.causal, "window": (cell.window_left, None)}
-    if cell.density is not None:
-        given["mask"] = cells.dense_mask(cell)
+    given = arguments(inputs)
+    if "block_mask" in given:
+        given["mask"] = given.pop("block_mask").to_dense()
     return given
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell) -> None:
+def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SMALL", 60)  # fewer than some cells have rows, more than others
     inputs = Inputs(cell, np)
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    given = given_to_reference(inputs)
     if cell.lengths:
         ends = np.cumsum((0, *cell.lengths)).astype(np.int32)
-        out, lse = reference.attention_varlen(q, k, v, ends, ends, **options(cell))
-        gradients = reference.attention_varlen_backward(dout, q, k, v, ends, ends, **options(cell))
+        out, lse = reference.attention_varlen(q, k, v, ends, ends, **given)
+        gradients = reference.attention_varlen_backward(dout, q, k, v, ends, ends, **given)
     else:
-        out, lse = reference.attention(q, k, v, **options(cell))
-        gradients = reference.attention_backward(dout, q, k, v, **options(cell))
-    dq, dk, dv = (gradients[name] for name in "qkv")
-    sample = check.take_sample(inputs, out, lse)
-    assert sample.forward_error(out) < 1e-12
-    assert sample.backward_error((dq, dk, dv)) < 1e-12
+        out, lse = reference.attention(q, k, v, **given)
+        gradients = reference.attention_backward(dout, q, k, v, **given)
+    dq, dk, dv, *dbias = (gradients[name] for name in ("q", "k", "v", "bias")[: 4 if "dbias" in cell.options else 3])
+    sample = check.take_sample(inputs, arguments(inputs), out, lse)
+    assert check.worst(sample.forward_errors(out)) < 1e-12
+    assert check.worst(sample.backward_errors((dq, dk, dv, *dbias))) < 1e-12
     limit = check.limit(cell.dtype)
-    assert sample.forward_error(out * 1.001) > limit
-    assert sample.backward_error((dq, dk, dv * 1.001)) > limit
-    assert sample.backward_error((dq, np.full_like(dk, np.nan), dv)) > limit
+    assert check.worst(sample.forward_errors(out * 1.001)) > limit
+    assert check.worst(sample.backward_errors((dq, dk, dv * 1.001))) > limit
+    assert check.worst(sample.backward_errors((dq, np.full_like(dk, np.nan), dv))) > limit
     with pytest.raises(ArithmeticError, match="lse is wrong"):
-        check.take_sample(inputs, out, lse + 0.01)
+        check.take_sample(inputs, arguments(inputs), out, lse + 0.01)
 
 
 def test_flops_count_visible_pairs() -> None:
@@ -68,9 +76,9 @@ def test_flops_count_visible_pairs() -> None:
     assert diagonal.flops(FORWARD) == pytest.approx(full / 48)
 
 
-@pytest.mark.parametrize("suite", cells.SUITES)
+@pytest.mark.parametrize("suite", suites.SUITES)
 def test_suites(suite: str) -> None:
-    chosen = cells.SUITES[suite](cells.Grid())
+    chosen = suites.SUITES[suite](suites.Grid())
     assert chosen
     assert len({cell.name for cell in chosen}) == len(chosen)
     for cell in chosen:
@@ -78,7 +86,7 @@ def test_suites(suite: str) -> None:
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(cells.SUITES, "cpu", lambda grid: CELLS)
+    monkeypatch.setitem(suites.SUITES, "cpu", lambda grid: CELLS)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     files = {name: tmp_path / "results" / name for name in ("run.json", "run.png")}
@@ -101,7 +109,7 @@ def test_a_wrong_result_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
         return calls._replace(forward=lambda: 1.01 * calls.forward())
 
     monkeypatch.setattr(peers, "cpu_peers", lambda: {peers.US: wrong})
-    monkeypatch.setitem(cells.SUITES, "cpu", lambda grid: [PLAIN])
+    monkeypatch.setitem(suites.SUITES, "cpu", lambda grid: [PLAIN])
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     assert bench.run(parser.parse_args(["--device", "cpu", "--rounds", "1", "--budget-ms", "1"])) == 1

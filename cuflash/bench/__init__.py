@@ -10,7 +10,9 @@ import argparse
 import importlib
 import json
 import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +20,18 @@ from typing import Any
 import numpy as np
 
 from cuflash.bench import check, peers, report
-from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
+from cuflash.bench.cells import BACKWARD, FORWARD, Cell
 from cuflash.bench.host import print_host_costs
 from cuflash.bench.inputs import Inputs
+from cuflash.bench.options import arguments
 from cuflash.bench.report import Result
+from cuflash.bench.suites import SUITES, Grid, cells_of
 from cuflash.bench.timing import Stopwatch
 
 __all__ = ["add_arguments", "run"]
 
+# Calls that a deterministic backward has to repeat bit by bit.
+REPEATS = 50
 GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
 
@@ -43,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, default=grid.width, help="heads * head_dim of the dense suite (default %(default)s)")
     add("--direction", nargs="+", choices=(FORWARD, BACKWARD), default=(FORWARD, BACKWARD))
     add("--peers", nargs="+", metavar="NAME", help="only these, cuflash among them or not (default: all)")
-    add("--deterministic", action="store_true", help="ask for deterministic gradients where a library can give them")
     add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
     add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
+    add("--compile-jobs", type=int, default=4, help="cells whose kernels are compiled at once (default %(default)s)")
     add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
     add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures")
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
     budget = args.budget_ms or (1000.0 if xp is np else 60.0)
     stopwatch = Stopwatch(xp, budget)
-    contenders = peers.cpu_peers() if xp is np else peers.gpu_peers(args.deterministic)
+    contenders = peers.cpu_peers() if xp is np else peers.gpu_peers()
     if args.peers:
         unknown = set(args.peers) - set(contenders)
         if unknown:
@@ -77,9 +83,13 @@ def run(args: argparse.Namespace) -> int:
             return 2
         contenders = {name: contenders[name] for name in args.peers}
     results: list[Result] = []
-    for cell in _chosen_cells(args.suite, xp, grid):
+    cells = _chosen_cells(args.suite, xp, grid)
+    if xp is not np and peers.US in contenders:
+        _compile(cells, xp, args.direction, args.compile_jobs)
+    for cell in cells:
         _say(f"{cell.name} ...")
-        results += measure(cell, xp, contenders, args.direction, stopwatch, args.rounds)
+        directions = tuple(d for d in args.direction if d in cell.directions)
+        results += measure(cell, xp, contenders, directions, stopwatch, args.rounds)
         if args.json:  # after every cell: a run that is cut short leaves what it had
             report.write_json(args.json, facts, results)
     for direction in args.direction:
@@ -101,7 +111,7 @@ def measure(
 ) -> list[Result]:
     """Check and time every contender on one cell, in both directions or one."""
     inputs = Inputs(cell, xp)
-    sample = check.take_sample(inputs, *peers.cuflash_results(inputs))
+    sample = _sample(inputs)
     results = {direction: Result(cell, direction) for direction in directions}
     timed: dict[str, dict[str, Any]] = {direction: {} for direction in directions}
     with warnings.catch_warnings():
@@ -112,24 +122,68 @@ def measure(
                 try:
                     calls = calls or prepare(inputs)
                     call = calls.forward if direction == FORWARD else calls.backward
-                    error_of = sample.forward_error if direction == FORWARD else sample.backward_error
-                    result.errors[name] = error_of(call())
+                    errors_of = sample.forward_errors if direction == FORWARD else sample.backward_errors
+                    value = call()
+                    if name != peers.PLAIN:  # another problem's results
+                        result.errors[name] = errors_of(value)
                     timed[direction][name] = call
                 except Exception as error:  # a peer may fail in any way; the report says how
                     result.absent[name] = _reason(error)
     for direction, result in results.items():
         result.times = stopwatch.interleaved(timed[direction], rounds)
-        result.wrong = not result.errors.get(peers.US, 0.0) <= check.limit(cell.dtype, cell.precision)
-        if result.wrong:
-            _say(f"WRONG: {cell.name} {direction}: error {result.errors[peers.US]:.3g}")
+        if peers.US in result.errors:
+            worst = check.worst(result.errors[peers.US])
+            result.wrong = not worst <= check.limit("float16" if "tf32" in cell.options else cell.dtype)
+            if result.wrong:
+                _say(f"WRONG: {cell.name} {direction}: error {worst:.3g}")
+        if direction == BACKWARD and "deterministic" in cell.options and peers.US in timed[direction]:
+            result.same_bits = _repeats(timed[direction][peers.US])
     return list(results.values())
+
+
+def _sample(inputs: Inputs) -> check.Sample:
+    given = arguments(inputs)
+    return check.take_sample(inputs, given, *peers.cuflash_results(inputs, given))
+
+
+def _repeats(call: Any) -> int:
+    """How many of `REPEATS` further calls give the bits of the first."""
+    first = call()
+    bits = [x.view(f"u{x.itemsize}") for x in first]
+    same = 0
+    for _ in range(REPEATS):
+        same += all(bool((x.view(f"u{x.itemsize}") == y).all()) for x, y in zip(call(), bits, strict=True))
+    return same
+
+
+def _compile(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
+    """Call cuflash once on every cell, several at a time, so that nothing is compiled while others are timed."""
+
+    def call(cell: Cell) -> None:
+        try:
+            calls = peers.cuflash_calls(Inputs(cell, xp))
+            if BACKWARD in directions:
+                calls.backward()
+        except Exception as error:  # it will be met again, and reported, when the cell's turn comes
+            _say(f"{cell.name}: {_reason(error)}")
+
+    start = time.perf_counter()
+    cells = sorted(cells, key=lambda cell: cell.seqlen_q)  # neighbours that differ in more than the length
+    # The first alone: it draws the random numbers, and two threads cannot load NVRTC's built-ins at once.
+    for cell in cells[:1]:
+        call(cell)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(call, cells[1:]))
+    xp.cuda.Device().synchronize()
+    xp.get_default_memory_pool().free_all_blocks()
+    _say(f"kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
 
 
 def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[Cell]:
     names = suites or ["cpu" if xp is np else "dense"]
     if "all" in names:
         names = ["cpu"] if xp is np else list(GPU_SUITES)
-    return [cell for name in names for cell in SUITES[name](grid)]
+    return [cell for name in names for cell in cells_of(name, grid)]
 
 
 def _namespace(device: str | None) -> ModuleType | None:

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cuflash
-from cuflash.bench.cells import block_mask, default_scale
+from cuflash.bench.cells import default_scale
 from cuflash.bench.inputs import Array, Inputs, as_torch
+from cuflash.bench.options import WITH_PEERS, arguments, backward_arguments
 
 US = "cuflash"
+# cuflash without the cell's options, window and block mask: a measure of what these cost, no rival.
+PLAIN = "plain"
 
 
 class Calls(NamedTuple):
     """What is timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
 
     forward: Callable[[], Any]  # -> out
-    backward: Callable[[], tuple[Any, Any, Any]]  # -> dq, dk, dv
+    backward: Callable[[], tuple[Any, ...]]  # -> dq, dk, dv, and dbias if it is asked for
 
 
 class Unavailable(Exception):
@@ -30,36 +33,41 @@ class Unavailable(Exception):
 Peer = Callable[[Inputs], Calls]
 
 
-def cuflash_results(inputs: Inputs) -> tuple[Array, Array]:
+def cuflash_results(inputs: Inputs, given: dict[str, Any]) -> tuple[Array, Array]:
     """Cuflash's out and lse."""
-    forward, _, where, options = _entry_points(inputs)
-    out, lse = forward(*(inputs[name] for name in "qkv"), *where, return_lse=True, **options)
+    forward, _, where = _entry_points(inputs)
+    out, lse = forward(*(inputs[name] for name in "qkv"), *where, return_lse=True, **given)
     return out, lse
 
 
-def cuflash_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
+def cuflash_calls(inputs: Inputs) -> Calls:
     """Cuflash itself."""
-    forward, backward, where, options = _entry_points(inputs)
+    forward, backward, where = _entry_points(inputs)
+    given = arguments(inputs)
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
-    out, lse = cuflash_results(inputs)
-    return Calls(
-        lambda: forward(q, k, v, *where, **options),
-        lambda: backward(dout, q, k, v, out, lse, *where, deterministic=deterministic or None, **options),
-    )
+    out, lse = cuflash_results(inputs, given)
+    of_backward = {**given, **backward_arguments(inputs)}
+
+    def gradients() -> tuple[Array, ...]:
+        return tuple(x for x in backward(dout, q, k, v, out, lse, *where, **of_backward) if x is not None)
+
+    return Calls(lambda: forward(q, k, v, *where, **given), gradients)
 
 
-def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...], dict[str, Any]]:
-    """The two functions, where the sequences lie if they are packed, and the options of the inputs' cell."""
+def plain_calls(inputs: Inputs) -> Calls:
+    """Cuflash without the cell's options."""
     cell = inputs.cell
-    options: dict[str, Any] = {"causal": cell.causal, "precision": cell.precision}
-    if cell.window_left is not None:
-        options["window"] = (cell.window_left, None)
-    if cell.density is not None:
-        options["block_mask"] = block_mask(cell)
-    if not cell.lengths:
-        return cuflash.attention, cuflash.attention_backward, (), options
+    if not cell.restricted and not set(cell.options) - {"tf32"}:
+        raise Unavailable("the cell is plain")
+    return cuflash_calls(inputs.of(cell.plain))
+
+
+def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]]:
+    """The two functions, and where the sequences lie if they are packed."""
+    if not inputs.cell.lengths:
+        return cuflash.attention, cuflash.attention_backward, ()
     cu_seqlens = _cu_seqlens(inputs)
-    return cuflash.attention_varlen, cuflash.attention_varlen_backward, (cu_seqlens, cu_seqlens), options
+    return cuflash.attention_varlen, cuflash.attention_varlen_backward, (cu_seqlens, cu_seqlens)
 
 
 def _cu_seqlens(inputs: Inputs) -> Array:
@@ -162,7 +170,7 @@ def sdpa_flash_calls(inputs: Inputs) -> Calls:
     return sdpa_calls(inputs, "FLASH_ATTENTION")
 
 
-def fa3_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
+def fa3_calls(inputs: Inputs) -> Calls:
     """FlashAttention-3 for Hopper, through its module ``flash_attn_interface``."""
     fa3 = _import("flash_attn_interface")
     torch = _import("torch")
@@ -171,9 +179,10 @@ def fa3_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
         raise Unavailable("FlashAttention-3 takes 16-bit inputs")
     if cell.density is not None:
         raise Unavailable("FlashAttention-3 has no block masks")
+    deterministic = "deterministic" in cell.options
     q, k, v, dout = (inputs.torch(name) for name in ("q", "k", "v", "dout"))
     if cell.lengths:
-        return _fa3_packed_calls(torch, inputs, deterministic)
+        return _fa3_packed_calls(torch, inputs)
     options = {"causal": cell.causal, "window_size": tuple(-1 if side is None else side for side in cell.window)}
     out, lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2]
     return Calls(
@@ -182,7 +191,7 @@ def fa3_calls(inputs: Inputs, deterministic: bool = False) -> Calls:
     )
 
 
-def _fa3_packed_calls(torch: Any, inputs: Inputs, deterministic: bool) -> Calls:
+def _fa3_packed_calls(torch: Any, inputs: Inputs) -> Calls:
     """The registered operators: FlashAttention-3's Python wrappers differ in what they offer for packed sequences."""
     cell = inputs.cell
     ops = torch.ops.flash_attn_3
@@ -199,7 +208,7 @@ def _fa3_packed_calls(torch: Any, inputs: Inputs, deterministic: bool) -> Calls:
     out, lse = ops.fwd(q, k, v, **options)[:2]
     return Calls(
         lambda: ops.fwd(q, k, v, **options)[0],
-        lambda: ops.bwd(dout, q, k, v, out, lse, deterministic=deterministic, **options)[:3],
+        lambda: ops.bwd(dout, q, k, v, out, lse, **options)[:3],
     )
 
 
@@ -232,15 +241,31 @@ def _import(name: str) -> Any:
         raise Unavailable(f"{name} cannot be imported") from error
 
 
-def gpu_peers(deterministic: bool) -> dict[str, Peer]:
+def _on_equal_terms(prepare: Peer, options: tuple[str, ...] = WITH_PEERS) -> Peer:
+    """A peer that computes a cell's problem only where it has `options` alone."""
+
+    def checked(inputs: Inputs) -> Calls:
+        unknown = set(inputs.cell.options) - set(options)
+        if unknown:
+            raise Unavailable(f"not measured with {', '.join(sorted(unknown))}")
+        return prepare(inputs)
+
+    return checked
+
+
+def gpu_peers() -> dict[str, Peer]:
     """Everyone who computes on a GPU, cuflash first."""
+    free_order = tuple(name for name in WITH_PEERS if name != "deterministic")
     return {
-        US: lambda inputs: cuflash_calls(inputs, deterministic),
-        "fa3": lambda inputs: fa3_calls(inputs, deterministic),
-        "cudnn": lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"),
-        "flash": lambda inputs: (torch_varlen_calls if inputs.cell.lengths else sdpa_flash_calls)(inputs),
-        "efficient": lambda inputs: sdpa_calls(inputs, "EFFICIENT_ATTENTION"),
-        "naive": naive_calls,
+        US: cuflash_calls,
+        PLAIN: plain_calls,
+        "fa3": _on_equal_terms(fa3_calls),
+        "cudnn": _on_equal_terms(lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"), free_order),
+        "flash": _on_equal_terms(
+            lambda inputs: (torch_varlen_calls if inputs.cell.lengths else sdpa_flash_calls)(inputs), free_order
+        ),
+        "efficient": _on_equal_terms(lambda inputs: sdpa_calls(inputs, "EFFICIENT_ATTENTION"), free_order),
+        "naive": _on_equal_terms(naive_calls, free_order),
     }
 
 

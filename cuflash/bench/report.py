@@ -17,21 +17,23 @@ import numpy as np
 
 import cuflash
 from cuflash.bench.cells import Cell
-from cuflash.bench.peers import US
+from cuflash.bench.check import Errors
+from cuflash.bench.peers import PLAIN, US
 
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 
 
 @dataclass
 class Result:
-    """One cell in one direction: each peer's times in ms, its error, or why it has none."""
+    """One cell in one direction: each peer's times in ms, its errors, or why it has none."""
 
     cell: Cell
     direction: str
     times: dict[str, list[float]] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, Errors] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     wrong: bool = False  # cuflash's error is beyond the limit
+    same_bits: int | None = None  # of so many repeated calls all bits were the first's, where that was tried
 
     def median(self, peer: str) -> float:
         """Median time in ms."""
@@ -39,11 +41,12 @@ class Result:
 
     def tflops(self, peer: str) -> float:
         """TFLOP/s at the median time."""
-        return self.cell.flops(self.direction) / self.median(peer) / 1e9
+        cell = self.cell.plain if peer == PLAIN else self.cell
+        return cell.flops(self.direction) / self.median(peer) / 1e9
 
     def ratio(self) -> float | None:
         """Speed of cuflash relative to the fastest peer's; above 1 is faster."""
-        others = [self.median(peer) for peer in self.times if peer != US]
+        others = [self.median(peer) for peer in self.times if peer not in (US, PLAIN)]
         return min(others) / self.median(US) if others and US in self.times else None
 
     def as_json(self) -> dict[str, Any]:
@@ -59,11 +62,13 @@ class Result:
                     "max_ms": max(times),
                     "calls": len(times),
                     "tflops": self.tflops(peer),
-                    "error": self.errors.get(peer),
+                    "errors": self.errors.get(peer),
                 }
                 for peer, times in self.times.items()
             },
             "absent": self.absent,
+            "wrong": self.wrong,
+            "same_bits": self.same_bits,
             "speed_of_fastest_peer": self.ratio(),
         }
 
