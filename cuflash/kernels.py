@@ -26,7 +26,7 @@ _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # NVRTC before this version takes CuPy's -arch beside ours for an error.
 _OWN_ARCH_SINCE = (12, 9)
 # Set, it gives Hopper the kernels of other GPUs, to test and to measure them there.
-_WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
+WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
 _SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
@@ -102,7 +102,7 @@ class CupyDevice:
         self.has_wgmma = (
             self.capability == (9, 0)
             and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
-            and not os.environ.get(_WITHOUT_WGMMA)
+            and not os.environ.get(WITHOUT_WGMMA)
         )
         self.empty = cupy.empty
         self._alloc = cupy.cuda.alloc

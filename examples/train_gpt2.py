@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.compare:
             results = compare(run, ops, text, args.compare)
             if args.json:
-                facts = environment(ops.xp, None)
+                facts = environment(ops.xp, None, "train_gpt2")
                 args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
             return 0
         args.out.mkdir(parents=True, exist_ok=True)

@@ -87,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
     if xp is not np and peers.US in contenders:
         _compile(cells, xp, args.direction, args.compile_jobs)
     for cell in cells:
-        _say(f"{cell.name} ...")
+        start = time.perf_counter()
         directions = tuple(d for d in args.direction if d in cell.directions)
         results += measure(cell, xp, contenders, directions, stopwatch, args.rounds)
+        _say(f"{cell.name} ({time.perf_counter() - start:.1f} s)")
         if args.json:  # after every cell: a run that is cut short leaves what it had
             report.write_json(args.json, facts, results)
     for direction in args.direction:

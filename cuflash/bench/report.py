@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ import cuflash
 from cuflash.bench.cells import Cell
 from cuflash.bench.check import Errors
 from cuflash.bench.peers import PLAIN, US
+from cuflash.kernels import WITHOUT_WGMMA
 
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 
@@ -73,8 +75,8 @@ class Result:
         }
 
 
-def environment(xp: ModuleType, commit: str | None) -> dict[str, Any]:
-    """Where and with what a run is made; `commit` if given, else that of the checkout."""
+def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
+    """By which command, where and with what a run is made; `commit` if given, else that of the checkout."""
     versions = {"cuflash": cuflash.__version__}
     for name in LIBRARIES:
         try:
@@ -82,6 +84,7 @@ def environment(xp: ModuleType, commit: str | None) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     facts: dict[str, Any] = {
+        "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or _commit(),
         "python": platform.python_version(),
@@ -93,6 +96,7 @@ def environment(xp: ModuleType, commit: str | None) -> dict[str, Any]:
         facts["gpu"] = runtime.getDeviceProperties(xp.cuda.Device().id)["name"].decode()
         facts["driver"] = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts["driver_cuda"] = runtime.driverGetVersion()
+        facts["without_wgmma"] = bool(os.environ.get(WITHOUT_WGMMA))
         facts["nvrtc"] = ".".join(map(str, xp.cuda.nvrtc.getVersion()))
     return facts
 

@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     xp = importlib.import_module("numpy" if args.device == "cpu" else "cupy")
     free = 2 << 30 if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
-    facts = {**environment(xp, args.commit), "batch": args.batch, "heads": HEADS, "head_dim": HEAD_DIM}
+    facts = {**environment(xp, args.commit, "paper"), "batch": args.batch, "heads": HEADS, "head_dim": HEAD_DIM}
     if args.io:
         # beside this file, which is no package
         return int(importlib.import_module("paper_io").run(args.out, facts))

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Record one part of the figures of results/ on a Hopper GPU; each takes about 45 seconds once its kernels are compiled.
+#
+#     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
+#
+# PART is one of the names below. COMMIT where this is no checkout with git.
+set -eu
+part=$1 folder=${2:-examples/benchmarks/results} commit=${3:-}
+
+bench() {
+    python3 -m cuflash bench ${commit:+--commit "$commit"} --json "$folder/$part.json" "$@"
+}
+
+case $part in
+forward) bench --direction forward --peers cuflash fa3 cudnn --budget-ms 12 ;;
+backward_full) bench --direction backward --mask full --peers cuflash fa3 cudnn --budget-ms 12 ;;
+backward_causal) bench --direction backward --mask causal --peers cuflash fa3 cudnn --budget-ms 12 ;;
+fp16) bench --dtype float16 --peers cuflash fa3 --budget-ms 6 ;;
+mma) CUFLASH_WITHOUT_WGMMA=1 bench --peers cuflash flash --budget-ms 8 ;;
+options) bench --suite options dbias --head-dim 128 --peers cuflash plain ;;
+deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
+sparse) bench --suite window sparse gqa varlen decode --peers cuflash plain fa3 cudnn --budget-ms 12 ;;
+float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
+host) bench --host ;;
+*)
+    echo "unknown part: $part" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,263 @@
+"""Write every table of figures, and the picture, from the JSON files of `results/`.
+
+    python examples/benchmarks/tables.py            # README.md, results/README.md, results/speed.png
+    python examples/benchmarks/tables.py --check    # fail if a table is not what the files say
+
+No figure in these tables is typed by hand, and each table names the commit that it is of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bars import BARS, US, Recorded, Result, geometric_mean, host_row, milliseconds, of_fastest, of_peer, of_plain
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+README = HERE.parents[1] / "README.md"
+PAGE = RESULTS / "README.md"
+BEGIN, END = "<!-- begin: tables.py -->", "<!-- end: tables.py -->"
+DENSE_BAR = 0.98
+PEER_NAMES = {
+    "cuflash": "cuflash",
+    "plain": "cuflash, plain",
+    "fa3": "FlashAttention-3",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention-2",
+    "efficient": "torch, memory-efficient",
+    "naive": "naive CuPy",
+}
+PAGE_HEAD = """# Recorded figures
+
+Made by `python examples/benchmarks/tables.py` from the JSON files beside it, which `python -m cuflash bench --json`
+wrote; how a figure comes about is told in [NOTES.md](../NOTES.md). Times are medians of five interleaved rounds.
+"""
+
+
+def load(folder: Path) -> list[Recorded]:
+    """All files that `python -m cuflash bench` wrote on a GPU, each with its facts."""
+    recorded = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        if record.get("command") == "bench" and "gpu" in record:
+            recorded.append(Recorded((path.name,), record, record.pop("results", [])))
+    return merged(recorded)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def origin(record: Recorded) -> str:
+    """Where a table comes from, in one line."""
+    facts = record.facts
+    versions = facts["versions"]
+    others = ", ".join(
+        f"{label} {versions[name]}"
+        for name, label in (("torch", "torch"), ("nvidia-cudnn-cu13", "cuDNN"), ("flash-attn-3", "FlashAttention-3"))
+        if name in versions
+    )
+    machine = f"{facts['gpu']}, driver {facts['driver']}, NVRTC {facts['nvrtc']}"
+    return f"Commit {record.commit}, {facts['date'][:10]}, {machine}; {others}."
+
+
+def grid(results: Iterable[Result], measure: Any) -> str:
+    """A dense suite: TFLOP/s, and the ratio to the peer in brackets, with a cross where it misses the bar."""
+    chosen = list(results)
+    seqlens = sorted({r["cell"]["seqlen_q"] for r in chosen})
+    rows = [["head dim", "mask", *(f"n {_short(n)}" for n in seqlens)]]
+    lines: dict[tuple[int, bool], dict[int, str]] = {}
+    ratios = []
+    for r in chosen:
+        cell, ratio = r["cell"], measure(r)
+        text = f"{r['peers'][US]['tflops']:.0f}"
+        if not math.isnan(ratio):
+            ratios.append(ratio)
+            text += f" ({ratio:.2f})" if ratio >= DENSE_BAR else f" ({math.floor(ratio * 100) / 100:.2f} ✗)"
+        lines.setdefault((cell["head_dim"], cell["causal"]), {})[cell["seqlen_q"]] = text
+    for (head_dim, causal), line in sorted(lines.items()):
+        rows.append([str(head_dim), "causal" if causal else "full", *(line.get(n, "-") for n in seqlens)])
+    met = sum(ratio >= DENSE_BAR for ratio in ratios)
+    summary = (
+        f"\nGeometric mean of the ratios {geometric_mean(ratios):.3f}; {met} of {len(ratios)} reach {DENSE_BAR}.\n"
+    )
+    return markdown(rows) + (summary if ratios else "")
+
+
+def listing(results: Iterable[Result]) -> str:
+    """Any other suite: a row a cell, milliseconds a peer."""
+    chosen = list(results)
+    peers = [name for name in PEER_NAMES if any(name in r["peers"] for r in chosen)]
+    rows = [["cell", "TFLOP/s", *(f"{PEER_NAMES[name]}, ms" for name in peers), "of the fastest peer", "of plain"]]
+    for r in chosen:
+        tflops = f"{r['peers'][US]['tflops']:.1f}" if US in r["peers"] else "-"
+        times = [_figure(milliseconds(r, name), 4) for name in peers]
+        rows.append([r["cell"]["name"], tflops, *times, _figure(of_fastest(r), 3), _figure(of_plain(r), 3)])
+    return markdown(rows)
+
+
+def errors(results: Iterable[Result]) -> str:
+    """Mean and largest errors against float64 beside each peer's, where they are of a whole head."""
+    chosen = [r for r in results if r["cell"]["seqlen_q"] == 1024]
+    peers = [name for name in PEER_NAMES if any(r["peers"].get(name, {}).get("errors") for r in chosen)]
+    rows = [["cell", "result", *(f"{PEER_NAMES[name]}, mean / max" for name in peers)]]
+    for r in chosen:
+        for result in next(iter(r["peers"].values()))["errors"]:
+            found = [(r["peers"].get(name, {}).get("errors") or {}).get(result) for name in peers]
+            rows.append(
+                [r["cell"]["name"], result, *(f"{e['mean']:.2g} / {e['max']:.2g}" if e else "-" for e in found)]
+            )
+    return markdown(rows) if chosen else ""
+
+
+def _short(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
+
+
+def _figure(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}g}"
+
+
+def merged(recorded: Sequence[Recorded]) -> list[Recorded]:
+    """The same, with the files of one commit, kind of kernels and machine as one."""
+    together: dict[tuple[str, ...], Recorded] = {}
+    for record in recorded:
+        facts = record.facts
+        key = tuple(str(facts.get(name)) for name in ("commit", "without_wgmma", "gpu", "driver", "nvrtc"))
+        if key in together:
+            first = together[key]
+            facts = {**first.facts, **record.facts}
+            record = Recorded(first.files + record.files, facts, first.results + record.results)
+        together[key] = record
+    return list(together.values())
+
+
+def _groups(record: Recorded) -> dict[tuple[str, str, str], list[Result]]:
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for r in record.results:
+        if US in r["peers"]:
+            groups.setdefault((r["cell"]["suite"], r["direction"], r["cell"]["dtype"]), []).append(r)
+    return groups
+
+
+def page(recorded: Sequence[Recorded]) -> str:
+    """The page of all figures."""
+    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded)]
+    for record in recorded:
+        for (suite, direction, dtype), results in _groups(record).items():
+            kernels = ", mma.sync" if record.is_mma else ""
+            parts.append(f"## {suite}: {direction}, {dtype}{kernels}\n")
+            parts.append(f"{origin(record)}\n")
+            if suite == "dense":
+                peer = "FlashAttention-2" if record.is_mma else "the faster of FlashAttention-3 and cuDNN"
+                parts.append(f"TFLOP/s, and the ratio to {peer}.\n")
+                parts.append(grid(results, of_peer("flash") if record.is_mma else of_fastest))
+                parts.append(errors(results))
+            else:
+                parts.append(listing(results))
+    return "\n".join(part for part in parts if part)
+
+
+def bars_table(recorded: Sequence[Recorded]) -> str:
+    """Every bar, and whether it is reached."""
+    return markdown(
+        [["what", "bar", "measured", "reached", "commit"], *(bar.row(recorded) for bar in BARS), host_row(recorded)]
+    )
+
+
+def readme_section(recorded: Sequence[Recorded]) -> str:
+    """What README.md shows: the dense tables in bfloat16, and all bars."""
+    parts = []
+    for direction in ("forward", "backward"):
+        for record in recorded:
+            results = _groups(record).get(("dense", direction, "bfloat16"))
+            if results and not record.is_mma:
+                parts += [f"**{direction.capitalize()}.** {origin(record)}\n", grid(results, of_fastest)]
+    parts += ["**What was aimed at, and what is reached:**\n", bars_table(recorded)]
+    return "\n".join(parts)
+
+
+def with_section(text: str, section: str) -> str:
+    """`text` with what stands between the marks replaced."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
+
+
+def draw(recorded: Sequence[Recorded], path: Path) -> None:
+    """Speed over n: a row a direction, a column a head dim; causal dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    dense = [
+        r
+        for record in recorded
+        if not record.is_mma
+        for (suite, _, dtype), results in _groups(record).items()
+        if (suite, dtype) == ("dense", "bfloat16")
+        for r in results
+    ]
+    directions = [d for d in ("forward", "backward") if any(r["direction"] == d for r in dense)]
+    head_dims = sorted({r["cell"]["head_dim"] for r in dense})
+    figure, panels = pyplot.subplots(
+        len(directions), len(head_dims), figsize=(11, 3.2 * len(directions)), squeeze=False, layout="constrained"
+    )
+    for direction, line in zip(directions, panels, strict=True):
+        for head_dim, panel in zip(head_dims, line, strict=True):
+            here = [r for r in dense if r["direction"] == direction and r["cell"]["head_dim"] == head_dim]
+            for color, peer in zip(("C3", "C0", "C2"), (US, "fa3", "cudnn"), strict=True):
+                for causal in (False, True):
+                    points = sorted(
+                        (r["cell"]["seqlen_q"], r["peers"][peer]["tflops"])
+                        for r in here
+                        if r["cell"]["causal"] == causal and peer in r["peers"]
+                    )
+                    style = {"color": color, "linestyle": "--" if causal else "-", "marker": "o", "markersize": 3}
+                    label = None if causal else PEER_NAMES[peer]
+                    panel.plot([n for n, _ in points], [t for _, t in points], label=label, **style)
+            panel.set_xscale("log", base=2)
+            panel.set_ylim(bottom=0)
+            ticks = sorted({r["cell"]["seqlen_q"] for r in here})
+            panel.set_xticks(ticks, [_short(n) for n in ticks])
+            panel.set_title(f"{direction}, head dim {head_dim}", fontsize=10)
+        line[0].set_ylabel("TFLOP/s")
+    panels[0, 0].legend(fontsize=8, loc="lower right")
+    figure.suptitle("bfloat16 on an H200 over the sequence length; causal dashed", fontsize=11)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Write the tables, or check them."""
+    parser = argparse.ArgumentParser(description="Write every table of figures from the JSON files of results/.")
+    parser.add_argument("--check", action="store_true", help="only say whether the tables are what the files say")
+    parser.add_argument("--results", type=Path, help="print the bars of another folder's files, and write nothing")
+    arguments = parser.parse_args()
+    if arguments.results:
+        print(page(load(arguments.results)))
+        return 0
+    recorded = load(RESULTS)
+    texts = {PAGE: page(recorded), README: with_section(README.read_text("utf-8"), readme_section(recorded))}
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
+    if arguments.check:
+        print("\n".join(f"{path} is not what the files say" for path in stale) or "all tables are as the files say")
+        return int(bool(stale))
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    if recorded:
+        draw(recorded, RESULTS / "speed.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

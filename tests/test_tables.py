@@ -1,0 +1,103 @@
+"""The tables of recorded figures: what they say of a run, and that the committed ones are of the committed files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cuflash.bench import report, suites
+from cuflash.bench.cells import BACKWARD, FORWARD
+
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+FACTS = {
+    "command": "bench",
+    "commit": "0123456789",
+    "date": "2026-01-02T03:04:05+00:00",
+    "gpu": "H200",
+    "driver": "1",
+    "nvrtc": "13.0",
+}
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("tables", FOLDER / "tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "tables", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(folder: Path, results: list[report.Result]) -> None:
+    report.write_json(folder / "run.json", {**FACTS, "versions": {"torch": "2"}}, results)
+
+
+def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
+    cells = suites.cells_of("dense", suites.Grid(head_dims=(64,), seqlens=(512, 1024)))
+    ours = (1.0, 1.0, 1.0, 1.0303)  # the last is 0.9706 of the peer's speed
+    errors = {"out": {"max": 2e-3, "mean": 1e-4, "of_largest": 1e-3}}
+    record(
+        tmp_path,
+        [
+            report.Result(
+                cell, FORWARD, {"cuflash": [ms], "fa3": [1.0], "cudnn": [2.0]}, {"cuflash": errors, "fa3": errors}
+            )
+            for cell, ms in zip(cells, ours, strict=True)
+        ],
+    )
+    recorded = tables.load(tmp_path)
+    page = tables.page(recorded)
+    assert "Commit 0123456, 2026-01-02, H200" in page
+    assert "(0.97 ✗)" in page and page.count("(1.00)") == 3
+    assert "Geometric mean of the ratios 0.993; 3 of 4 reach 0.98." in page
+    rows = {tuple(row[:2]): row[2:] for row in (bar.row(recorded) for bar in tables.BARS)}
+    what = "forward, bf16: speed of the faster of FlashAttention-3 and cuDNN"
+    assert rows[what, "at least 0.98"] == ["0.97 to 1.00; 3 of 4 cells", "no", "0123456"]
+    assert rows[what, "at least 1.03 in the geometric mean"] == ["0.993", "no", "0123456"]
+    equal = rows["forward: mean error, as a multiple of FlashAttention-3's, n up to 1k", "at most 1"]
+    assert equal == ["1.00 to 1.00; 4 of 4 cells", "yes", "0123456"]
+    assert rows["backward with dbias (b, h, n, n): share of plain", "at least 0.5"] == ["not measured", "-", "-"]
+
+
+def test_shares_and_repeats(tables: ModuleType, tmp_path: Path) -> None:
+    grid = suites.Grid(head_dims=(128,), masks=("full",))
+    (cell,) = (c for c in suites.cells_of("deterministic", grid) if c.seqlen_q == 8192)
+    (sparse,) = (c for c in suites.cells_of("sparse", grid) if c.density == 0.02)
+    sparse = dataclasses.replace(sparse, density=None)  # building the mask takes a while
+    results = [
+        report.Result(cell, BACKWARD, {"cuflash": [2.0], "plain": [1.9]}, same_bits=49),
+        report.Result(sparse, FORWARD, {"cuflash": [0.04], "plain": [1.0]}),
+    ]
+    record(tmp_path, results)
+    (recorded,) = tables.load(tmp_path)
+    recorded.results[1]["cell"]["density"] = 0.02
+    rows = {row[0]: row[2:4] for row in (bar.row([recorded]) for bar in tables.BARS)}
+    assert rows["backward, deterministic: share of the free order, n 8k and 16k"] == ["0.95", "yes"]
+    assert rows["backward, deterministic: same bits"] == ["49 calls", "no"]
+    assert rows["forward: random blocks, time over dense time over density, down to 2%"] == ["2.00", "no"]
+
+
+def test_committed_tables_are_of_the_committed_files(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert tables.main() == 0
+
+
+def test_a_section_is_replaced(tables: ModuleType) -> None:
+    text = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+    assert tables.with_section(text, "new") == f"before\n{tables.BEGIN}\n\nnew\n{tables.END}\nafter\n"
+
+
+def test_files_of_other_kinds_are_left_out(tables: ModuleType, tmp_path: Path) -> None:
+    others: dict[str, Any] = {"gpt2": {"step_ms": 1.0}, "cpu": {"results": [{"cell": {"suite": "cpu"}}]}}
+    for name, content in others.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert tables.load(tmp_path) == []
