@@ -89,7 +89,8 @@ def _float32(grid: Grid) -> list[Cell]:
         for mask in grid.masks
     ]
     tf32 = [replace(cell, name=cell.name.replace("float32", "tf32"), options=("tf32",)) for cell in cells]
-    return [*cells, *tf32, _square("float64 d64 full n4k", "float64", 4, 16, 4096, 64)]
+    float64 = [_square(f"float64 d{d} full n4k", "float64", 4 * 64 // d, 16, 4096, d) for d in (64, 128)]
+    return [*cells, *tf32, *float64]
 
 
 def _gqa(grid: Grid) -> list[Cell]:
