@@ -5,13 +5,13 @@ Nothing in this module reads an array's data or imports CuPy, so a check never s
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from cuflash import checks
 
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
@@ -169,7 +169,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
             f"got num_heads_q = {num_heads_q}, num_heads_kv = {num_heads_kv}"
         )
     if packed:
-        batch = _check_cu_seqlens(arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
+        batch = checks.check_cu_seqlens(arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
         score_shape: tuple[int | None, ...] = (batch, num_heads_q, None, None)
     else:
         batch = q.shape[0]
@@ -177,25 +177,21 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
 
     accum = np.dtype("float64" if dtype == "float64" else "float32")
     o = options
-    left, right = _check_window(o.causal, o.window)
-    _check_lengths("q_lengths", o.q_lengths, batch)
-    _check_lengths("kv_lengths", o.kv_lengths, batch)
-    _check_extra("sink", o.sink, accum, [(num_heads_q,)], "(num_heads_q,)")
-    _check_extra(
+    left, right = checks.check_window(o.causal, o.window)
+    checks.check_lengths("q_lengths", o.q_lengths, batch)
+    checks.check_lengths("kv_lengths", o.kv_lengths, batch)
+    checks.check_extra("sink", o.sink, accum, [(num_heads_q,)], "(num_heads_q,)")
+    checks.check_extra(
         "alibi_slopes",
         o.alibi_slopes,
         accum,
         [(num_heads_q,), (1, num_heads_q), (batch, num_heads_q)],
         "(num_heads_q,) or (batch, num_heads_q)",
     )
-    _check_block_mask(o.block_mask, score_shape)
-    dropout_p = _check_dropout_p(o.dropout_p)
-    if o.deterministic is not None and not isinstance(o.deterministic, (bool, np.bool_)):
-        raise TypeError(f"deterministic: expected a bool or None, got {_kind(o.deterministic)}")
-    if o.precision is not None and not isinstance(o.precision, str):
-        raise TypeError(f'precision: expected None or "tf32", got {_kind(o.precision)}')
-    if o.precision not in (None, "tf32"):
-        raise ValueError(f'precision: expected None or "tf32", got {o.precision!r}')
+    checks.check_block_mask(o.block_mask, score_shape)
+    dropout_p = checks.check_dropout_p(o.dropout_p)
+    checks.check_deterministic(o.deterministic)
+    checks.check_precision(o.precision)
     alibi = o.alibi_slopes
     return AttentionProblem(
         batch=batch,
@@ -209,11 +205,11 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         packed=packed,
         window_left=left,
         window_right=right,
-        softmax_scale=_check_scale(o.softmax_scale, head_dim),
-        softcap=_check_softcap(o.softcap),
-        bias=_check_scores_like("bias", o.bias, score_shape, (dtype, "float32")),
+        softmax_scale=checks.check_scale(o.softmax_scale, head_dim),
+        softcap=checks.check_softcap(o.softcap),
+        bias=checks.check_scores_like("bias", o.bias, score_shape, (dtype, "float32")),
         bias_dtype=None if o.bias is None else o.bias.dtype.name,
-        mask=_check_scores_like("mask", o.mask, score_shape, ("bool",)),
+        mask=checks.check_scores_like("mask", o.mask, score_shape, ("bool",)),
         alibi=None if alibi is None else (alibi.shape[0] if len(alibi.shape) == 2 else 1, num_heads_q),
         sink=o.sink is not None,
         q_lengths=o.q_lengths is not None,
@@ -232,7 +228,7 @@ def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
     The seed is checked here and not in `make_problem`: it changes from call to call, the problem does not.
     """
     seed = arrays.get("dropout_seed", options.dropout_seed)
-    _check_seed(seed, options.dropout_p)
+    checks.check_seed(seed, options.dropout_p)
 
     def contiguous(name: str) -> Array | None:
         x = arrays.get(name)
@@ -299,10 +295,6 @@ def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> froze
     return frozenset(grads)
 
 
-def _kind(x: object) -> str:
-    return type(x).__name__
-
-
 def _check_dtypes(q: Array, k: Array, v: Array) -> str:
     dtype: str = q.dtype.name
     if dtype not in DTYPES:
@@ -317,150 +309,3 @@ def _check_shape(name: str, x: Array, form: str, expected: tuple[int | None, ...
     if any(want is not None and want != got for want, got in zip(expected, x.shape, strict=True)):
         wanted = ", ".join("*" if want is None else str(want) for want in expected)
         raise ValueError(f"{name}: expected {form} = ({wanted}), got {tuple(x.shape)}")
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _check_number(name: str, x: object) -> float:
-    if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
-    value = float(x)
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return value
-
-
-def _check_scale(scale: object, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if scale is None else _check_number("softmax_scale", scale)
-
-
-def _check_softcap(softcap: object) -> float:
-    value = 0.0 if softcap is None else _check_number("softcap", softcap)
-    if value < 0:
-        raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
-    return value
-
-
-def _check_window(causal: object, window: object) -> tuple[int | None, int | None]:
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
-    if window is None:
-        return None, 0 if causal else None
-    if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window: expected (left, right) with integers or None, got {_kind(window)}")
-    if len(window) != 2:
-        raise ValueError(f"window: expected two entries (left, right), got {len(window)}")
-    sides: list[int | None] = []
-    for name, side in zip(("left", "right"), window, strict=True):
-        if side is not None and not _is_int(side):
-            raise TypeError(f"window: expected {name} to be an integer or None (unbounded), got {_kind(side)}")
-        if side is not None and side < 0:
-            raise ValueError(f"window: expected {name} >= 0, or None for unbounded, got {side}")
-        sides.append(None if side is None else int(side))
-    left, right = sides
-    return left, 0 if causal else right
-
-
-def _check_lengths(name: str, x: Array | None, batch: int) -> None:
-    if x is None:
-        return
-    if x.dtype.name != "int32":
-        raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
-    if tuple(x.shape) != (batch,):
-        raise ValueError(f"{name}: expected shape (batch,) = ({batch},), got {tuple(x.shape)}")
-
-
-def _check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
-    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if x.dtype.name != "int32":
-            raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
-        if len(x.shape) != 1 or x.shape[0] < 1:
-            raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(x.shape)}")
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k: expected as many entries as cu_seqlens_q = {cu_q.shape[0]}, got {cu_k.shape[0]}"
-        )
-    return int(cu_q.shape[0]) - 1
-
-
-def _check_extra(name: str, x: Array | None, dtype: np.dtype, shapes: list[tuple[int, ...]], form: str) -> None:
-    if x is None:
-        return
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype.name}, got {x.dtype.name}")
-    if tuple(x.shape) not in shapes:
-        wanted = " or ".join(str(s) for s in dict.fromkeys((shapes[0], shapes[-1])))
-        raise ValueError(f"{name}: expected {form} = {wanted}, got {tuple(x.shape)}")
-
-
-def _check_scores_like(
-    name: str, x: Array | None, score_shape: tuple[int | None, ...], dtypes: tuple[str, ...]
-) -> tuple[int, ...] | None:
-    """The 4-D shape of a bias or mask that broadcasts to the scores."""
-    if x is None:
-        return None
-    if x.dtype.name not in dtypes:
-        hint = "; to add numbers to the scores pass them as bias" if name == "mask" else ""
-        hint = "; for True = may attend pass it as mask" if name == "bias" and x.dtype.name == "bool" else hint
-        wanted = " or ".join(dict.fromkeys(dtypes))
-        raise TypeError(f"{name}: expected dtype {wanted}, got {x.dtype.name}{hint}")
-    shape = (1,) * (4 - len(x.shape)) + tuple(x.shape)
-    fits = len(shape) == 4 and all(
-        got == 1 or want is None or got == want for got, want in zip(shape, score_shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
-        raise ValueError(
-            f"{name}: expected a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) = ({wanted}), "
-            f"got {tuple(x.shape)}"
-        )
-    return shape
-
-
-def _check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None, ...]) -> None:
-    if block_mask is None:
-        return
-    from cuflash.block_mask import BlockMask
-
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(
-            f"block_mask: expected a cuflash.BlockMask (BlockMask.from_dense takes a bool array), "
-            f"got {_kind(block_mask)}"
-        )
-    got = block_mask.shape
-    # Batch and heads may be 1; the sequence lengths must be the call's own (packed: they cover the longest sequence).
-    if not all(
-        want is None or have == want or (axis < 2 and have == 1)
-        for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))
-    ):
-        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
-        raise ValueError(
-            f"block_mask: expected (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) out of ({wanted}), got {got}"
-        )
-
-
-def _check_dropout_p(p: object) -> float:
-    if not isinstance(p, numbers.Real) or isinstance(p, (bool, np.bool_)):
-        raise TypeError(f"dropout_p: expected a real number, got {_kind(p)}")
-    value = float(p)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
-    return value
-
-
-def _check_seed(seed: Any, dropout_p: float) -> None:
-    form = "an int in [0, 2**64) or a uint64 array of one element"
-    if seed is None:
-        if dropout_p > 0:
-            raise ValueError(f"dropout_seed: expected {form}, as dropout_p = {dropout_p} > 0, got None")
-    elif _is_int(seed):
-        if not 0 <= int(seed) < 2**64:
-            raise ValueError(f"dropout_seed: expected an int in [0, 2**64), got {seed}")
-    elif not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
-        raise TypeError(f"dropout_seed: expected {form}, got {_kind(seed)}")
-    elif seed.dtype.name != "uint64":
-        raise TypeError(f"dropout_seed: expected {form}, got dtype {seed.dtype.name}")
-    elif math.prod(seed.shape) != 1:
-        raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")

@@ -1,0 +1,192 @@
+"""Checks of the options, from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value.
+
+Each returns what the problem holds of its option, if anything.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cuflash.block_mask import BlockMask
+
+Array = Any
+
+
+def _kind(x: object) -> str:
+    """The name of an object's type, for messages."""
+    return type(x).__name__
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _check_number(name: str, x: object) -> float:
+    if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
+    value = float(x)
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return value
+
+
+def check_scale(scale: object, head_dim: int) -> float:
+    """The softmax scale: a finite number, by default ``1 / sqrt(head_dim)``."""
+    return 1.0 / math.sqrt(head_dim) if scale is None else _check_number("softmax_scale", scale)
+
+
+def check_softcap(softcap: object) -> float:
+    """The bound of the scores; 0.0 is off."""
+    value = 0.0 if softcap is None else _check_number("softcap", softcap)
+    if value < 0:
+        raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
+    return value
+
+
+def check_window(causal: object, window: object) -> tuple[int | None, int | None]:
+    """(left, right) with `causal` folded in; None is unbounded."""
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+    if window is None:
+        return None, 0 if causal else None
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window: expected (left, right) with integers or None, got {_kind(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window: expected two entries (left, right), got {len(window)}")
+    sides: list[int | None] = []
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is not None and not _is_int(side):
+            raise TypeError(f"window: expected {name} to be an integer or None (unbounded), got {_kind(side)}")
+        if side is not None and side < 0:
+            raise ValueError(f"window: expected {name} >= 0, or None for unbounded, got {side}")
+        sides.append(None if side is None else int(side))
+    left, right = sides
+    return left, 0 if causal else right
+
+
+def check_lengths(name: str, x: Array | None, batch: int) -> None:
+    """int32 (batch,)."""
+    if x is None:
+        return
+    if x.dtype.name != "int32":
+        raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
+    if tuple(x.shape) != (batch,):
+        raise ValueError(f"{name}: expected shape (batch,) = ({batch},), got {tuple(x.shape)}")
+
+
+def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
+    """int32 (batch + 1,) both; returns the batch."""
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x.dtype.name != "int32":
+            raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
+        if len(x.shape) != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(x.shape)}")
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected as many entries as cu_seqlens_q = {cu_q.shape[0]}, got {cu_k.shape[0]}"
+        )
+    return int(cu_q.shape[0]) - 1
+
+
+def check_extra(name: str, x: Array | None, dtype: np.dtype, shapes: list[tuple[int, ...]], form: str) -> None:
+    """A sink or slopes: of `dtype`, and of one of `shapes`, which `form` tells in words."""
+    if x is None:
+        return
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype.name}, got {x.dtype.name}")
+    if tuple(x.shape) not in shapes:
+        wanted = " or ".join(str(s) for s in dict.fromkeys((shapes[0], shapes[-1])))
+        raise ValueError(f"{name}: expected {form} = {wanted}, got {tuple(x.shape)}")
+
+
+def check_scores_like(
+    name: str, x: Array | None, score_shape: tuple[int | None, ...], dtypes: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """The 4-D shape of a bias or mask that broadcasts to the scores."""
+    if x is None:
+        return None
+    if x.dtype.name not in dtypes:
+        hint = "; to add numbers to the scores pass them as bias" if name == "mask" else ""
+        hint = "; for True = may attend pass it as mask" if name == "bias" and x.dtype.name == "bool" else hint
+        wanted = " or ".join(dict.fromkeys(dtypes))
+        raise TypeError(f"{name}: expected dtype {wanted}, got {x.dtype.name}{hint}")
+    shape = (1,) * (4 - len(x.shape)) + tuple(x.shape)
+    fits = len(shape) == 4 and all(
+        got == 1 or want is None or got == want for got, want in zip(shape, score_shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) = ({wanted}), "
+            f"got {tuple(x.shape)}"
+        )
+    return shape
+
+
+def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None, ...]) -> None:
+    """A BlockMask whose batch and heads are the call's or 1."""
+    if block_mask is None:
+        return
+    from cuflash.block_mask import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask: expected a cuflash.BlockMask (BlockMask.from_dense takes a bool array), "
+            f"got {_kind(block_mask)}"
+        )
+    got = block_mask.shape
+    # Batch and heads may be 1; the sequence lengths must be the call's own (packed: they cover the longest sequence).
+    if not all(
+        want is None or have == want or (axis < 2 and have == 1)
+        for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))
+    ):
+        wanted = ", ".join("*" if want is None else str(want) for want in score_shape)
+        raise ValueError(
+            f"block_mask: expected (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) out of ({wanted}), got {got}"
+        )
+
+
+def check_dropout_p(p: object) -> float:
+    """The share of weights that is dropped: in [0, 1)."""
+    if not isinstance(p, numbers.Real) or isinstance(p, (bool, np.bool_)):
+        raise TypeError(f"dropout_p: expected a real number, got {_kind(p)}")
+    value = float(p)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
+    return value
+
+
+def check_deterministic(deterministic: object) -> None:
+    """A bool or None."""
+    if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(f"deterministic: expected a bool or None, got {_kind(deterministic)}")
+
+
+def check_precision(precision: object) -> None:
+    """None or "tf32"."""
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(f'precision: expected None or "tf32", got {_kind(precision)}')
+    if precision not in (None, "tf32"):
+        raise ValueError(f'precision: expected None or "tf32", got {precision!r}')
+
+
+def check_seed(seed: Any, dropout_p: float) -> None:
+    """An int in [0, 2**64), or uint64 of one element; required where `dropout_p` > 0."""
+    form = "an int in [0, 2**64) or a uint64 array of one element"
+    if seed is None:
+        if dropout_p > 0:
+            raise ValueError(f"dropout_seed: expected {form}, as dropout_p = {dropout_p} > 0, got None")
+    elif _is_int(seed):
+        if not 0 <= int(seed) < 2**64:
+            raise ValueError(f"dropout_seed: expected an int in [0, 2**64), got {seed}")
+    elif not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
+        raise TypeError(f"dropout_seed: expected {form}, got {_kind(seed)}")
+    elif seed.dtype.name != "uint64":
+        raise TypeError(f"dropout_seed: expected {form}, got dtype {seed.dtype.name}")
+    elif math.prod(seed.shape) != 1:
+        raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")

@@ -1,0 +1,52 @@
+"""What the tests of block masks share: sizes to draw, and masks written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cuflash import BlockMask, block_store
+
+Dense = NDArray[np.bool_]
+
+LENGTHS = st.one_of(st.integers(0, 10), st.sampled_from([15, 63, 64, 65, 100, 127, 128, 129, 200]))
+BLOCK_SIZES = st.one_of(
+    st.sampled_from([(1, 1), (16, 16), (64, 64), (128, 128), (64, 16), (48, 80), (1000, 1000)]),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def grid(seqlen_q: int, seqlen_k: int) -> tuple[Any, Any]:
+    """Index arrays i (seqlen_q, 1) and j (1, seqlen_k)."""
+    i, j = np.ogrid[:seqlen_q, :seqlen_k]
+    return i, j
+
+
+def dense_of(bm: BlockMask) -> Dense:
+    """The mask as a host array, after a check of all that goes without saying."""
+    dense = np.asarray(bm.to_dense())
+    assert dense.dtype == bool
+    assert dense.shape == bm.shape
+    assert bm.density == (dense.mean() if dense.size else 0.0)
+    return dense
+
+
+def expect(bm: BlockMask, dense: Dense, heads: int, block_size: tuple[int, int], causal: bool) -> None:
+    """`bm` is a pattern that is `dense`, and causal if so, in every head."""
+    seqlen_q, seqlen_k = dense.shape[-2:]
+    i, j = grid(seqlen_q, seqlen_k)
+    if causal:
+        dense = dense & (j <= i + seqlen_k - seqlen_q)
+    assert bm.block_size == block_size
+    np.testing.assert_array_equal(dense_of(bm), np.broadcast_to(dense, (1, heads, seqlen_q, seqlen_k)))
+
+
+def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
+    """Bools in which 64 x 64 blocks of each kind occur: hidden, visible and partial."""
+    coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(block_store.num_blocks(size) for size in shape[-2:])))
+    fine = np.repeat(np.repeat(coarse, 64, axis=-2), 64, axis=-1)[..., : shape[-2], : shape[-1]]
+    return rng.random(shape) < fine

@@ -1,0 +1,156 @@
+"""The named patterns of block masks against their literal definitions, each as its paper has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from mask_cases import BLOCK_SIZES, LENGTHS, SEEDS, dense_of, expect, grid
+from strategies import examples
+
+from cuflash import BlockMask
+
+PATTERN_OPTIONS = {"heads": st.integers(1, 3), "block_size": BLOCK_SIZES, "causal": st.booleans()}
+
+
+@examples(200)
+@given(
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    left=st.one_of(st.none(), st.integers(0, 210)),
+    right=st.one_of(st.none(), st.integers(0, 210)),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_sliding_window(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, options: dict[str, Any]
+) -> None:
+    i, j = grid(seqlen_q, seqlen_k)
+    center = i + seqlen_k - seqlen_q
+    dense = np.ones((seqlen_q, seqlen_k), bool)
+    if left is not None:
+        dense &= center - left <= j
+    if right is not None:
+        dense &= j <= center + right
+    expect(BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    local=st.integers(0, 210),
+    stride=st.integers(1, 210),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_strided(seqlen: int, local: int, stride: int, options: dict[str, Any]) -> None:
+    i, j = grid(seqlen, seqlen)
+    dense = (abs(i - j) <= local) | ((i - j) % stride == 0)
+    expect(BlockMask.strided(seqlen, local, stride, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    lengths=st.integers(1, 210).flatmap(lambda local: st.tuples(st.just(local), st.integers(0, local))),
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_fixed(seqlen: int, lengths: tuple[int, int], options: dict[str, Any]) -> None:
+    local, summary = lengths
+    i, j = grid(seqlen, seqlen)
+    dense = (i // local == j // local) | (j % local >= local - summary)
+    expect(BlockMask.fixed(seqlen, local, summary, **options), dense, **options)
+
+
+@examples(200)
+@given(data=st.data(), seqlen=LENGTHS, window=st.integers(0, 210), options=st.fixed_dictionaries(PATTERN_OPTIONS))
+def test_longformer(data: st.DataObject, seqlen: int, window: int, options: dict[str, Any]) -> None:
+    positions = st.lists(st.integers(0, max(seqlen - 1, 0)), max_size=5 if seqlen else 0)
+    tokens = data.draw(st.one_of(st.integers(0, 12), positions, positions.map(lambda x: np.array(x, np.int32))))
+    is_global = np.zeros(seqlen, bool)
+    is_global[slice(tokens) if isinstance(tokens, int) else np.asarray(tokens, int)] = True
+    i, j = grid(seqlen, seqlen)
+    dense = (abs(i - j) <= window // 2) | is_global[i] | is_global[j]
+    expect(BlockMask.longformer(seqlen, window, tokens, **options), dense, **options)
+
+
+@examples(200)
+@given(
+    seqlen=LENGTHS,
+    size=st.sampled_from([1, 7, 16, 64, 128]),
+    window=st.integers(0, 6),
+    num_global=st.integers(0, 4),
+    num_random=st.integers(0, 4),
+    seed=SEEDS,
+    heads=st.integers(1, 3),
+    causal=st.booleans(),
+)
+def test_bigbird(
+    seqlen: int, size: int, window: int, num_global: int, num_random: int, seed: int, heads: int, causal: bool
+) -> None:
+    arguments = (seqlen, window, num_global, num_random, seed)
+    bm = BlockMask.bigbird(*arguments, heads=heads, block_size=(size, size))
+    i, j = (index // size for index in grid(seqlen, seqlen))
+    known = (abs(i - j) <= window // 2) | (i < num_global) | (j < num_global)
+    dense = dense_of(bm)
+    assert (dense | ~known).all()
+    # What remains are whole blocks, as many in each row of blocks as were asked for or are left.
+    blocks, rest = (x[..., ::size, ::size] for x in (dense & ~known, ~known))
+    np.testing.assert_array_equal(dense & ~known, (blocks[..., i, j]) & ~known)
+    expected = np.minimum(num_random, rest.sum(axis=-1))
+    np.testing.assert_array_equal(blocks.sum(axis=-1), np.broadcast_to(expected, (1, heads, len(expected))))
+    again = BlockMask.bigbird(*arguments, heads=heads, block_size=(size, size), causal=causal)
+    expect(again, dense, heads, (size, size), causal)
+
+
+def test_bigbird_rectangular_blocks_keep_the_diagonal_and_the_widths() -> None:
+    bm = BlockMask.bigbird(90, 3, 1, 0, 0, block_size=(10, 15))
+    i, j = grid(90, 90)
+    rows, columns = i // 10, j // 15
+    band = (columns >= rows * 10 // 15 - 1) & (columns <= (rows * 10 + 9) // 15 + 1)
+    np.testing.assert_array_equal(dense_of(bm)[0, 0], band | (rows < 1) | (columns < 1))
+
+
+@examples(200)
+@given(
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    density=st.floats(0, 1),
+    seed=SEEDS,
+    options=st.fixed_dictionaries(PATTERN_OPTIONS),
+)
+def test_random(seqlen_q: int, seqlen_k: int, density: float, seed: int, options: dict[str, Any]) -> None:
+    rows, columns = options["block_size"]
+    heads, causal = options["heads"], options["causal"]
+    bm = BlockMask.random(seqlen_q, seqlen_k, density, seed, **{**options, "causal": False})
+    dense = dense_of(bm)
+    blocks = dense[..., ::rows, ::columns]
+    i, j = grid(seqlen_q, seqlen_k)
+    np.testing.assert_array_equal(dense, blocks[..., i // rows, j // columns])
+    assert (blocks.sum(axis=(0, 2, 3)) == round(density * blocks[0, 0].size)).all()
+    if blocks.size:
+        assert (np.ptp(blocks.sum(axis=-1), axis=-1) <= 1).all()
+    expect(BlockMask.random(seqlen_q, seqlen_k, density, seed, **options), dense, heads, (rows, columns), causal)
+
+
+def test_random_patterns_differ_by_head_and_seed_and_accept_a_generator() -> None:
+    makers: list[Callable[[Any], BlockMask]] = [
+        lambda seed: BlockMask.random(1024, 1024, 0.3, seed, heads=2, block_size=(32, 64)),
+        lambda seed: BlockMask.bigbird(1024, 1, 1, 3, seed, heads=2, block_size=(32, 32)),
+    ]
+    for make in makers:
+        dense = dense_of(make(5))
+        assert (dense[0, 0] != dense[0, 1]).any()
+        assert (dense != dense_of(make(6))).any()
+        np.testing.assert_array_equal(dense, dense_of(make(np.random.default_rng(5))))
+
+
+def test_random_blocks_are_uniform() -> None:
+    heads = 400
+    blocks = dense_of(BlockMask.random(10, 7, 0.3, 1, heads=heads, block_size=(1, 1)))[0]
+    # Each block is a Bernoulli(0.3) over the heads: five standard deviations.
+    assert abs(blocks.mean(axis=0) - 0.3).max() < 5 * np.sqrt(0.3 * 0.7 / heads)
+    others = dense_of(BlockMask.bigbird(12, 1, 2, 3, 1, heads=heads, block_size=(1, 1)))[0, :, 6]
+    chosen = np.delete(others.mean(axis=0), [0, 1, 6])
+    assert abs(chosen - 3 / 9).max() < 5 * np.sqrt(2 / 9 / heads)
