@@ -24,7 +24,7 @@ OPTIONS = ("--std=c++17",)
 # Instructions that later architectures lack are only in an architecture's own set; CuPy would not ask for it.
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # NVRTC before this version takes CuPy's -arch beside ours for an error.
-_OWN_ARCH_SINCE = (12, 9)
+OWN_ARCH_SINCE = (12, 9)
 # Set, it gives Hopper the kernels of other GPUs, to test and to measure them there.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
@@ -101,7 +101,7 @@ class CupyDevice:
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
         self.has_wgmma = (
             self.capability == (9, 0)
-            and cupy.cuda.nvrtc.getVersion() >= _OWN_ARCH_SINCE
+            and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
             and not os.environ.get(WITHOUT_WGMMA)
         )
         self.empty = cupy.empty

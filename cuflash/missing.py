@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-WGMMA_NVRTC = (12, 9)  # the first that takes sm_90a beside CuPy's own option
+from cuflash.kernels import OWN_ARCH_SINCE
+
 DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
 
 
@@ -58,7 +59,7 @@ def _of_cupy(cupy: Any) -> dict[str, str]:
             f'pip install "cuflash[cuda{driver}]" in a fresh environment'
         )
     capabilities = {cupy.cuda.Device(i).compute_capability for i in range(devices)}
-    if "90" in capabilities and nvrtc < WGMMA_NVRTC:
+    if "90" in capabilities and nvrtc < OWN_ARCH_SINCE:
         lacks["NVRTC 12.9"] = (
             f"Hopper's own kernels need it, here is {nvrtc[0]}.{nvrtc[1]}: "
             f'pip install -U "cuda-toolkit[cudart,nvrtc]>=12.9,<{nvrtc[0] + 1}"'

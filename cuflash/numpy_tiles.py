@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.block_store import CANONICAL, HIDDEN
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
@@ -25,8 +26,6 @@ BLOCK_ROWS = 768
 BLOCK_KEYS = 768
 # Where causal or a window cuts through, narrower tiles take only the rows that see some of their keys.
 CUT_KEYS = 192
-# With a block mask tiles follow the mask's own blocks.
-MASK_BLOCK = 64
 # Short sequences share a tile with other heads, unless that leaves fewer tasks than this for the cores.
 MIN_TASKS = 32
 # Fewer scores than this take less time than starting a thread (a tenth of a millisecond).
@@ -157,7 +156,7 @@ class Tiling:
     def block_rows(self) -> int:
         """Rows of a block: fewer where that gives the cores enough tasks."""
         if self.problem.block_mask:
-            return MASK_BLOCK
+            return CANONICAL  # tiles follow the mask's own blocks
         blocks = sum(-(-sequence.rows // BLOCK_ROWS) for sequence in self.sequences)
         return BLOCK_ROWS if blocks * self.problem.num_heads_q >= MIN_TASKS else BLOCK_ROWS // 2
 
@@ -238,11 +237,11 @@ class Tiling:
         slots = block_mask.arrays(np)[0]
         batch = block.sequence.batch if slots.shape[0] > 1 else 0
         head = block.heads.first if slots.shape[1] > 1 else 0
-        first = start // MASK_BLOCK
-        is_used = slots[batch, head, block.row // MASK_BLOCK, first : -(-stop // MASK_BLOCK)] != -1
+        first = start // CANONICAL
+        is_used = slots[batch, head, block.row // CANONICAL, first : -(-stop // CANONICAL)] != HIDDEN
         edges = np.flatnonzero(np.diff(is_used, prepend=False, append=False)) + first
         for run_first, run_stop in edges.reshape(-1, 2).tolist():
-            yield max(start, run_first * MASK_BLOCK), min(stop, run_stop * MASK_BLOCK)
+            yield max(start, run_first * CANONICAL), min(stop, run_stop * CANONICAL)
 
     def of_sequence(self, x: Array, sequence: Sequence, is_kv: bool = False) -> Array:
         """The part of an array like q (or k) from a sequence's first row (or key) on: (rows, heads, dim)."""
