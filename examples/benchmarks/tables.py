@@ -16,14 +16,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bars import BARS, US, Recorded, Result, geometric_mean, host_row, milliseconds, of_fastest, of_peer, of_plain
+from bars import (
+    BARS,
+    DENSE_BAR,
+    US,
+    Recorded,
+    Result,
+    geometric_mean,
+    host_row,
+    milliseconds,
+    of_fastest,
+    of_peer,
+    of_plain,
+    towards,
+)
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parents[1] / "README.md"
 PAGE = RESULTS / "README.md"
 BEGIN, END = "<!-- begin: tables.py -->", "<!-- end: tables.py -->"
-DENSE_BAR = 0.98
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -81,15 +93,15 @@ def grid(results: Iterable[Result], measure: Any) -> str:
         text = f"{r['peers'][US]['tflops']:.0f}"
         if not math.isnan(ratio):
             ratios.append(ratio)
-            text += f" ({ratio:.2f})" if ratio >= DENSE_BAR else f" ({math.floor(ratio * 100) / 100:.2f} ✗)"
+            text += f" ({towards(ratio, 2)}{'' if ratio >= DENSE_BAR else ' ✗'})"
         lines.setdefault((cell["head_dim"], cell["causal"]), {})[cell["seqlen_q"]] = text
     for (head_dim, causal), line in sorted(lines.items()):
         rows.append([str(head_dim), "causal" if causal else "full", *(line.get(n, "-") for n in seqlens)])
-    met = sum(ratio >= DENSE_BAR for ratio in ratios)
-    summary = (
-        f"\nGeometric mean of the ratios {geometric_mean(ratios):.3f}; {met} of {len(ratios)} reach {DENSE_BAR}.\n"
-    )
-    return markdown(rows) + (summary if ratios else "")
+    text = markdown(rows)
+    if ratios:
+        mean, met = towards(geometric_mean(ratios), 3), sum(ratio >= DENSE_BAR for ratio in ratios)
+        text += f"\nGeometric mean of the ratios {mean}; {met} of {len(ratios)} reach {DENSE_BAR}.\n"
+    return text
 
 
 def listing(results: Iterable[Result]) -> str:
