@@ -132,6 +132,8 @@ def measure(
                     result.absent[name] = _reason(error)
     for direction, result in results.items():
         result.times = stopwatch.interleaved(timed[direction], rounds)
+        if result.is_unsteady:
+            _say(f"UNSTEADY: {cell.name} {direction}: is something else running on this device?")
         if peers.US in result.errors:
             worst = check.worst(result.errors[peers.US])
             result.wrong = not worst <= check.limit("float16" if "tf32" in cell.options else cell.dtype)

@@ -22,6 +22,8 @@ from cuflash.bench.check import Errors
 from cuflash.bench.peers import PLAIN, US
 from cuflash.kernels import WITHOUT_WGMMA
 
+# A median beyond so many times the least time is no property of the kernel: clocks vary by a tenth.
+STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 
 
@@ -51,6 +53,11 @@ class Result:
         others = [self.median(peer) for peer in self.times if peer not in (US, PLAIN)]
         return min(others) / self.median(US) if others and US in self.times else None
 
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether the median of any peer is far from its least time, as where others use the device, too."""
+        return any(self.median(peer) > STEADY * min(times) for peer, times in self.times.items())
+
     def as_json(self) -> dict[str, Any]:
         """The result as JSON takes it."""
         return {
@@ -70,6 +77,7 @@ class Result:
             },
             "absent": self.absent,
             "wrong": self.wrong,
+            "unsteady": self.is_unsteady,
             "same_bits": self.same_bits,
             "speed_of_fastest_peer": self.ratio(),
         }

@@ -166,7 +166,7 @@ def _with_option(*options: str) -> Callable[[dict[str, Any]], bool]:
 
 
 def _dense(direction: str) -> list[Bar]:
-    what = f"{direction}, {{}}: speed of the faster of FlashAttention-3 and cuDNN"
+    what = "speed of the faster of FlashAttention-3 and cuDNN"
     return [
         Bar(
             f"{direction}, {short}: {what}",

@@ -19,6 +19,7 @@ from typing import Any
 from bars import (
     BARS,
     DENSE_BAR,
+    NOT_MEASURED,
     US,
     Recorded,
     Result,
@@ -118,15 +119,14 @@ def listing(results: Iterable[Result]) -> str:
 
 def errors(results: Iterable[Result]) -> str:
     """Mean and largest errors against float64 beside each peer's, where they are of a whole head."""
-    chosen = [r for r in results if r["cell"]["seqlen_q"] == 1024]
+    chosen = [r for r in results if r["cell"]["seqlen_q"] == 1024 and r["peers"][US]["errors"]]
     peers = [name for name in PEER_NAMES if any(r["peers"].get(name, {}).get("errors") for r in chosen)]
     rows = [["cell", "result", *(f"{PEER_NAMES[name]}, mean / max" for name in peers)]]
     for r in chosen:
-        for result in next(iter(r["peers"].values()))["errors"]:
+        for result in r["peers"][US]["errors"]:
             found = [(r["peers"].get(name, {}).get("errors") or {}).get(result) for name in peers]
-            rows.append(
-                [r["cell"]["name"], result, *(f"{e['mean']:.2g} / {e['max']:.2g}" if e else "-" for e in found)]
-            )
+            shown = [f"{error['mean']:.2g} / {error['max']:.2g}" if error else "-" for error in found]
+            rows.append([r["cell"]["name"], result, *shown])
     return markdown(rows) if chosen else ""
 
 
@@ -162,7 +162,7 @@ def _groups(record: Recorded) -> dict[tuple[str, str, str], list[Result]]:
 
 def page(recorded: Sequence[Recorded]) -> str:
     """The page of all figures."""
-    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded)]
+    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded, with_unmeasured=False)]
     for record in recorded:
         for (suite, direction, dtype), results in _groups(record).items():
             kernels = ", mma.sync" if record.is_mma else ""
@@ -178,11 +178,11 @@ def page(recorded: Sequence[Recorded]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def bars_table(recorded: Sequence[Recorded]) -> str:
+def bars_table(recorded: Sequence[Recorded], with_unmeasured: bool = True) -> str:
     """Every bar, and whether it is reached."""
-    return markdown(
-        [["what", "bar", "measured", "reached", "commit"], *(bar.row(recorded) for bar in BARS), host_row(recorded)]
-    )
+    rows = [*(bar.row(recorded) for bar in BARS), host_row(recorded)]
+    shown = [row for row in rows if with_unmeasured or row[2:] != [*NOT_MEASURED]]
+    return markdown([["what", "bar", "measured", "reached", "commit"], *shown])
 
 
 def readme_section(recorded: Sequence[Recorded]) -> str:
@@ -193,7 +193,7 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
             results = _groups(record).get(("dense", direction, "bfloat16"))
             if results and not record.is_mma:
                 parts += [f"**{direction.capitalize()}.** {origin(record)}\n", grid(results, of_fastest)]
-    parts += ["**What was aimed at, and what is reached:**\n", bars_table(recorded)]
+    parts += ["**What was aimed at, and what is reached:**\n", bars_table(recorded, with_unmeasured=False)]
     return "\n".join(parts)
 
 
