@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cuflash
+from cuflash.bench import products
 from cuflash.bench.cells import default_scale
 from cuflash.bench.inputs import Array, Inputs, as_torch
 from cuflash.bench.options import WITH_PEERS, arguments, backward_arguments
@@ -83,19 +84,27 @@ def naive_calls(inputs: Inputs) -> Calls:
     needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
     if needed > _free_memory(xp):
         raise Unavailable(f"its score matrices need {needed >> 30} GiB")
-    # CuPy 14 multiplies no bfloat16 matrices; float16 takes the same time.
-    dtype = np.dtype("float16" if cell.dtype == "bfloat16" else cell.dtype)
+    multiply = _products(xp)
+    dtype = inputs["q"].dtype
     accum = np.dtype("float64" if cell.dtype == "float64" else "float32")
     scale = default_scale(cell)
     group = cell.num_heads_q // cell.num_heads_kv
-    q, k, v, dout = (inputs[name].astype(dtype, copy=False).swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
-    k, v = (xp.repeat(x, group, axis=1) for x in (k, v))
+
+    def stack(x: Array) -> Array:  # (batch * heads, seqlen, dim), a copy that is not timed
+        return xp.ascontiguousarray(x.swapaxes(1, 2)).reshape(-1, x.shape[1], x.shape[3])
+
+    def unstack(x: Array) -> Array:
+        return x.reshape(cell.batch, -1, *x.shape[1:]).swapaxes(1, 2)
+
+    q, dout = stack(inputs["q"]), stack(inputs["dout"])
+    k, v = (stack(xp.repeat(inputs[name], group, axis=2)) for name in "kv")
+    scores_shape = (len(q), cell.seqlen_q, cell.seqlen_k)
     hidden = None
     if cell.causal or cell.restricted:
         hidden = xp.asarray(~cell.visible(np.arange(cell.seqlen_q)))
 
     def probabilities() -> Array:
-        scores = xp.matmul(q, k.swapaxes(2, 3)).astype(accum)
+        scores = multiply(q, k.swapaxes(1, 2), out=xp.empty(scores_shape, accum))
         scores *= scale
         if hidden is not None:
             xp.copyto(scores, -np.inf, where=hidden)
@@ -105,23 +114,35 @@ def naive_calls(inputs: Inputs) -> Calls:
         return scores.astype(dtype)
 
     def forward() -> Array:
-        return xp.matmul(probabilities(), v).swapaxes(1, 2)
+        return unstack(multiply(probabilities(), v))
 
     p = probabilities()
 
     def backward() -> tuple[Array, Array, Array]:
         weights = p.astype(accum)
-        dp = xp.matmul(dout, v.swapaxes(2, 3)).astype(accum)
+        dp = multiply(dout, v.swapaxes(1, 2), out=xp.empty(scores_shape, accum))
         dp -= (weights * dp).sum(axis=-1, keepdims=True)
         weights *= dp
         ds = (weights * scale).astype(dtype)
-        dq = xp.matmul(ds, k)
-        dk, dv = (xp.matmul(x.swapaxes(2, 3), y) for x, y in ((ds, q), (p, dout)))
+        dq, dk, dv = multiply(ds, k), multiply(ds.swapaxes(1, 2), q), multiply(p.swapaxes(1, 2), dout)
         if group > 1:
-            dk, dv = (x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
-        return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+            dk, dv = (x.reshape(-1, group, *x.shape[1:]).astype(accum).sum(axis=1).astype(dtype) for x in (dk, dv))
+        return unstack(dq), unstack(dk), unstack(dv)
 
     return Calls(forward, backward)
+
+
+def _products(xp: ModuleType) -> Callable[..., Array]:
+    """Products of stacks of matrices: on a GPU by cuBLAS in the matrices' own dtype."""
+    if xp is np:
+        return np.matmul
+    try:
+        xp.cuda.device.get_cublas_handle()
+    except ImportError as error:
+        raise Unavailable(
+            f"it needs cuBLAS (extra cuda13-full or cuda12-full): {str(error).splitlines()[0]}"
+        ) from error
+    return products.matmul
 
 
 def _free_memory(xp: ModuleType) -> int:
