@@ -17,7 +17,8 @@ def missing() -> dict[str, str]:
         lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'
     demo = [name for name in DEMO_NEEDS if _absent(name)]
     if demo:
-        lacks[", ".join(demo)] = 'python -m cuflash demo needs it: pip install "cuflash[demo]"'
+        needs = "needs it" if len(demo) == 1 else "needs them"
+        lacks[", ".join(demo)] = f'python -m cuflash demo {needs}: pip install "cuflash[demo]"'
     if _absent("cupy"):
         lacks["CuPy"] = (
             'GPU arrays need it: pip install "cuflash[cuda13]", or "cuflash[cuda12]" where the driver is of CUDA 12 '
