@@ -4,17 +4,24 @@
     python -m cuflash.examples.mytorch_client MyTorch
 
 MyTorch is an autodiff library on NumPy and CuPy arrays. Its own attention is written in Triton, which needs PyTorch.
-This script compares the two on the same tensors. To train with cuflash, put ``attention_for(mytorch)`` in the place of
-``mytorch.nn.functional.scaled_dot_product_attention`` before the model is called; nothing in the checkout changes. It
-needs a GPU, and what MyTorch needs: triton, torch, safetensors.
+This script compares the two on the same tensors, then runs MyTorch's own training script with each, on the same batches
+from the same parameters: ``attention_for(mytorch)`` stands in the place of
+``mytorch.nn.functional.scaled_dot_product_attention``, and nothing in the checkout changes. It needs a GPU, and what
+MyTorch needs: triton, torch, safetensors, tqdm.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import re
+import runpy
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,9 @@ Tensor = Any  # mytorch.Tensor
 
 CALLS = 20
 TOKENS = 16384  # in a call
+TRAINER = Path("gpt2_trainer") / "train_gpt2.py"
+WARM_UP_STEPS, STEPS = 3, 12
+SEED = 0
 
 
 def attention_for(mytorch: Any) -> Callable[..., Tensor]:
@@ -73,19 +83,18 @@ def array_of(x: Any) -> Array:
     return getattr(x, "_array", x)
 
 
-def compare(checkout: Path, seqlens: list[int]) -> None:
+def compare(mytorch: Any, seqlens: list[int]) -> dict[str, dict[str, Any]]:
     """Agreement and time of the two on the same tensors."""
     import cupy
 
-    mytorch = load(checkout)
-    functions = {"own": mytorch.nn.functional.scaled_dot_product_attention, "cuflash": attention_for(mytorch)}
     print("attention alone, causal, float16, 12 heads of 64: ms forward and backward, and relative difference")
+    report: dict[str, dict[str, Any]] = {}
     for seqlen in seqlens:
         batch = max(1, TOKENS // seqlen)
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(SEED)
         arrays = [cupy.asarray(rng.standard_normal((batch, 12, seqlen, 64)).astype(np.float16)) for _ in range(4)]
         times, results = {}, {}
-        for name, function in functions.items():
+        for name, function in both(mytorch).items():
             results[name] = forward_and_backward(mytorch, function, *arrays)
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
@@ -100,6 +109,13 @@ def compare(checkout: Path, seqlens: list[int]) -> None:
         ]
         words = " ".join(f"{x:.1e}" for x in differences)
         print(f"  {batch} x {seqlen}: own {times['own']:.2f}, cuflash {times['cuflash']:.2f}; out, dq, dk, dv: {words}")
+        report[str(seqlen)] = {"batch": batch, "ms": times, "differences": differences}
+    return report
+
+
+def both(mytorch: Any) -> dict[str, Callable[..., Tensor]]:
+    """Its own attention and ours."""
+    return {"own": mytorch.nn.functional.scaled_dot_product_attention, "cuflash": attention_for(mytorch)}
 
 
 def forward_and_backward(mytorch: Any, function: Callable[..., Tensor], *arrays: Array) -> list[Array]:
@@ -113,20 +129,90 @@ def forward_and_backward(mytorch: Any, function: Callable[..., Tensor], *arrays:
 
 def load(checkout: Path) -> Any:
     """The package mytorch of the checkout."""
-    sys.path.insert(0, str(checkout))
+    sys.path[:0] = [str(checkout / TRAINER.parent), str(checkout)]
     return importlib.import_module("mytorch")
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is `value` inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def train(mytorch: Any, checkout: Path, size: str, context: int, batch: int) -> dict[str, dict[str, Any]]:
+    """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses."""
+    from pydoc_data.topics import topics
+
+    text = np.frombuffer("\n\n".join(topics.values()).encode(), np.uint8).astype(np.uint16)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("train.bin", "val.bin"):
+            text.tofile(Path(folder) / name)
+        arguments = ["--path_to_data", folder, "--working_directory", folder, "--fused", "--mixed_precision"]
+        arguments += ["--model_size", size, "--context_length", str(context), "--batch_size_per_gpu", str(batch)]
+        arguments += ["--gradient_accumulation_steps", "1", "--train_iterations", str(WARM_UP_STEPS + STEPS)]
+        arguments += ["--warmup_steps", "10", "--log_iter", "1", "--num_workers", "0"]
+        for name, attention in both(mytorch).items():
+            with replaced(mytorch.nn.functional, "scaled_dot_product_attention", attention):
+                milliseconds, losses = run_script(mytorch, checkout / TRAINER, arguments)
+            tokens = 1e3 * batch * context / milliseconds
+            results[name] = {"ms_a_step": milliseconds, "tokens_per_second": tokens, "losses": losses}
+            words = " ".join(f"{loss:.3f}" for loss in losses)
+            print(f"  {name:8} {milliseconds:7.1f} ms a step, {tokens:9,.0f} tokens/s, losses {words}", flush=True)
+    return results
+
+
+def run_script(mytorch: Any, script: Path, arguments: list[str]) -> tuple[float, list[float]]:
+    """Run it in this process: the median of the times between its optimizer's steps, and the losses that it printed."""
+    import cupy
+
+    events: list[Any] = []
+    step = mytorch.optim.AdamW.step
+
+    def timed_step(self: Any) -> None:
+        step(self)
+        events.append(cupy.cuda.get_current_stream().record())
+
+    np.random.seed(SEED)  # noqa: NPY002 (the script draws its batches and parameters from the global generators)
+    cupy.random.seed(SEED)
+    printed = StringIO()
+    with replaced(mytorch.optim.AdamW, "step", timed_step), replaced(sys, "argv", [str(script), *arguments]):
+        try:
+            with redirect_stdout(printed), redirect_stderr(printed):
+                runpy.run_path(str(script), run_name="__main__")
+        except BaseException:
+            print(printed.getvalue(), file=sys.stderr)
+            raise
+    cupy.cuda.Device().synchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+    between = zip(events[WARM_UP_STEPS:-1], events[WARM_UP_STEPS + 1 :], strict=True)
+    spans = [cupy.cuda.get_elapsed_time(a, b) for a, b in between]
+    return float(np.median(spans)), [float(x) for x in re.findall(r"Loss: *([\d.]+)", printed.getvalue())]
+
+
 def main() -> int:
-    """Compare."""
+    """Compare, then train with each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of MyTorch")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096], help="lengths (default 1024 4096)")
+    parser.add_argument("--size", default="base", help="of the model that is trained (default base: GPT-2's 124M)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 in a training step (default 8)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
-    if not (args.checkout / "mytorch").is_dir():
-        print(f"{args.checkout}: expected a checkout of MyTorch", file=sys.stderr)
+    if not (args.checkout / TRAINER).is_file():
+        print(f"{args.checkout}: expected a checkout of MyTorch, with {TRAINER}", file=sys.stderr)
         return 2
-    compare(args.checkout, args.contexts)
+    mytorch = load(args.checkout)
+    report: dict[str, Any] = {"attention": compare(mytorch, args.contexts)}
+    print(f"MyTorch's training script, {args.size}, {args.batch} x 1024 tokens a step, --fused --mixed_precision")
+    report["training"] = train(mytorch, args.checkout, args.size, 1024, args.batch)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
