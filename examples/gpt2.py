@@ -161,19 +161,17 @@ class GPT2:
         qkv_bias, merge_bias, expand_bias = (f"{name}_bias{layer}" for name in ("qkv", "merge", "expand"))
 
         x1, y1, statistics1 = ops.add_layer_norm(x, branch, w.get(bias), w[gain1], w[shift1])
-        qkv = ops.matmul(y1, w[f"qkv{layer}"])
-        ops.add_bias(qkv, w[qkv_bias])
+        qkv = ops.matmul(y1, w[f"qkv{layer}"], bias=w[qkv_bias])
         out, attention_backward = self.attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
         merged = ops.matmul(out.reshape(-1, width), w[f"merge{layer}"])
         x2, y2, statistics2 = ops.add_layer_norm(x1, merged, w[merge_bias], w[gain2], w[shift2])
-        hidden = ops.matmul(y2, w[f"expand{layer}"])
-        active = ops.bias_gelu(hidden, w[expand_bias])
+        hidden, active = ops.matmul_gelu(y2, w[f"expand{layer}"], w[expand_bias])
         result = ops.matmul(active, w[f"contract{layer}"])
 
         def backward(dx: Array) -> Array:
             dactive = ops.matmul(dx, w[f"contract{layer}"].T)
             ops.matmul(active.T, dx, out=dw[f"contract{layer}"])
-            dhidden = ops.gelu_backward(dactive, hidden, w[expand_bias], dw[expand_bias])
+            dhidden = ops.gelu_backward(dactive, hidden, dw[expand_bias])
             dy2 = ops.matmul(dhidden, w[f"expand{layer}"].T)
             ops.matmul(y2.T, dhidden, out=dw[f"expand{layer}"])
             dx2 = ops.layer_norm_backward(dy2, x2, statistics2, w[gain2], dx, (dw[gain2], dw[shift2], dw[merge_bias]))

@@ -8,7 +8,9 @@ using Index = long long;
 
 constexpr int WARP = 32;
 constexpr int WARPS = 8;                                // in a block that has a row a warp
-constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 3;  // of layer_norm_backward, whose threads hold many sums
+constexpr int AHEAD = 4;                                // loads of a thread under way
+constexpr int PARTIAL_WARPS = 16;                       // of sum_partials
+constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 2;  // of layer_norm_backward, whose threads hold many sums
 constexpr float LOWEST = -1e30f;                        // below every score; e to it is 0
 constexpr int VECTOR = 8;                               // elements in 16 bytes
 constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);    // of a row of the model's width, per lane
@@ -18,8 +20,7 @@ struct Vector {
   float x[VECTOR];
 };
 
-__device__ Vector load(const Element* from) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+__device__ Vector unpack(const uint4& raw) {
   const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
   Vector v;
 #pragma unroll
@@ -30,6 +31,8 @@ __device__ Vector load(const Element* from) {
   }
   return v;
 }
+
+__device__ Vector load(const Element* from) { return unpack(*reinterpret_cast<const uint4*>(from)); }
 
 __device__ void store(Element* to, const Vector& v) {
   uint4 raw;
@@ -120,40 +123,66 @@ extern "C" __global__ void add_layer_norm(Element* y, float2* statistics, Elemen
   }
 }
 
+// What layer_norm_backward reads of a row, as it comes.
+struct Row {
+  uint4 x[ROW_VECTORS], dy[ROW_VECTORS], dsum[ROW_VECTORS];
+  float2 mean_inverse;
+
+  __device__ void load(const Element* all_x, const Element* all_dy, const Element* all_dsum, const float2* statistics,
+                       Index row) {
+    mean_inverse = statistics[row];
+#pragma unroll
+    for (int n = 0; n < ROW_VECTORS; ++n) {
+      const Index at = row * WIDTH + lane_column(n);
+      x[n] = *reinterpret_cast<const uint4*>(all_x + at);
+      dy[n] = *reinterpret_cast<const uint4*>(all_dy + at);
+      dsum[n] = all_dsum == nullptr ? uint4{} : *reinterpret_cast<const uint4*>(all_dsum + at);
+    }
+  }
+
+  __device__ Vector normal(int n) const {
+    Vector v = unpack(x[n]);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) v.x[i] = (v.x[i] - mean_inverse.x) * mean_inverse.y;
+    return v;
+  }
+};
+
 // dx = dsum + the gradient through the layer norm of x. Each block leaves its share of the gradients of gain and shift
-// and of the branch's bias, which is that of x summed over rows, in partial[block][3][WIDTH].
+// and of the branch's bias, which is that of x summed over rows, in partial[block][3][WIDTH]. A warp has a row at a
+// time, and the next one under way; dx may be dy, of which each element is read before it is written.
 extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOCKS)
     layer_norm_backward(Element* dx, float* partial, const Element* dy, const Element* x, const float2* statistics,
                         const Element* gain, const Element* dsum, int rows) {
   Vector of_gain[ROW_VECTORS] = {}, of_shift[ROW_VECTORS] = {}, of_bias[ROW_VECTORS] = {};
-  for (Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += Index(gridDim.x) * blockDim.y) {
-    const float2 mean_inverse = statistics[row];
-    Vector normal[ROW_VECTORS], d[ROW_VECTORS];
+  const Index step = Index(gridDim.x) * blockDim.y;
+  Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
+  Row next;
+  if (row < rows) next.load(x, dy, dsum, statistics, row);
+  for (; row < rows; row += step) {
+    const Row own = next;
+    if (row + step < rows) next.load(x, dy, dsum, statistics, row + step);
     float sum = 0, product = 0;
 #pragma unroll
     for (int n = 0; n < ROW_VECTORS; ++n) {
-      const Vector g = load(gain + lane_column(n));
-      normal[n] = load(x + row * WIDTH + lane_column(n));
-      d[n] = load(dy + row * WIDTH + lane_column(n));
+      const Vector g = load(gain + lane_column(n)), normal = own.normal(n), d = unpack(own.dy[n]);
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        normal[n].x[i] = (normal[n].x[i] - mean_inverse.x) * mean_inverse.y;
-        of_shift[n].x[i] += d[n].x[i];
-        of_gain[n].x[i] += d[n].x[i] * normal[n].x[i];
-        d[n].x[i] *= g.x[i];
-        sum += d[n].x[i];
-        product += d[n].x[i] * normal[n].x[i];
+        of_shift[n].x[i] += d.x[i];
+        of_gain[n].x[i] += d.x[i] * normal.x[i];
+        sum += d.x[i] * g.x[i];
+        product += d.x[i] * g.x[i] * normal.x[i];
       }
     }
     sum = over_warp<Sum>(sum) / WIDTH;
     product = over_warp<Sum>(product) / WIDTH;
 #pragma unroll
     for (int n = 0; n < ROW_VECTORS; ++n) {
-      Vector out = {};
-      if (dsum != nullptr) out = load(dsum + row * WIDTH + lane_column(n));
+      const Vector g = load(gain + lane_column(n)), normal = own.normal(n), d = unpack(own.dy[n]);
+      Vector out = unpack(own.dsum[n]);
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        out.x[i] += (d[n].x[i] - sum - normal[n].x[i] * product) * mean_inverse.y;
+        out.x[i] += (d.x[i] * g.x[i] - sum - normal.x[i] * product) * own.mean_inverse.y;
         of_bias[n].x[i] += out.x[i];
       }
       store(dx + row * WIDTH + lane_column(n), out);
@@ -178,16 +207,6 @@ extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOC
     partial[Index(blockIdx.x) * 3 * WIDTH + i] = shares[0][i];
 }
 
-extern "C" __global__ void add_bias(Element* x, const Element* bias, Index vectors, int columns) {
-  const Index vector = Index(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (vector >= vectors) return;
-  Vector v = load(x + vector * VECTOR);
-  const Vector b = load(bias + vector * VECTOR % columns);
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) v.x[i] += b.x[i];
-  store(x + vector * VECTOR, v);
-}
-
 constexpr float GELU_SCALE = 0.7978845608f;  // sqrt(2 / pi)
 constexpr float GELU_CUBE = 0.044715f;
 
@@ -196,43 +215,42 @@ __device__ float gelu_sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + __expf(-2.0f * GELU_SCALE * (x + GELU_CUBE * x * x * x)));
 }
 
-extern "C" __global__ void bias_gelu(Element* y, const Element* x, const Element* bias, Index vectors, int columns) {
-  const Index vector = Index(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (vector >= vectors) return;
-  Vector v = load(x + vector * VECTOR);
-  const Vector b = load(bias + vector * VECTOR % columns);
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    v.x[i] += b.x[i];
-    v.x[i] *= gelu_sigmoid(v.x[i]);
-  }
-  store(y + vector * VECTOR, v);
-}
-
 // Sums over rows. A warp has WARP * VECTOR columns, the warps of a block every blockDim.y-th row of its part of all
-// rows; partial[part][column]. With an input x and bias, dy is that of GELU: it becomes the gradient of GELU's
-// argument.
+// rows; partial[part][column]. With GELU's argument z, dy is the gradient of its result and becomes that of z.
 template <bool GELU>
-__device__ void sum_rows(float* partial, Element* dy, const Element* x, const Element* bias, int rows, int columns) {
+__device__ void sum_rows(float* partial, Element* dy, const Element* z, int rows, int columns) {
   __shared__ float shares[WARPS][WARP * VECTOR + 1];
   const int column = (blockIdx.x * WARP + threadIdx.x) * VECTOR;
-  Vector sum = {}, b = {};
+  Vector sum = {};
   if (column < columns) {
-    if (GELU) b = load(bias + column);
-    for (Index row = Index(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += Index(gridDim.y) * blockDim.y) {
-      Vector d = load(dy + row * columns + column);
-      if (GELU) {
-        const Vector v = load(x + row * columns + column);
+    const Index step = Index(gridDim.y) * blockDim.y;
+    for (Index first = Index(blockIdx.y) * blockDim.y + threadIdx.y; first < rows; first += AHEAD * step) {
+      uint4 raw_d[AHEAD], raw_z[AHEAD];
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-          const float z = v.x[i] + b.x[i], sigmoid = gelu_sigmoid(z);
-          const float du = 2 * GELU_SCALE * (1 + 3 * GELU_CUBE * z * z);
-          d.x[i] *= sigmoid + z * sigmoid * (1 - sigmoid) * du;
-        }
-        store(dy + row * columns + column, d);
+      for (int ahead = 0; ahead < AHEAD; ++ahead) {
+        const Index row = first + ahead * step;
+        if (row >= rows) break;
+        raw_d[ahead] = *reinterpret_cast<const uint4*>(dy + row * columns + column);
+        if (GELU) raw_z[ahead] = *reinterpret_cast<const uint4*>(z + row * columns + column);
       }
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) sum.x[i] += d.x[i];
+      for (int ahead = 0; ahead < AHEAD; ++ahead) {
+        const Index row = first + ahead * step;
+        if (row >= rows) break;
+        Vector d = unpack(raw_d[ahead]);
+        if (GELU) {
+          const Vector v = unpack(raw_z[ahead]);
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i) {
+            const float sigmoid = gelu_sigmoid(v.x[i]);
+            const float du = 2 * GELU_SCALE * (1 + 3 * GELU_CUBE * v.x[i] * v.x[i]);
+            d.x[i] *= sigmoid + v.x[i] * sigmoid * (1 - sigmoid) * du;
+          }
+          store(dy + row * columns + column, d);
+        }
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum.x[i] += d.x[i];
+      }
     }
   }
 #pragma unroll
@@ -248,47 +266,72 @@ __device__ void sum_rows(float* partial, Element* dy, const Element* x, const El
 }
 
 extern "C" __global__ void bias_gradient(float* partial, Element* dy, int rows, int columns) {
-  sum_rows<false>(partial, dy, nullptr, nullptr, rows, columns);
+  sum_rows<false>(partial, dy, nullptr, rows, columns);
 }
 
-extern "C" __global__ void gelu_backward(float* partial, Element* dy, const Element* x, const Element* bias, int rows,
-                                         int columns) {
-  sum_rows<true>(partial, dy, x, bias, rows, columns);
+extern "C" __global__ void gelu_backward(float* partial, Element* dy, const Element* z, int rows, int columns) {
+  sum_rows<true>(partial, dy, z, rows, columns);
 }
 
-extern "C" __global__ void sum_partials(float* out, const float* partial, int parts, int columns) {
-  const int column = blockIdx.x * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
+// The sums of partial[part][target][column] over the parts, for up to three targets: blockIdx.y, those that are null
+// are not wanted. A lane has a column, the warps of a block every blockDim.y-th part.
+extern "C" __global__ void sum_partials(float* out0, float* out1, float* out2, const float* partial, int parts,
+                                        int columns) {
+  __shared__ float shares[PARTIAL_WARPS][WARP];
+  float* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;
+  if (out == nullptr) return;
+  const int column = blockIdx.x * WARP + threadIdx.x;
   float total = 0;
-  for (int part = 0; part < parts; ++part) total += partial[Index(part) * columns + column];
+  if (column < columns)
+    for (int part = threadIdx.y; part < parts; part += blockDim.y)
+      total += partial[(Index(part) * gridDim.y + blockIdx.y) * columns + column];
+  shares[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y > 0 || column >= columns) return;
+  for (int warp = 1; warp < blockDim.y; ++warp) total += shares[warp][threadIdx.x];
   out[column] = total;
 }
 
-// -log softmax(logits)[target]; the logits become the gradient of the mean loss. One block a row.
+// -log softmax(logits)[target]; the logits become the gradient of the mean loss. One block a row, which waits in shared
+// memory for the sum of its exponentials, so that the logits are read once.
 extern "C" __global__ void cross_entropy(float* loss, Element* logits, const int* targets, int columns, float weight) {
+  extern __shared__ uint4 kept[];
   Element* row = logits + Index(blockIdx.x) * columns;
-  const int target = targets[blockIdx.x];
+  const uint4* vectors = reinterpret_cast<const uint4*>(row);
+  const int target = targets[blockIdx.x], count = columns / VECTOR;
   float maximum = LOWEST, sum = 0;
-  for (int column = threadIdx.x * VECTOR; column < columns; column += blockDim.x * VECTOR) {
-    const Vector v = load(row + column);
-    float most = maximum;
+  for (int first = threadIdx.x; first < count; first += AHEAD * blockDim.x) {
+    uint4 raw[AHEAD];
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) most = fmaxf(most, v.x[i]);
-    sum *= __expf(maximum - most);
-    maximum = most;
+    for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      const int n = first + ahead * blockDim.x;
+      if (n < count) raw[ahead] = vectors[n];
+    }
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) sum += __expf(v.x[i] - maximum);
+    for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      const int n = first + ahead * blockDim.x;
+      if (n >= count) break;
+      kept[n] = raw[ahead];
+      const Vector v = unpack(raw[ahead]);
+      float most = maximum;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) most = fmaxf(most, v.x[i]);
+      sum *= __expf(maximum - most);
+      maximum = most;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) sum += __expf(v.x[i] - maximum);
+    }
   }
   const float most = over_row<Maximum>(maximum);
   const float total = over_row<Sum>(sum * __expf(maximum - most));
   const float lse = most + __logf(total);
-  if (threadIdx.x == 0) loss[blockIdx.x] = lse - float(row[target]);
-  __syncthreads();  // the target's logit has been read
-  for (int column = threadIdx.x * VECTOR; column < columns; column += blockDim.x * VECTOR) {
-    Vector v = load(row + column);
+  if (threadIdx.x == 0) loss[blockIdx.x] = lse - float(reinterpret_cast<const Element*>(kept)[target]);
+  for (int n = threadIdx.x; n < count; n += blockDim.x) {
+    Vector v = unpack(kept[n]);
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) v.x[i] = weight * (__expf(v.x[i] - lse) - (column + i == target ? 1.0f : 0.0f));
-    store(row + column, v);
+    for (int i = 0; i < VECTOR; ++i)
+      v.x[i] = weight * (__expf(v.x[i] - lse) - (n * VECTOR + i == target ? 1.0f : 0.0f));
+    store(row + n * VECTOR, v);
   }
 }
 
@@ -356,6 +399,18 @@ extern "C" __global__ void causal_softmax_backward(Element* dweights, const Elem
     for (int i = 0; i < VECTOR; ++i) d[n].x[i] = column > query ? 0.0f : scale * w[n].x[i] * (d[n].x[i] - sum);
     if (column < seqlen) store(dweights + column, d[n]);
   }
+}
+
+// Each block's share of the sum of squares, in an order that does not change.
+extern "C" __global__ void square_sums(float* partial, const float4* x, Index vectors) {
+  float sum = 0;
+#pragma unroll 4
+  for (Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += Index(gridDim.x) * blockDim.x) {
+    const float4 v = x[i];
+    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+  }
+  sum = over_row<Sum>(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 // AdamW (Loshchilov and Hutter, 2019) on all parameters at once; the first `decayed` are matrices. The gradient's norm

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .gpt2_products import Products
+
 Array = Any
 Statistics = Any  # per row of a layer norm: mean and inverse standard deviation
 
@@ -25,12 +27,17 @@ class NumpyOps:
     xp: Any = np
     dtype: Any = np.dtype(np.float32)  # of activations and of the weights in the products
 
-    def matmul(self, a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
-        """``a @ b`` of matrices or stacks of them, into `out` or added to it."""
+    def matmul(
+        self, a: Array, b: Array, out: Array | None = None, add: bool = False, bias: Array | None = None
+    ) -> Array:
+        """``a @ b`` of matrices or stacks of them, into `out` or added to it; `bias` is added to every row."""
         if add and out is not None:
             out += a @ b
             return out
-        return np.matmul(a, b, out=out)
+        result = np.matmul(a, b, out=out)
+        if bias is not None:
+            result += bias
+        return result
 
     def embed(self, tokens: Array, of_token: Array, of_position: Array) -> Array:
         """Rows of both tables, added, for `tokens` (batch, seqlen)."""
@@ -67,22 +74,17 @@ class NumpyOps:
             out[2][:] = result.sum(axis=0)
         return result
 
-    def add_bias(self, x: Array, bias: Array) -> None:
-        """Add `bias` to every row of `x` in place."""
-        x += bias
-
     def bias_gradient(self, dy: Array, out: Array) -> None:
         """The sum of all rows."""
         out[:] = dy.sum(axis=0)
 
-    def bias_gelu(self, x: Array, bias: Array) -> Array:
-        """GELU of ``x + bias``, by tanh as in GPT-2."""
-        z = x + bias
-        return z * self._gelu_sigmoid(z)
+    def matmul_gelu(self, a: Array, b: Array, bias: Array) -> tuple[Array, Array]:
+        """``z = a @ b + bias`` and its GELU, by tanh as in GPT-2."""
+        z = self.matmul(a, b, bias=bias)
+        return z, z * self._gelu_sigmoid(z)
 
-    def gelu_backward(self, dy: Array, x: Array, bias: Array, out: Array) -> Array:
-        """The gradient of ``x``, in place of `dy`; `out` takes that of `bias`."""
-        z = x + bias
+    def gelu_backward(self, dy: Array, z: Array, out: Array) -> Array:
+        """The gradient of `z`, in place of `dy`; `out` takes that of its bias."""
         sigmoid = self._gelu_sigmoid(z)
         dy *= sigmoid + z * sigmoid * (1 - sigmoid) * (2 * GELU_SCALE * (1 + 3 * GELU_CUBE * z * z))
         out[:] = dy.sum(axis=0)
@@ -145,32 +147,35 @@ class NumpyOps:
 
 WARP, VECTOR = 32, 8  # as in gpt2_kernels.cu
 WARPS = 8  # in a block that has a row a warp
-GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 3  # of layer_norm_backward: in a block, and blocks on a multiprocessor
+GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 MAX_SUM_PARTS = 128  # parts of a sum over rows, each made by blocks of their own
+PARTIAL_WARPS = 16  # of sum_partials
+SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
 SCORE_VECTORS = 4
 
 
 class CupyOps(NumpyOps):
-    """The operations on a GPU, in bfloat16 with float32 sums. The width must be a multiple of 256."""
+    """The operations on a GPU, in bfloat16 with float32 sums.
 
-    def __init__(self, width: int) -> None:
+    Parameters
+    ----------
+    width : int
+        The model's; a multiple of 256.
+    search : bool
+        Whether products may choose their kernels by timing.
+    """
+
+    def __init__(self, width: int, search: bool = True) -> None:
         import cupy
         import ml_dtypes
-        from cupy_backends.cuda.libs import cublas
 
         if width % (WARP * VECTOR):
             raise ValueError(f"width: expected a multiple of {WARP * VECTOR} on a GPU, got {width}")
         self.xp = cupy
         self.dtype = np.dtype(ml_dtypes.bfloat16)
         self.width = width
-        self._cublas = cublas
-        runtime = cupy.cuda.runtime
-        self._types = {
-            self.dtype: runtime.CUDA_R_16BF,
-            np.dtype(np.float16): runtime.CUDA_R_16F,
-            np.dtype(np.float32): runtime.CUDA_R_32F,
-        }
-        self._one_and_zero = np.array([1, 0], np.float32)  # cuBLAS reads its factors from the host
+        self._functions: dict[str, Any] = {}
+        self._products = Products(search)
 
     @cached_property
     def _module(self) -> Any:
@@ -178,38 +183,22 @@ class CupyOps(NumpyOps):
         options = ("--std=c++17", f"-DWIDTH={self.width}", f"-DEPSILON={EPSILON}f")
         return self.xp.RawModule(code=source, options=options)
 
-    def _launch(self, name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any) -> None:
+    def _launch(
+        self, name: str, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any, shared: int = 0
+    ) -> None:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._module.get_function(name)
+        if shared > function.max_dynamic_shared_size_bytes:
+            function.max_dynamic_shared_size_bytes = shared
         # None is a null pointer; a Python int is 64 bits wide, so 32-bit arguments come as np.int32
-        self._module.get_function(name)(grid, block, tuple(0 if x is None else x for x in arguments))
+        function(grid, block, tuple(0 if x is None else x for x in arguments), shared_mem=shared)
 
-    def matmul(self, a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
-        """``a @ b`` of matrices or stacks of them; one axis of each is contiguous. CuPy's own uses no tensor cores."""
-        if out is None:
-            out = self.xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
-        # cuBLAS is column-major: it computes out^T = b^T a^T.
-        (b_op, b_step), (a_op, a_step) = self._orientation(b), self._orientation(a)
-        one = self._one_and_zero.ctypes.data
-        zero = one + self._one_and_zero.itemsize
-        shape = (b.shape[-1], a.shape[-2], a.shape[-1])
-        matrices = [(b, b_step), (a, a_step), (out, self._orientation(out)[1])]
-        described: list[tuple[int, ...]] = [(x.data.ptr, self._types[x.dtype], step) for x, step in matrices]
-        call = self._cublas.gemmEx
-        stack: tuple[int, ...] = ()
-        if a.ndim == 3:
-            described = [(*d, x.strides[0] // x.itemsize) for d, (x, _) in zip(described, matrices, strict=True)]
-            call, stack = self._cublas.gemmStridedBatchedEx, (len(a),)
-        handle = self.xp.cuda.device.get_cublas_handle()
-        factors = (one, one if add else zero)
-        call(
-            *(handle, b_op, a_op, *shape, factors[0], *described[0], *described[1], factors[1], *described[2]),
-            *(*stack, self._cublas.CUBLAS_COMPUTE_32F, self._cublas.CUBLAS_GEMM_DEFAULT),
-        )
-        return out
-
-    def _orientation(self, x: Array) -> tuple[int, int]:
-        """Whether cuBLAS has to transpose, and the distance between rows (or columns)."""
-        rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
-        return (self._cublas.CUBLAS_OP_N, rows) if columns == 1 else (self._cublas.CUBLAS_OP_T, columns)
+    def matmul(
+        self, a: Array, b: Array, out: Array | None = None, add: bool = False, bias: Array | None = None
+    ) -> Array:
+        """See `NumpyOps`."""
+        return self._products(a, b, out, add, bias)
 
     def embed(self, tokens: Array, of_token: Array, of_position: Array) -> Array:
         """See `NumpyOps`."""
@@ -241,29 +230,19 @@ class CupyOps(NumpyOps):
         partial = self.xp.empty((parts, 3, self.width), np.float32)
         arguments = (dy, partial, dy, x, statistics, gain, dx, np.int32(len(x)))
         self._launch("layer_norm_backward", (parts,), (WARP, GRADIENT_WARPS), *arguments)
-        sums = self._sum_partials(partial, self.xp.empty((3, self.width), np.float32))
-        for target, values in zip(out, sums, strict=True):
-            if target is not None:
-                target[:] = values
+        self._sum_partials(partial, *out)
         return dy
 
     @cached_property
     def _multiprocessors(self) -> int:
         return int(self.xp.cuda.Device().attributes["MultiProcessorCount"])
 
-    def _sum_partials(self, partial: Array, out: Array) -> Array:
-        threads = 64
-        arguments = (out, partial, np.int32(len(partial)), np.int32(out.size))
-        self._launch("sum_partials", (-(-out.size // threads),), (threads,), *arguments)
-        return out
-
-    def add_bias(self, x: Array, bias: Array) -> None:
-        """See `NumpyOps`."""
-        self._launch("add_bias", *self._over(x), x, bias, x.size // VECTOR, np.int32(x.shape[1]))
-
-    def _over(self, x: Array) -> tuple[tuple[int], tuple[int]]:
-        threads = 256
-        return (-(-x.size // (VECTOR * threads)),), (threads,)
+    def _sum_partials(self, partial: Array, *out: Array | None) -> None:
+        """The sum of each (parts, columns) of `partial` (parts, len(out), columns) into its target."""
+        columns = partial.size // (len(partial) * len(out))
+        grid = (-(-columns // WARP), len(out))
+        arguments = (*out, *[None] * (3 - len(out)), partial, np.int32(len(partial)), np.int32(columns))
+        self._launch("sum_partials", grid, (WARP, PARTIAL_WARPS), *arguments)
 
     def bias_gradient(self, dy: Array, out: Array) -> None:
         """See `NumpyOps`."""
@@ -277,15 +256,14 @@ class CupyOps(NumpyOps):
         self._launch(name, grid, (WARP, WARPS), partial, dy, *inputs, np.int32(rows), np.int32(columns))
         self._sum_partials(partial, out)
 
-    def bias_gelu(self, x: Array, bias: Array) -> Array:
+    def matmul_gelu(self, a: Array, b: Array, bias: Array) -> tuple[Array, Array]:
         """See `NumpyOps`."""
-        y = self.xp.empty_like(x)
-        self._launch("bias_gelu", *self._over(x), y, x, bias, x.size // VECTOR, np.int32(x.shape[1]))
-        return y
+        z = self.xp.empty((len(a), b.shape[1]), self.dtype)
+        return z, self._products(a, b, bias=bias, before_gelu=z)
 
-    def gelu_backward(self, dy: Array, x: Array, bias: Array, out: Array) -> Array:
+    def gelu_backward(self, dy: Array, z: Array, out: Array) -> Array:
         """See `NumpyOps`."""
-        self._sum_rows("gelu_backward", out, dy, x, bias)
+        self._sum_rows("gelu_backward", out, dy, z)
         return dy
 
     def cross_entropy(self, logits: Array, targets: Array) -> Array:
@@ -293,9 +271,8 @@ class CupyOps(NumpyOps):
         rows, columns = logits.shape
         losses = self.xp.empty(rows, np.float32)
         threads = 512
-        self._launch(
-            "cross_entropy", (rows,), (threads,), losses, logits, targets, np.int32(columns), np.float32(1 / rows)
-        )
+        arguments = (losses, logits, targets, np.int32(columns), np.float32(1 / rows))
+        self._launch("cross_entropy", (rows,), (threads,), *arguments, shared=columns * logits.itemsize)
         return losses.mean()
 
     def causal_softmax(self, scores: Array, scale: float) -> None:
@@ -326,7 +303,11 @@ class CupyOps(NumpyOps):
         **settings: Any,
     ) -> None:
         """See `NumpyOps`."""
-        squared_norm = self.xp.vdot(gradient, gradient)
+        threads = 256
+        partial = self.xp.empty((SQUARE_BLOCKS * self._multiprocessors, 1), np.float32)
+        self._launch("square_sums", (len(partial),), (threads,), partial, gradient, gradient.size // 4)
+        squared_norm = self.xp.empty(1, np.float32)
+        self._sum_partials(partial, squared_norm)
         beta1, beta2, step = settings["beta1"], settings["beta2"], settings["step"]
         corrections = 1 / (1 - beta1**step), 1 / (1 - beta2**step)
         scalars = (
@@ -339,6 +320,5 @@ class CupyOps(NumpyOps):
             settings["decay"],
         )
         arrays = (weights, master, *moments, gradient, squared_norm)
-        threads = 256
         grid = (-(-weights.size // (4 * threads)),)
         self._launch("adamw", grid, (threads,), *arrays, weights.size, decayed, *map(np.float32, scalars))

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -296,26 +297,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose_ops(device: str | None, width: int) -> NumpyOps:
+def choose_ops(device: str | None, width: int, deterministic: bool) -> NumpyOps:
     """On the GPU if there is one and `device` allows it."""
     if device != "cpu":
         try:
-            ops = CupyOps(width)
-            ops.xp.cuda.device.get_cublas_handle()
-        except (ImportError, RuntimeError) as error:  # no CuPy, no cuBLAS, no GPU
+            return CupyOps(width, search=not deterministic)
+        except (ImportError, OSError, RuntimeError) as error:  # no CuPy, no cuBLAS, no GPU
             if device == "gpu":
-                raise SystemExit(f"{error}\nsee python -m cuflash info") from error
-        else:
-            return ops
+                line = str(error).partition("\n")[0]
+                raise ValueError(f"{line}: python -m cuflash info tells what is missing") from error
     return NumpyOps()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     args = parse(argv)
-    ops = choose_ops(args.device, SIZES[args.size].width)
     run = Run(args.size, args.context, args.batch, args.steps, args.rate, args.attention, args.deterministic, args.seed)
     try:
+        ops = choose_ops(args.device, SIZES[args.size].width, args.deterministic)
         text = Text(args.text)
         if args.compare:
             results = compare(run, ops, text, args.compare)
@@ -323,6 +322,9 @@ def main(argv: list[str] | None = None) -> int:
                 facts = environment(ops.xp, None, "train_gpt2")
                 args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
             return 0
+        absent = [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]
+        if absent:  # said now, not after the last step
+            raise ValueError(f'{", ".join(absent)}: not installed, pip install "cuflash[demo]"')
         args.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(run, ops, text)
         if trainer.load(args.out):

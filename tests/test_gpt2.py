@@ -117,6 +117,15 @@ def test_refuses_the_checkpoint_of_another_run(tmp_path: Path, capsys: pytest.Ca
     assert "steps" in capsys.readouterr().err
 
 
+def test_what_is_not_installed_is_said_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)
+    assert main([*OPTIONS, "--out", str(tmp_path / "run")]) == 2
+    assert "matplotlib, tqdm: not installed" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written to the disk when the kill came is not taken for a checkpoint."""
     first = trainer()

@@ -1,0 +1,207 @@
+"""Matrix products by cuBLASLt, which CuPy does not reach: what follows a product can be done in its kernel.
+
+cuBLASLt names several kernels for a product, its guess of the fastest first; which is the fastest, timing tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any
+
+# Numbers of the C interface (cublasLt.h)
+COMPUTE_32F = 68
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_STRIDE = 3, 4, 7, 8, 11, 12  # of a product
+BATCH_COUNT, BATCH_STRIDE = 5, 6  # of a matrix's layout
+WORKSPACE_BYTES, ALIGNMENTS = 1, (5, 6, 7, 8)  # of what is asked for: alignments of A, B, C and D
+NOTHING, BIAS, GELU_AUX_BIAS = 1, 4, 164  # what follows the product
+
+WORKSPACE = 64 << 20  # bytes
+MOST_ALIGNMENT = 256  # bytes; what cuBLASLt takes for granted if it is not told
+CANDIDATES, REPEATS = 8, 3  # of the search for the fastest
+
+
+class Choice(ctypes.Structure):
+    """A kernel for a product, as cuBLASLt describes it."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Matrix(NamedTuple):
+    """A row-major matrix or stack of them, as the column-major library sees it."""
+
+    kind: int
+    rows: int
+    columns: int
+    stride: int
+    transposed: bool
+    count: int
+    count_stride: int
+    alignment: int
+
+
+@dataclass
+class Plan:
+    """Everything about a product but the addresses."""
+
+    product: ctypes.c_void_p
+    layouts: tuple[ctypes.c_void_p, ...]
+    choice: Choice
+
+
+class Products:
+    """``a @ b`` on the current stream, in the operands' dtype with float32 sums.
+
+    Parameters
+    ----------
+    search : bool
+        Time cuBLASLt's candidates at the first product of a shape. Without, runs repeat to the bit in every process.
+    """
+
+    def __init__(self, search: bool) -> None:
+        import cupy
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        self._cupy = cupy
+        runtime = cupy.cuda.runtime
+        self._types = {"bfloat16": runtime.CUDA_R_16BF, "float32": runtime.CUDA_R_32F}
+        self._search = search
+        self._library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+        self._handle = self._made("cublasLtCreate")
+        self._workspace = cupy.empty(WORKSPACE, np.uint8)
+        self._factors = np.array([1, 0], np.float32)  # read from the host
+        self._plans: dict[Any, Plan] = {}
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        out: Array | None = None,
+        add: bool = False,
+        bias: Array | None = None,
+        before_gelu: Array | None = None,
+    ) -> Array:
+        """Of matrices or stacks of them; one of the last two axes of an operand is contiguous, and the last of `out`.
+
+        With `add` the product is added to `out`. `bias` is added to each row; with `before_gelu`, which takes that sum,
+        GELU by tanh follows.
+        """
+        if out is None:
+            out = self._cupy.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+        # The library is column-major: it computes out^T = b^T a^T.
+        operands = (b, a, out)
+        key = (
+            *map(self._matrix, operands),
+            NOTHING if bias is None else BIAS if before_gelu is None else GELU_AUX_BIAS,
+        )
+        plan = self._plans.get(key)
+        new = plan is None
+        if plan is None:
+            plan = self._plans[key] = self._plan(*key)
+        if bias is not None:
+            self._set("MatmulDesc", plan.product, BIAS_POINTER, ctypes.c_uint64(bias.data.ptr))
+        if before_gelu is not None:
+            self._set("MatmulDesc", plan.product, AUX_POINTER, ctypes.c_uint64(before_gelu.data.ptr))
+            self._set("MatmulDesc", plan.product, AUX_STRIDE, ctypes.c_int64(before_gelu.shape[-1]))
+        if new and self._search and not add:
+            candidates = self._candidates(plan.product, plan.layouts, [m.alignment for m in key[:3]])
+            plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands))
+        self._run(plan, plan.choice, operands, add)
+        return out
+
+    def _matrix(self, x: Array) -> Matrix:
+        rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
+        transposed = columns != 1
+        shape = x.shape[-2:] if transposed else x.shape[:-3:-1]
+        count, count_stride = (x.shape[0], x.strides[0] // x.itemsize) if x.ndim == 3 else (1, 0)
+        alignment = min(MOST_ALIGNMENT, x.data.ptr & -x.data.ptr)
+        kind = self._types[x.dtype.name]
+        return Matrix(kind, *shape, columns if transposed else rows, transposed, count, count_stride, alignment)
+
+    def _plan(self, left: Matrix, right: Matrix, result: Matrix, epilogue: int) -> Plan:
+        kind = self._types["float32"]
+        product = self._made("cublasLtMatmulDescCreate", ctypes.c_int(COMPUTE_32F), ctypes.c_int(kind))
+        settings = ((TRANSPOSE_A, left.transposed), (TRANSPOSE_B, right.transposed), (EPILOGUE, epilogue))
+        for attribute, value in settings:
+            self._set("MatmulDesc", product, attribute, ctypes.c_int32(value))
+        layouts = tuple(self._layout(matrix) for matrix in (left, right, result))
+        alignments = [matrix.alignment for matrix in (left, right, result)]
+        if epilogue == GELU_AUX_BIAS:  # its stride decides which kernels there are
+            self._set("MatmulDesc", product, AUX_STRIDE, ctypes.c_int64(result.rows))
+        return Plan(product, layouts, self._candidates(product, layouts, alignments)[0])
+
+    def _layout(self, matrix: Matrix) -> ctypes.c_void_p:
+        sizes = (ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.stride))
+        layout = self._made("cublasLtMatrixLayoutCreate", ctypes.c_int(matrix.kind), *sizes)
+        if matrix.count > 1:
+            self._set("MatrixLayout", layout, BATCH_COUNT, ctypes.c_int32(matrix.count))
+            self._set("MatrixLayout", layout, BATCH_STRIDE, ctypes.c_int64(matrix.count_stride))
+        return layout
+
+    def _candidates(
+        self, product: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], alignments: list[int]
+    ) -> list[Choice]:
+        wanted = self._made("cublasLtMatmulPreferenceCreate")
+        self._set("MatmulPreference", wanted, WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE))
+        for attribute, alignment in zip(ALIGNMENTS, (*alignments, alignments[-1]), strict=True):
+            self._set("MatmulPreference", wanted, attribute, ctypes.c_uint32(alignment))
+        found, choices = ctypes.c_int(), (Choice * CANDIDATES)()
+        matrices = (*layouts, layouts[-1])
+        count = ctypes.c_int(CANDIDATES)
+        arguments = (self._handle, product, *matrices, wanted, count, choices, ctypes.byref(found))
+        self._call("cublasLtMatmulAlgoGetHeuristic", *arguments)
+        self._call("cublasLtMatmulPreferenceDestroy", wanted)
+        return [choices[i] for i in range(found.value)]
+
+    def _seconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...]) -> float:
+        """The shortest of a few runs; infinite if the library took the kernel back."""
+        spans = []
+        try:
+            for _ in range(1 + REPEATS):
+                events = [self._cupy.cuda.Event() for _ in range(2)]
+                events[0].record()
+                self._run(plan, choice, operands, add=False)
+                events[1].record()
+                spans.append(events)
+        except RuntimeError:
+            return float("inf")
+        spans[-1][1].synchronize()
+        return min(self._cupy.cuda.get_elapsed_time(*events) for events in spans[1:])
+
+    def _run(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool) -> None:
+        one = self._factors.ctypes.data
+        beta = one if add else one + self._factors.itemsize
+        left, right, result = (ctypes.c_void_p(x.data.ptr) for x in operands)
+        of_left, of_right, of_result = plan.layouts
+        self._call(
+            *("cublasLtMatmul", self._handle, plan.product, ctypes.c_void_p(one), left, of_left, right, of_right),
+            *(ctypes.c_void_p(beta), result, of_result, result, of_result, ctypes.byref(choice)),
+            *(ctypes.c_void_p(self._workspace.data.ptr), ctypes.c_size_t(WORKSPACE)),
+            ctypes.c_void_p(self._cupy.cuda.get_current_stream().ptr),
+        )
+
+    def _made(self, function: str, *arguments: Any) -> ctypes.c_void_p:
+        thing = ctypes.c_void_p()
+        self._call(function, ctypes.byref(thing), *arguments)
+        return thing
+
+    def _set(self, what: str, thing: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call(f"cublasLt{what}SetAttribute", thing, ctypes.c_int(attribute), ctypes.byref(value), size)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        call: Callable[..., int] = getattr(self._library, function)
+        status = call(*arguments)
+        if status:
+            raise RuntimeError(f"{function} failed with status {status}")
