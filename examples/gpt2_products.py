@@ -46,8 +46,8 @@ class Matrix(NamedTuple):
     columns: int
     stride: int
     transposed: bool
-    count: int
-    count_stride: int
+    stack: int  # matrices, and the distance between them
+    stack_stride: int
     alignment: int
 
 
@@ -101,10 +101,9 @@ class Products:
             out = self._cupy.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
         # The library is column-major: it computes out^T = b^T a^T.
         operands = (b, a, out)
-        key = (
-            *map(self._matrix, operands),
-            NOTHING if bias is None else BIAS if before_gelu is None else GELU_AUX_BIAS,
-        )
+        left, right, result = map(self._matrix, operands)
+        epilogue = NOTHING if bias is None else BIAS if before_gelu is None else GELU_AUX_BIAS
+        key = left, right, result, epilogue
         plan = self._plans.get(key)
         new = plan is None
         if plan is None:
@@ -115,7 +114,7 @@ class Products:
             self._set("MatmulDesc", plan.product, AUX_POINTER, ctypes.c_uint64(before_gelu.data.ptr))
             self._set("MatmulDesc", plan.product, AUX_STRIDE, ctypes.c_int64(before_gelu.shape[-1]))
         if new and self._search and not add:
-            candidates = self._candidates(plan.product, plan.layouts, [m.alignment for m in key[:3]])
+            candidates = self._candidates(plan.product, plan.layouts, [m.alignment for m in (left, right, result)])
             plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands))
         self._run(plan, plan.choice, operands, add)
         return out
@@ -123,11 +122,11 @@ class Products:
     def _matrix(self, x: Array) -> Matrix:
         rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
         transposed = columns != 1
-        shape = x.shape[-2:] if transposed else x.shape[:-3:-1]
-        count, count_stride = (x.shape[0], x.strides[0] // x.itemsize) if x.ndim == 3 else (1, 0)
+        height, width = x.shape[-2:] if transposed else x.shape[:-3:-1]
+        stack, stack_stride = (x.shape[0], x.strides[0] // x.itemsize) if x.ndim == 3 else (1, 0)
         alignment = min(MOST_ALIGNMENT, x.data.ptr & -x.data.ptr)
-        kind = self._types[x.dtype.name]
-        return Matrix(kind, *shape, columns if transposed else rows, transposed, count, count_stride, alignment)
+        kind, stride = self._types[x.dtype.name], columns if transposed else rows
+        return Matrix(kind, height, width, stride, transposed, stack, stack_stride, alignment)
 
     def _plan(self, left: Matrix, right: Matrix, result: Matrix, epilogue: int) -> Plan:
         kind = self._types["float32"]
@@ -144,9 +143,9 @@ class Products:
     def _layout(self, matrix: Matrix) -> ctypes.c_void_p:
         sizes = (ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.stride))
         layout = self._made("cublasLtMatrixLayoutCreate", ctypes.c_int(matrix.kind), *sizes)
-        if matrix.count > 1:
-            self._set("MatrixLayout", layout, BATCH_COUNT, ctypes.c_int32(matrix.count))
-            self._set("MatrixLayout", layout, BATCH_STRIDE, ctypes.c_int64(matrix.count_stride))
+        if matrix.stack > 1:
+            self._set("MatrixLayout", layout, BATCH_COUNT, ctypes.c_int32(matrix.stack))
+            self._set("MatrixLayout", layout, BATCH_STRIDE, ctypes.c_int64(matrix.stack_stride))
         return layout
 
     def _candidates(

@@ -35,7 +35,7 @@ def _library() -> _Library:
 
 
 # cuBLAS reads its factors, one and zero, from the host, in the type that it computes in.
-_FACTORS = {"float32": np.array([1, 0], np.float32), "float64": np.array([1, 0], np.float64)}
+_FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64": np.array([1, 0], np.float64)}
 
 
 def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
@@ -52,7 +52,8 @@ def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> A
     (b_op, b_step), (a_op, a_step) = _orientation(cublas, b), _orientation(cublas, a)
     matrices = ((b, b_step), (a, a_step), (out, out.strides[-2] // out.itemsize))
     described: list[tuple[int, ...]] = [(x.data.ptr, types[x.dtype.name], step) for x, step in matrices]
-    call, stack = cublas.gemmEx, ()
+    call = cublas.gemmEx
+    stack: tuple[int, ...] = ()
     if a.ndim == 3:
         described = [(*d, x.strides[0] // x.itemsize) for d, (x, _) in zip(described, matrices, strict=True)]
         call, stack = cublas.gemmStridedBatchedEx, (len(a),)
