@@ -109,12 +109,14 @@ def listing(results: Iterable[Result]) -> str:
     """Any other suite: a row a cell, milliseconds a peer."""
     chosen = list(results)
     peers = [name for name in PEER_NAMES if any(name in r["peers"] for r in chosen)]
-    rows = [["cell", "TFLOP/s", *(f"{PEER_NAMES[name]}, ms" for name in peers), "of the fastest peer", "of plain"]]
-    for r in chosen:
-        tflops = f"{r['peers'][US]['tflops']:.1f}" if US in r["peers"] else "-"
-        times = [_figure(milliseconds(r, name), 4) for name in peers]
-        rows.append([r["cell"]["name"], tflops, *times, _figure(of_fastest(r), 3), _figure(of_plain(r), 3)])
-    return markdown(rows)
+    columns = [
+        ["cell", *(r["cell"]["name"] for r in chosen)],
+        ["TFLOP/s", *(f"{r['peers'][US]['tflops']:.1f}" for r in chosen)],
+        *([f"{PEER_NAMES[name]}, ms", *(_figure(milliseconds(r, name), 4) for r in chosen)] for name in peers),
+        ["of the fastest peer", *(_figure(of_fastest(r), 3) for r in chosen)],
+        ["of plain", *(_figure(of_plain(r), 3) for r in chosen)],
+    ]
+    return markdown(list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)))
 
 
 def errors(results: Iterable[Result]) -> str:
@@ -162,19 +164,21 @@ def _groups(record: Recorded) -> dict[tuple[str, str, str], list[Result]]:
 
 def page(recorded: Sequence[Recorded]) -> str:
     """The page of all figures."""
-    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded, with_unmeasured=False)]
-    for record in recorded:
-        for (suite, direction, dtype), results in _groups(record).items():
-            kernels = ", mma.sync" if record.is_mma else ""
-            parts.append(f"## {suite}: {direction}, {dtype}{kernels}\n")
-            parts.append(f"{origin(record)}\n")
-            if suite == "dense":
-                peer = "FlashAttention-2" if record.is_mma else "the faster of FlashAttention-3 and cuDNN"
-                parts.append(f"TFLOP/s, and the ratio to {peer}.\n")
-                parts.append(grid(results, of_peer("flash") if record.is_mma else of_fastest))
-                parts.append(errors(results))
-            else:
-                parts.append(listing(results))
+    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded)]
+    sections = [(record, *key, results) for record in recorded for key, results in _groups(record).items()]
+    sections.sort(key=lambda section: (section[1] != "dense", section[0].is_mma))
+    for record, suite, direction, dtype, results in sections:
+        files = ", ".join(f"[{file}]({file})" for file in record.files)
+        parts.append(f"## {suite}: {direction}, {dtype}{', mma.sync' if record.is_mma else ''}\n")
+        parts.append(f"{origin(record)} From {files}.\n")
+        if suite != "dense":
+            parts.append(listing(results))
+            continue
+        peer = "FlashAttention-2" if record.is_mma else "the faster of FlashAttention-3 and cuDNN"
+        parts.append(f"TFLOP/s, and the ratio to {peer}.\n")
+        parts.append(grid(results, of_peer("flash") if record.is_mma else of_fastest))
+        parts.append(errors(results))
+        parts.append(f"<details><summary>Every peer</summary>\n\n{listing(results)}\n</details>\n")
     return "\n".join(part for part in parts if part)
 
 
