@@ -79,6 +79,10 @@ def repeats(result: Result) -> float:
     return math.nan if result["same_bits"] is None else float(result["same_bits"])
 
 
+def _is(result: Result, suite: str, direction: str) -> bool:
+    return (result["cell"]["suite"], result["direction"]) == (suite, direction)
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """The mean of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -107,7 +111,7 @@ class Bar:
         figures = [
             self.measure(result)
             for result in record.results
-            if (result["cell"]["suite"], result["direction"]) == (self.suite, self.direction)
+            if _is(result, self.suite, self.direction)
             and result["cell"]["dtype"] == self.dtype
             and US in result["peers"]
             and self.cells(result["cell"])
@@ -264,11 +268,36 @@ BARS = (
     Bar("backward, deterministic: share of the free order, n 8k and 16k", "deterministic", "backward", 0.92, of_plain),
     Bar("backward, deterministic: same bits", "deterministic", "backward", 50, repeats, unit=" calls"),
     Bar("forward, packed mix of 64 to 8k: speed of FlashAttention-3", "varlen", "forward", 1.0, of_peer(FA3)),
+    *(
+        Bar(
+            f"{direction}, 16 query heads over 2, and head dims 192/128, causal: speed of the fastest peer",
+            "gqa",
+            direction,
+            0.98,
+            of_fastest,
+        )
+        for direction in ("forward", "backward")
+    ),
+    Bar("decode: speed of the fastest peer", "decode", "forward", 0.98, of_fastest),
     _mma("forward"),
     _mma("backward"),
     *_float32("forward", 2.5, 4.0),
     *_float32("backward", 2.0, 3.5),
 )
+
+EQUAL_SHARE = 0.9
+
+
+def varlen_row(recorded: Sequence[Recorded]) -> list[str]:
+    """The row of packed sequences of mixed lengths beside as many tokens in equal ones."""
+    what, bar = "forward, packed mix of 64 to 8k: rate of equal lengths", f"at least {EQUAL_SHARE:g}"
+    for record in recorded:
+        rates = [r["peers"][US]["tflops"] for r in record.results if _is(r, "varlen", "forward") and US in r["peers"]]
+        if len(rates) == 2:  # the mix comes first
+            share = rates[0] / rates[1]
+            return [what, bar, towards(share, 2), "yes" if share >= EQUAL_SHARE else "no", record.commit]
+    return [what, bar, *NOT_MEASURED]
+
 
 HOST_MICROSECONDS = 20.0
 

@@ -19,7 +19,8 @@ fp16) bench --dtype float16 --peers cuflash fa3 --budget-ms 6 ;;
 mma) CUFLASH_WITHOUT_WGMMA=1 bench --peers cuflash flash --budget-ms 8 ;;
 options) bench --suite options dbias --head-dim 128 --peers cuflash plain ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
-sparse) bench --suite window sparse gqa varlen decode --peers cuflash plain fa3 cudnn --budget-ms 12 ;;
+sparse) bench --suite window sparse --peers cuflash plain fa3 --budget-ms 12 ;;
+shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
 host) bench --host ;;
 *)

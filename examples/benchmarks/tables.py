@@ -30,6 +30,7 @@ from bars import (
     of_peer,
     of_plain,
     towards,
+    varlen_row,
 )
 
 HERE = Path(__file__).parent
@@ -184,7 +185,7 @@ def page(recorded: Sequence[Recorded]) -> str:
 
 def bars_table(recorded: Sequence[Recorded], with_unmeasured: bool = True) -> str:
     """Every bar, and whether it is reached."""
-    rows = [*(bar.row(recorded) for bar in BARS), host_row(recorded)]
+    rows = [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
     shown = [row for row in rows if with_unmeasured or row[2:] != [*NOT_MEASURED]]
     return markdown([["what", "bar", "measured", "reached", "commit"], *shown])
 
