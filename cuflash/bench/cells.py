@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.block_mask import BlockMask
+from cuflash.block_store import CANONICAL, VISIBLE
 
 FORWARD, BACKWARD = "forward", "backward"
 # Matrix products: 2 forward, 5 backward (q k^T again, dout v^T, and one for each gradient).
@@ -83,7 +84,8 @@ class Cell:
         if self.window_left is not None:
             seen &= keys >= diagonal - self.window_left
         if self.density is not None:
-            seen &= dense_mask(self)[np.ix_(rows, keys)]
+            slots = block_mask(self).arrays(np)[0][0, 0]  # no block is partial, as all are of whole canonical ones
+            seen &= slots[np.ix_(rows // CANONICAL, keys // CANONICAL)] == VISIBLE
         return seen
 
     @property
@@ -112,12 +114,6 @@ def block_mask(cell: Cell) -> BlockMask:
     if cell.density is None:
         return BlockMask.sliding_window(cell.seqlen_q, cell.seqlen_k, cell.window_left, 0 if cell.causal else None)
     return BlockMask.random(cell.seqlen_q, cell.seqlen_k, cell.density, seed=0)
-
-
-@lru_cache(maxsize=2)
-def dense_mask(cell: Cell) -> np.ndarray:
-    """The block mask of `cell` as bool (seqlen_q, seqlen_k)."""
-    return np.asarray(block_mask(cell).to_dense())[0, 0]
 
 
 def short(seqlen: int) -> str:
