@@ -89,6 +89,39 @@ def test_gpu_optimizer() -> None:
         np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("search", [False, True])
+def test_gpu_products(search: bool) -> None:
+    """Transposed operands, stacks, a slice as result, sums, and what may follow in the kernel."""
+    ops = CupyOps(256, search)
+    cupy = ops.xp
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> Array:
+        return cupy.asarray(rng.standard_normal(shape, np.float32)).astype(ops.dtype)
+
+    def assert_close(ours: Array, expected: Array) -> None:
+        ours, expected = (x.astype(np.float32).get() for x in (ours, expected))
+        np.testing.assert_allclose(ours, expected, atol=0.02 * np.abs(expected).max())
+
+    a, b, bias = array(256, 64), array(64, 128), array(128)
+    exact = a.astype(np.float32) @ b.astype(np.float32)
+    assert_close(ops.matmul(a, b), exact)
+    assert_close(ops.matmul(cupy.ascontiguousarray(a.T).T, cupy.ascontiguousarray(b.T).T), exact)
+    assert_close(ops.matmul(a, b, bias=bias), exact + bias.astype(np.float32))
+    wide = cupy.ones((256, 3, 128), np.float32)
+    ops.matmul(a, b, out=wide[:, 1], add=True)
+    assert_close(wide[:, 1], exact + 1)
+    assert float(wide[:, ::2].sum()) == 2 * 256 * 128
+    z, active = ops.matmul_gelu(a, b, bias)
+    expected = (exact + bias.astype(np.float32)).get()
+    assert_close(z, cupy.asarray(expected))
+    assert_close(active, cupy.asarray(expected * NumpyOps._gelu_sigmoid(expected)))
+    stack, factors = array(3, 128, 64), array(3, 64, 128)
+    expected = cupy.matmul(stack.astype(np.float32), factors.astype(np.float32))
+    assert_close(ops.matmul(stack, factors), expected)
+
+
 def trainer() -> Trainer:
     return Trainer(RUN, NumpyOps(), Text(None))
 
