@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.examples import train_gpt2
-from cuflash.examples.gpt2 import ATTENTIONS, GPT2, TINY, Config
-from cuflash.examples.gpt2_ops import CupyOps, NumpyOps
-from cuflash.examples.train_gpt2 import CHECKPOINT, Run, Text, Trainer, main
+from cuflash.examples.gpt2 import training
+from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
+from cuflash.examples.gpt2.ops import CupyOps, NumpyOps
+from cuflash.examples.gpt2.training import CHECKPOINT, Run, Text, Trainer, main
 
 Array = Any
 OPTIONS = ["--size", "tiny", "--context", "32", "--batch", "2", "--device", "cpu"]
@@ -78,7 +78,7 @@ def test_gpu_optimizer() -> None:
     rng = np.random.default_rng(0)
     start = rng.normal(size=(4, 1000)).astype("float32")
     start[2] = np.abs(start[2])
-    settings = {**train_gpt2.SETTINGS, "step": 3, "rate": 0.01}
+    settings = {**training.SETTINGS, "step": 3, "rate": 0.01}
     results = []
     for ops in (NumpyOps(), CupyOps(256)):
         master, first, second, gradient = (ops.xp.asarray(x).copy() for x in start)
@@ -146,15 +146,15 @@ def test_goes_on_exactly(tmp_path: Path) -> None:
 
 def test_refuses_the_checkpoint_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer().save(tmp_path)
-    assert main([*OPTIONS, "--steps", "7", "--rate", "0.001", "--out", str(tmp_path)]) == 2
+    assert main(argv=[*OPTIONS, "--steps", "7", "--rate", "0.001", "--out", str(tmp_path)]) == 2
     assert "steps" in capsys.readouterr().err
 
 
 def test_what_is_not_installed_is_said_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)
-    assert main([*OPTIONS, "--out", str(tmp_path / "run")]) == 2
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    assert main(argv=[*OPTIONS, "--out", str(tmp_path / "run")]) == 2
     assert "matplotlib, tqdm: not installed" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -200,9 +200,9 @@ def test_command_survives_a_kill(tmp_path: Path) -> None:
 
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_gpt2, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(training, "WARM_UP_STEPS", 1)
     path = tmp_path / "figures.json"
-    assert main([*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
+    assert main(argv=[*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]
     assert list(results) == ["cuflash", "baseline"]
     losses = [result["loss"] for result in results.values()]

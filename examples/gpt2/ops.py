@@ -1,7 +1,7 @@
 """What a GPT-2 training step does beside attention, on NumPy and on CuPy arrays.
 
 `NumpyOps` says in float32 what each operation means. `CupyOps` does the same in bfloat16: cuBLAS for the matrix
-products, and a kernel of ``gpt2_kernels.cu`` for what is between two of them. Matrices are (rows, columns), row-major.
+products, and a kernel of ``kernels.cu`` for what is between two of them. Matrices are (rows, columns), row-major.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .gpt2_products import Products
+from .products import Products
 
 Array = Any
 Statistics = Any  # per row of a layer norm: mean and inverse standard deviation
@@ -145,7 +145,7 @@ class NumpyOps:
         weights[:] = master
 
 
-WARP, VECTOR = 32, 8  # as in gpt2_kernels.cu
+WARP, VECTOR = 32, 8  # as in kernels.cu
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 MAX_SUM_PARTS = 128  # parts of a sum over rows, each made by blocks of their own
@@ -179,7 +179,7 @@ class CupyOps(NumpyOps):
 
     @cached_property
     def _module(self) -> Any:
-        source = Path(__file__).with_name("gpt2_kernels.cu").read_text()
+        source = Path(__file__).with_name("kernels.cu").read_text()
         options = ("--std=c++17", f"-DWIDTH={self.width}", f"-DEPSILON={EPSILON}f")
         return self.xp.RawModule(code=source, options=options)
 

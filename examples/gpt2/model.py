@@ -16,7 +16,7 @@ import numpy as np
 
 import cuflash
 
-from .gpt2_ops import Array, NumpyOps
+from .ops import Array, NumpyOps
 
 Backward = Callable[[Array], Array]
 

@@ -1,7 +1,7 @@
 """A real client: MyTorch (github.com/priyammaz/MyTorch) trains GPT-2 on CuPy, its attention replaced by cuflash.
 
     git clone https://github.com/priyammaz/MyTorch
-    python -m cuflash.examples.mytorch_client MyTorch
+    python examples/clients/mytorch_client.py MyTorch
 
 MyTorch is an autodiff library on NumPy and CuPy arrays. Its own attention is written in Triton, which needs PyTorch.
 This script compares the two on the same tensors, then runs MyTorch's own training script with each, on the same batches

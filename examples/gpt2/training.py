@@ -1,0 +1,337 @@
+"""Training of GPT-2 on the bytes of a text, and steps with either attention timed: the command train_gpt2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash.bench.report import environment
+
+from .model import ATTENTIONS, GPT2, TINY, Config
+from .ops import Array, CupyOps, NumpyOps
+
+SIZES = {"small": Config(), "tiny": TINY}
+CHECKPOINT, LOSSES, PICTURE = "checkpoint.npz", "losses.json", "loss.png"
+SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "decay": 0.1, "clip": 1.0}
+WARM_UP, FINAL_RATE = 0.05, 0.1  # fractions: of the steps, and of the rate
+VALIDATION_BATCHES = 4
+WARM_UP_STEPS, STEPS_A_TURN = 3, 2  # of a comparison
+
+
+class Text:
+    """A text as bytes; the last twentieth is held out."""
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            content = path.read_bytes()
+        else:
+            from pydoc_data.topics import topics
+
+            content = "\n\n".join(topics.values()).encode()
+        numbers = np.frombuffer(content, np.uint8)
+        self.train, self.validation = np.split(numbers, [len(numbers) * 19 // 20])
+
+    def windows(self, part: Array, seed: tuple[int, ...], batch: int, context: int) -> Array:
+        """`batch` random pieces of context + 1 bytes, a pure function of the seed."""
+        if len(part) <= context:
+            raise ValueError(f"the text is too short: a part of {len(part)} bytes for a context of {context}")
+        starts = np.random.default_rng(seed).integers(0, len(part) - context, (batch, 1))
+        return part[starts + np.arange(context + 1)].astype(np.int32)
+
+
+class Stopwatch:
+    """Times a step and the attention in it: by events on a GPU, read when a later step was enqueued already."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self.spans: list[tuple[Any, Any]] = []  # of the step under way: its calls of attention
+        self.unread: list[list[tuple[Any, Any]]] = []  # of each step: itself, then those
+        self.steps: list[float] = []  # seconds
+        self.attentions: list[float] = []
+
+    def now(self) -> Any:
+        """A point in time."""
+        return time.perf_counter() if self.xp is np else self.xp.cuda.get_current_stream().record()
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, which leaves its span of time."""
+
+        def run(*arguments: Any) -> Any:
+            start = self.now()
+            result = call(*arguments)
+            self.spans.append((start, self.now()))
+            return result
+
+        return run
+
+    def attention(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+        """The same attention, whose forward and backward passes leave theirs."""
+
+        def run(*arguments: Any) -> Any:
+            out, backward = self.timed(attention)(*arguments)
+            return out, self.timed(backward)
+
+        return run
+
+    def read(self, but: int = 0) -> None:
+        """Add the steps made to `steps` and `attentions`, but for the last few."""
+        while len(self.unread) > but:
+            step, *attentions = (self._seconds(*span) for span in self.unread.pop(0))
+            self.steps.append(step)
+            self.attentions.append(sum(attentions))
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        if self.xp is np:
+            return float(end - start)
+        end.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(start, end)) / 1e3
+
+    def describe(self, tokens: int) -> str:
+        """The median step in words."""
+        step, attention = np.median(self.steps), np.median(self.attentions)
+        return (
+            f"{1e3 * step:.1f} ms a step, {tokens / step:,.0f} tokens/s, "
+            f"attention {1e3 * attention:.1f} ms = {attention / step:.0%} of the step"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What determines a training run, and so must be the same when it goes on."""
+
+    size: str
+    context: int
+    batch: int
+    steps: int
+    rate: float
+    attention: str
+    deterministic: bool
+    seed: int
+
+
+class Trainer:
+    """A model with its optimizer, which moves on step by step."""
+
+    def __init__(self, run: Run, ops: NumpyOps, text: Text) -> None:
+        self.run, self.ops, self.text = run, ops, text
+        config = replace(SIZES[run.size], context=run.context)
+        self.watch = Stopwatch(ops.xp)
+        attention: Callable[..., Any] = ATTENTIONS[run.attention]
+        if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
+            attention = partial(attention, deterministic=True)
+        self.model = GPT2(config, ops, self.watch.attention(attention), run.seed)
+        self.moments = tuple(ops.xp.zeros_like(self.model.master) for _ in range(2))
+        self.losses: list[float] = []
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return len(self.losses)
+
+    def rate(self) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        progress = self.step / self.run.steps
+        if progress < WARM_UP:
+            return self.run.rate * (self.step + 1) / math.ceil(WARM_UP * self.run.steps)
+        cosine = (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2
+        return self.run.rate * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+
+    def advance(self) -> None:
+        """One step; its loss is still on the device, so that nobody waits."""
+        model, watch = self.model, self.watch
+        windows = self.text.windows(self.text.train, (self.run.seed, self.step), self.run.batch, self.run.context)
+        start, watch.spans = watch.now(), []
+        loss = model.loss_and_gradients(self.ops.xp.asarray(windows))
+        settings = {**SETTINGS, "step": self.step + 1, "rate": self.rate()}
+        self.ops.adamw(model.weights, model.master, self.moments, model.gradients, model.decayed, **settings)
+        watch.unread.append([(start, watch.now()), *watch.spans])
+        watch.read(but=2)
+        self.losses.append(loss)
+
+    def validate(self) -> float:
+        """Loss on a few windows of the text held out, always the same ones."""
+        batches = (
+            self.text.windows(self.text.validation, (i,), self.run.batch, self.run.context)
+            for i in range(VALIDATION_BATCHES)
+        )
+        return float(np.mean([float(self.model.loss(self.ops.xp.asarray(windows))) for windows in batches]))
+
+    def save(self, folder: Path) -> None:
+        """Replace the checkpoint. It is whole at every moment: a kill leaves the new one or the one before."""
+        arrays = dict(zip(("master", "first", "second"), (self.model.master, *self.moments), strict=True))
+        if self.ops.xp is not np:
+            arrays = {name: x.get() for name, x in arrays.items()}
+        self.losses = [float(loss) for loss in self.losses]
+        unfinished = folder / f"{CHECKPOINT}.unfinished"
+        with unfinished.open("wb") as file:
+            np.savez(file, run=json.dumps(asdict(self.run)), losses=np.array(self.losses), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(folder / CHECKPOINT)
+
+    def load(self, folder: Path) -> bool:
+        """Go on from the folder's checkpoint if there is one; ValueError if it is of another run."""
+        path = folder / CHECKPOINT
+        if not path.exists():
+            return False
+        with np.load(path) as saved:
+            its = json.loads(str(saved["run"]))
+            if its != asdict(self.run):
+                other = {name: value for name, value in its.items() if value != asdict(self.run)[name]}
+                raise ValueError(f"{path} is of a run with {other}: give the same options, or another --out")
+            for array, name in zip((self.model.master, *self.moments), ("master", "first", "second"), strict=True):
+                array[:] = self.ops.xp.asarray(saved[name])
+            self.losses = saved["losses"].tolist()
+        self.model.weights[:] = self.model.master.astype(self.ops.dtype)
+        return True
+
+
+def train(trainer: Trainer, folder: Path, checkpoint_every: int) -> None:
+    """To the last step, with a progress bar and checkpoints."""
+    from tqdm import tqdm
+
+    run = trainer.run
+    tokens = run.batch * run.context
+    with tqdm(total=run.steps * tokens, initial=trainer.step * tokens, unit=" tokens", unit_scale=True) as bar:
+        while trainer.step < run.steps:
+            trainer.advance()
+            bar.update(tokens)
+            if trainer.step % 10 == 0:  # seldom: reading the loss makes the host wait
+                bar.set_postfix(loss=f"{float(trainer.losses[-1]):.3f}")
+            if trainer.step % checkpoint_every == 0 or trainer.step == run.steps:
+                trainer.save(folder)
+    trainer.watch.read()
+
+
+def compare(run: Run, ops: NumpyOps, text: Text, rounds: int) -> dict[str, Any]:
+    """Steps with each attention in turn, each on a model of its own that starts from the same parameters."""
+    trainers = {name: Trainer(replace(run, attention=name), ops, text) for name in ATTENTIONS}
+    for trainer in trainers.values():
+        for _ in range(WARM_UP_STEPS):
+            trainer.advance()
+        trainer.watch.read()
+        trainer.watch.steps, trainer.watch.attentions = [], []
+    for _ in range(rounds):
+        for trainer in trainers.values():
+            for _ in range(STEPS_A_TURN):
+                trainer.advance()
+            trainer.watch.read()
+    tokens = run.batch * run.context
+    results: dict[str, Any] = {}
+    baseline = float(np.median(trainers["baseline"].watch.steps))
+    for name, trainer in trainers.items():
+        step, attention = (float(np.median(x)) for x in (trainer.watch.steps, trainer.watch.attentions))
+        results[name] = {
+            "step_ms": 1e3 * step,
+            "attention_ms": 1e3 * attention,
+            "attention_share": attention / step,
+            "tokens_per_second": tokens / step,
+            "speed_of_baseline": baseline / step,
+            "loss": float(trainer.losses[-1]),
+        }
+        print(f"{name:10} {trainer.watch.describe(tokens)}, {baseline / step:.2f} x the baseline")
+    return results
+
+
+def draw(losses: list[float], path: Path) -> None:
+    """The picture of the loss, and of its mean over the last steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)", title="GPT-2 with cuflash on CuPy")
+    width = max(1, len(losses) // 50)
+    steps = np.arange(1, len(losses) + 1)
+    axes.plot(steps, losses, lw=0.5, alpha=0.5)
+    axes.plot(steps[width - 1 :], np.convolve(losses, np.full(width, 1 / width), "valid"))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash.examples.train_gpt2",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--text", type=Path, help="file to train on (default: Python's own help)")
+    add("--size", choices=SIZES, default="small", help="small: 124M parameters; tiny: to try it on a CPU")
+    add("--context", type=int, default=1024, help="bytes in a sequence (default %(default)s)")
+    add("--batch", type=int, default=32, help="sequences in a step (default %(default)s)")
+    add("--steps", type=int, default=1000, help="(default %(default)s)")
+    add("--rate", type=float, default=6e-4, help="highest learning rate (default %(default)s)")
+    add("--attention", choices=ATTENTIONS, default="cuflash")
+    add("--deterministic", action="store_true", help="gradients summed in one order: runs repeat to the bit, slower")
+    add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("gpt2_run"), help="folder of the results (default %(default)s)")
+    add("--checkpoint-every", type=int, default=200, metavar="STEPS", help="(default %(default)s)")
+    add("--compare", type=int, metavar="ROUNDS", help="time the steps with each attention instead, in so many turns")
+    add("--json", type=Path, help="file for the figures of --compare")
+    return parser.parse_args(argv)
+
+
+def choose_ops(device: str | None, width: int, deterministic: bool) -> NumpyOps:
+    """On the GPU if there is one and `device` allows it."""
+    if device != "cpu":
+        try:
+            return CupyOps(width, search=not deterministic)
+        except (ImportError, OSError, RuntimeError) as error:  # no CuPy, no cuBLAS, no GPU
+            if device == "gpu":
+                line = str(error).partition("\n")[0]
+                raise ValueError(f"{line}: python -m cuflash info tells what is missing") from error
+    return NumpyOps()
+
+
+def main(description: str | None = None, argv: list[str] | None = None) -> int:
+    """Run the command, which `description` explains."""
+    args = parse(description, argv)
+    run = Run(args.size, args.context, args.batch, args.steps, args.rate, args.attention, args.deterministic, args.seed)
+    try:
+        ops = choose_ops(args.device, SIZES[args.size].width, args.deterministic)
+        text = Text(args.text)
+        if args.compare:
+            results = compare(run, ops, text, args.compare)
+            if args.json:
+                facts = environment(ops.xp, None, "train_gpt2")
+                args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
+            return 0
+        absent = [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]
+        if absent:  # said now, not after the last step
+            raise ValueError(f'{", ".join(absent)}: not installed, pip install "cuflash[demo]"')
+        args.out.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(run, ops, text)
+        if trainer.load(args.out):
+            print(f"going on after step {trainer.step} of {args.out / CHECKPOINT}")
+        train(trainer, args.out, args.checkpoint_every)
+        validation = trainer.validate()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
+        return 130
+    draw(trainer.losses, args.out / PICTURE)
+    result = {"run": asdict(run), "validation": validation, "losses": trainer.losses}
+    (args.out / LOSSES).write_text(json.dumps(result) + "\n")
+    print(f"{trainer.model.master.size:,} parameters; loss of the text held out: {validation:.3f} nats a byte")
+    if trainer.watch.steps:
+        print(trainer.watch.describe(run.batch * run.context))
+    print(f"picture of the loss: {args.out / PICTURE}")
+    return 0
