@@ -64,7 +64,7 @@ def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
     bar = "at least 0.98, geometric mean 1.03"
     assert rows[what, bar] == ["0.97 to 1.00, mean 0.992; 3 of 4", "no", "0123456"]
     equal = rows["forward: mean error, as a multiple of FlashAttention-3's, n up to 1k", "at most 1"]
-    assert equal == ["1.00 to 1.00; 4 of 4", "yes", "0123456"]
+    assert equal == ["1.000 to 1.000; 4 of 4", "yes", "0123456"]
     assert rows["backward with dbias (b, h, n, n): share of plain", "at least 0.5"] == ["not measured", "-", "-"]
 
 

@@ -65,11 +65,14 @@ def of_visible_share(result: Result) -> float:
 
 
 def of_error(kind: str) -> Callable[[Result], float]:
-    """The largest ratio of an error of cuflash to FlashAttention-3's, over the results of one call."""
+    """The mean error of all results of a call, or the largest error among them, as a multiple of FlashAttention-3's."""
+    together: Callable[[list[float]], float] = max if kind == "max" else sum
 
     def ratio(result: Result) -> float:
         ours, theirs = (result["peers"].get(peer, {}).get("errors") or {} for peer in (US, FA3))
-        return max((ours[name][kind] / theirs[name][kind] for name in ours if name in theirs), default=math.nan)
+        if not ours or not theirs:
+            return math.nan
+        return together([ours[name][kind] for name in ours]) / together([theirs[name][kind] for name in ours])
 
     return ratio
 
@@ -103,6 +106,7 @@ class Bar:
     at_most: bool = False
     mean_limit: float | None = None  # what the geometric mean of all cells is to reach
     unit: str = ""
+    digits: int = 2
 
     def figures(self, record: Recorded) -> list[float]:
         """What a record says of it."""
@@ -136,10 +140,9 @@ class Bar:
         is_reached = met == len(figures)
         worst, best = sorted((min(figures), max(figures)), reverse=self.at_most)
         # Rounded towards failure, so that a figure that misses the bar does not look as if it met it.
-        digits = 0 if self.unit == " calls" else 3 if self.unit == " ms" else 2
-        shown = f"{towards(worst, digits, up=self.at_most)}{self.unit}"
+        shown = f"{towards(worst, self.digits, up=self.at_most)}{self.unit}"
         if len(figures) > 1:
-            shown += f" to {towards(best, digits, up=self.at_most)}{self.unit}"
+            shown += f" to {towards(best, self.digits, up=self.at_most)}{self.unit}"
         if self.mean_limit is not None:
             mean = geometric_mean(figures)
             shown += f", mean {towards(mean, 3)}"
@@ -195,6 +198,7 @@ def _errors(direction: str) -> list[Bar]:
             of_error(kind),
             cells=_small,
             at_most=True,
+            digits=3,
         )
         for kind in ("mean", "max")
     ]
@@ -203,7 +207,17 @@ def _errors(direction: str) -> list[Bar]:
 def _window(direction: str, limit: float) -> list[Bar]:
     what = f"{direction}: window (1023, 0), n 16k d128 h16"
     return [
-        Bar(what, "window", direction, limit, milliseconds, _named("window 1023 d128"), at_most=True, unit=" ms"),
+        Bar(
+            what,
+            "window",
+            direction,
+            limit,
+            milliseconds,
+            _named("window 1023 d128"),
+            at_most=True,
+            unit=" ms",
+            digits=3,
+        ),
         Bar(
             what + ", as a block mask",
             "window",
@@ -213,6 +227,7 @@ def _window(direction: str, limit: float) -> list[Bar]:
             _named("window 1023 as blocks"),
             at_most=True,
             unit=" ms",
+            digits=3,
         ),
         Bar(
             f"{direction}: random blocks, time over dense time over density, down to 2%",
@@ -266,7 +281,7 @@ BARS = (
     *_window("backward", 0.72),
     Bar("backward with dbias (b, h, n, n): share of plain", "dbias", "backward", 0.5, of_plain),
     Bar("backward, deterministic: share of the free order, n 8k and 16k", "deterministic", "backward", 0.92, of_plain),
-    Bar("backward, deterministic: same bits", "deterministic", "backward", 50, repeats, unit=" calls"),
+    Bar("backward, deterministic: same bits", "deterministic", "backward", 50, repeats, unit=" calls", digits=0),
     Bar("forward, packed mix of 64 to 8k: speed of FlashAttention-3", "varlen", "forward", 1.0, of_peer(FA3)),
     *(
         Bar(
