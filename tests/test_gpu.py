@@ -256,12 +256,15 @@ def test_second_device(gpu: Device, name: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(there.host(), expected, strict=True))
 
 
+def _zeros_on(device: int) -> Any:
+    with cupy.cuda.Device(device):
+        return cupy.zeros((1, 4, 2, 8), np.float32)
+
+
 def test_arrays_of_two_devices(gpu: Device) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one GPU")
-    q = cupy.zeros((1, 4, 2, 8), np.float32)
-    with cupy.cuda.Device(1):
-        k = cupy.zeros((1, 4, 2, 8), np.float32)
+    q, k = (_zeros_on(device) for device in (0, 1))  # others may have left any device the current one
     with pytest.raises(ValueError, match=r"k: .*GPU 0.*GPU 1"):
         cuflash.attention(q, k, q)
     with pytest.raises(ValueError, match=r"out: .*GPU 0.*GPU 1"):
