@@ -6,11 +6,12 @@ returns arrays of the caller's kind. The keyword options are those of `problem.O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cuflash.call import Call, Gradients
 from cuflash.problem import Array
+from cuflash.recording import metadata, repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 Backward = Callable[..., Gradients]
+Inputs = tuple[Array, ...]  # q, k, v, and of packed sequences cu_seqlens_q and cu_seqlens_k
 
 
 def attention(
@@ -110,7 +112,7 @@ def attention(
     NotImplementedError
         For a head dimension above 256.
     """
-    return _forward(Call(q, k, v, options), out, return_lse)
+    return _forward((q, k, v), options, out, return_lse)
 
 
 def attention_backward(
@@ -161,9 +163,7 @@ def attention_backward(
     TypeError, ValueError, NotImplementedError
         As `attention`.
     """
-    call = Call(q, k, v, options)
-    residuals = call.adopt("out", forward_out), call.adopt("lse", lse)
-    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads)
+    return _backward((dout, forward_out, lse, dlse), (q, k, v), options, out, grads)
 
 
 def attention_vjp(
@@ -190,7 +190,7 @@ def attention_vjp(
         ``backward(dout, dlse=None, *, out=None, grads=None)`` returns what `attention_backward` does, any number of
         times. It holds the inputs and results: change none of them in place before its last call.
     """
-    return _vjp(Call(q, k, v, options), out, return_lse)
+    return _vjp((q, k, v), options, out, return_lse)
 
 
 def attention_varlen(
@@ -225,7 +225,7 @@ def attention_varlen(
     lse : array (num_heads_q, total_q)
         Only if `return_lse`.
     """
-    return _forward(Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k)), out, return_lse)
+    return _forward((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 
 def attention_varlen_backward(
@@ -248,9 +248,8 @@ def attention_varlen_backward(
     Shapes are those of `attention_varlen`: dout and forward_out (total_q, num_heads_q, head_dim_v), lse and dlse
     (num_heads_q, total_q).
     """
-    call = Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
-    residuals = call.adopt("out", forward_out), call.adopt("lse", lse)
-    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads)
+    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return _backward((dout, forward_out, lse, dlse), inputs, options, out, grads)
 
 
 def attention_varlen_vjp(
@@ -265,17 +264,52 @@ def attention_varlen_vjp(
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, Backward]:
     """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences."""
-    return _vjp(Call(q, k, v, options, (cu_seqlens_q, cu_seqlens_k)), out, return_lse)
+    return _vjp((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 
-def _forward(call: Call, out: Array | None, return_lse: bool) -> Any:
-    result, lse = call.forward(out, bool(return_lse))
+def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
+    q, k, v, *cu_seqlens = inputs
+    return Call(q, k, v, options, (cu_seqlens[0], cu_seqlens[1]) if cu_seqlens else None)
+
+
+def _forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
+    known = metadata("forward, lse" if return_lse else "forward", inputs, options) if out is None else None
+    results = repeated(known)
+    if results is not None:
+        return tuple(results) if return_lse else results[0]
+    call = _call(inputs, options)
+    result, lse = call.forward(out, bool(return_lse), known)
     return result if lse is None else (result, call.release(lse))
 
 
-def _vjp(call: Call, out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
-    result, lse = call.forward(out)
-    residual = call.adopt("out", result)
+def _backward(
+    further: tuple[Array, Array, Array, Array | None],
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    out: Sequence[Array | None] | None,
+    grads: Sequence[str] | None,
+) -> Gradients:
+    """The gradients, from dout, the result, lse and dlse."""
+    known = metadata(f"backward, {grads}", (*further, *inputs), options) if out is None else None
+    results = repeated(known)
+    if results is not None:
+        return tuple(results)
+    call = _call(inputs, options)
+    dout, result, lse, dlse = further
+    residuals = call.adopt("out", result), call.adopt("lse", lse)
+    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads, known)
+
+
+def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
+    known = metadata("forward, lse", inputs, options) if out is None else None
+    results = repeated(known)
+    if results is not None:
+        result, lse = results
+        call = None
+    else:
+        call = _call(inputs, options)
+        result, lse = call.forward(out, True, known)
+        residual = call.adopt("out", result)
 
     def backward(
         dout: Array,
@@ -285,6 +319,8 @@ def _vjp(call: Call, out: Array | None, return_lse: bool) -> tuple[Any, Backward
         grads: Sequence[str] | None = None,
     ) -> Gradients:
         """Gradients of the inputs; see `attention_backward`."""
+        if call is None:
+            return _backward((dout, result, lse, dlse), inputs, options, out, grads)
         return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
 
-    return ((result, call.release(lse)) if return_lse else result), backward
+    return ((result, lse if call is None else call.release(lse)) if return_lse else result), backward

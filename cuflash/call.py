@@ -16,7 +16,6 @@ from cuflash.problem import (
     OPTION_NAMES,
     Array,
     AttentionProblem,
-    Operands,
     Options,
     check_grads,
     check_like,
@@ -25,6 +24,7 @@ from cuflash.problem import (
     to_full_rank,
     with_contiguous_rows,
 )
+from cuflash.recording import Metadata
 
 Gradients = tuple[Any, ...]
 
@@ -32,30 +32,18 @@ _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengt
 _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
-class _CheckedBackward(NamedTuple):
-    """What the checks found for one combination of the further arguments of a backward call."""
-
-    targets: dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes of the wanted gradients
-    memo: dict[Any, Any]
-
-
 class _Checked(NamedTuple):
     """What the checks found for one combination of shapes, strides, dtypes, devices and options."""
 
     problem: AttentionProblem
     library: interop.Library
-    # The operands by name in their order, if they are the arguments as they are; None where a call is not repeatable.
-    names: tuple[str, ...] | None
-    forward: tuple[dict[Any, Any], dict[Any, Any]]  # what the GPU backend keeps of calls without and with lse
-    backward: dict[Any, _CheckedBackward]  # by the metadata of the further arguments
+    is_repeatable: bool  # by the arguments' addresses alone
 
 
 # Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up. The bound keeps a
 # program with ever new shapes from growing without end.
 _MAX_CHECKED = 4096
 _checked: dict[Any, _Checked] = {}
-# The same for the further arguments of the backward calls of one such combination.
-_MAX_CHECKED_BACKWARD = 64
 
 
 class Call:
@@ -71,7 +59,7 @@ class Call:
         cu_seqlens_q and cu_seqlens_k of packed sequences.
     """
 
-    __slots__ = ("_checked", "_keywords", "_operands", "inputs", "library", "problem")
+    __slots__ = ("_is_repeatable", "_names", "inputs", "library", "operands", "problem")
 
     def __init__(
         self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
@@ -97,19 +85,9 @@ class Call:
         self.problem = checked.problem
         self.library = library or checked.library
         self.inputs = _arrays(inputs, keywords)
-        self._keywords = keywords
-        self._operands: Operands | None = None
-        on_cpu = self._backend is _backend_of(True)
-        self._checked: _Checked | None = None if on_cpu or checked.names is None else checked
-        if self._checked is None:
-            self._operands = make_operands(self.inputs, Options(**keywords))
-
-    @property
-    def operands(self) -> Operands:
-        """The arrays as a backend takes them."""
-        if self._operands is None:
-            self._operands = make_operands(self.inputs, Options(**self._keywords))
-        return self._operands
+        self.operands = make_operands(self.inputs, Options(**keywords))
+        self._is_repeatable = checked.is_repeatable
+        self._names = [*inputs, *(name for name in keywords if name in self.inputs)]
 
     def adopt(self, name: str, x: Any) -> Array | None:
         """A further argument of this call, checked to be of the same library and device."""
@@ -125,8 +103,11 @@ class Call:
         """`x` as an array of the caller's library."""
         return self.library.release(x)
 
-    def forward(self, out: Any = None, with_lse: bool = True) -> tuple[Any, Array | None]:
-        """The result as the caller's kind of array (`out` itself if given), and lse if it is wanted."""
+    def forward(self, out: Any = None, with_lse: bool = True, call: Metadata | None = None) -> tuple[Any, Array | None]:
+        """The result as the caller's kind of array (`out` itself if given), and lse if it is wanted.
+
+        `call` is what the call is known by when it is repeated.
+        """
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
@@ -134,19 +115,10 @@ class Call:
             else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
-            if self._checked is None or out is not None:
-                self._backend.forward(problem, self.operands, target, lse)
-            else:
-                memo = self._checked.forward[with_lse]
-                results = [target] if lse is None else [target, lse]
-                if not self._backend.repeat(memo, [*self._arguments(self._checked), *results]):
-                    self._backend.forward(problem, self.operands, target, lse, memo)
+            recording = self._backend.forward(problem, self.operands, target, lse)
+            if call is not None and self._is_repeatable and recording is not None:
+                recording.keep(call, self._names, {"out": target, "lse": lse})
             return (self.release(target) if out is None else out), lse
-
-    def _arguments(self, checked: _Checked) -> list[Array]:
-        """The arguments in the order of the operands."""
-        assert checked.names is not None
-        return [self.inputs[name] for name in checked.names]
 
     def backward(
         self,
@@ -156,16 +128,9 @@ class Call:
         dlse: Array | None,
         out: Sequence[Any] | None,
         grads: Sequence[str] | None,
+        call: Metadata | None = None,
     ) -> Gradients:
-        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted."""
-        key = None
-        if self._checked is not None and out is None and (grads is None or isinstance(grads, tuple)):
-            key = (_signature(dout), _signature(forward_out), _signature(lse), _signature(dlse), repr(grads))
-            found = self._checked.backward.get(key)
-            if found is not None:
-                repeated = self._repeat_backward(self._checked, found, [dout, forward_out, lse, dlse])
-                if repeated is not None:
-                    return repeated
+        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `call` as in `forward`."""
         problem = self.problem
         for name, x in (("dout", dout), ("out", forward_out)):
             check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
@@ -188,31 +153,16 @@ class Call:
                     targets[name] = self._target(f"out, d{name}", given[name], like.shape, inputs, like.dtype.name)
                     inputs[f"d{name}"] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
-            arguments = (problem, self.operands, *rows, lse, dlse, {n: to_full_rank(n, x) for n, x in targets.items()})
-            if self._checked is not None and key is not None and rows[0] is dout and rows[1] is forward_out:
-                if len(self._checked.backward) >= _MAX_CHECKED_BACKWARD:
-                    self._checked.backward.clear()
-                found = _CheckedBackward({name: (x.shape, x.dtype) for name, x in targets.items()}, {})
-                self._checked.backward[key] = found
-                self._backend.backward(*arguments, found.memo)
-            else:
-                self._backend.backward(*arguments)
+            full = {name: to_full_rank(name, x) for name, x in targets.items()}
+            recording = self._backend.backward(problem, self.operands, *rows, lse, dlse, full)
+            are_as_given = rows[0] is dout and rows[1] is forward_out
+            if call is not None and self._is_repeatable and are_as_given and recording is not None:
+                further = ("dout", "out", "lse", *(() if dlse is None else ("dlse",)))
+                recording.keep(call, [*further, *self._names], {f"d{name}": targets.get(name) for name in names})
             return tuple(
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names
             )
-
-    def _repeat_backward(
-        self, checked: _Checked, found: _CheckedBackward, rows: list[Array | None]
-    ) -> Gradients | None:
-        """What `backward` did for arguments of the same metadata; None if that cannot be."""
-        with interop.on_stream_of(self.library, self.inputs["q"]):
-            targets = {name: self._empty(shape, dtype) for name, (shape, dtype) in found.targets.items()}
-            given = [x for x in rows if x is not None]
-            if not self._backend.repeat(found.memo, [*self._arguments(checked), *given, *targets.values()]):
-                return None
-            names = ("q", "k", "v", *self.problem.extra_grads)
-            return tuple([self.release(targets[name]) if name in targets else None for name in names])
 
     @property
     def _backend(self) -> ModuleType:
@@ -284,8 +234,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
         and problem.dropout_p == 0
         and all(name in ("bias", "mask") or with_contiguous_rows(x) is x for name, x in arrays.items())
     )
-    names = tuple(name for name in Operands._fields if name in arrays) if is_repeatable else None
-    return _Checked(problem, library, names, ({}, {}), {})
+    return _Checked(problem, library, is_repeatable)
 
 
 def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:

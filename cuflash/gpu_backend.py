@@ -13,35 +13,21 @@ from cuflash import (
 )
 from cuflash.launch import Work
 from cuflash.problem import Array, AttentionProblem, Operands
-from cuflash.recording import Memo
+from cuflash.recording import Recording
 
 # Hopper's own first, then those for any tensor cores.
 _FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch_portable.forward)
 _BACKWARD = (launch_sm90_backward.backward, launch_split.backward, launch_sm80_backward.backward)
 
 
-def repeat(memo: Memo, arrays: list[Array]) -> bool:
-    """Do what the earlier call did that left `memo`, with other arrays of the same metadata; False if none did.
-
-    `arrays` are those operands, and then the further arguments and results of `forward` or `backward`, that there are.
-    """
-    device = kernels.device_of(arrays[0])
-    known = memo.get(device)
-    pointer = device.pointer
-    return known is not None and known([pointer(x) for x in arrays])
-
-
-def forward(
-    problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, memo: Memo | None = None
-) -> None:
-    """Write the result of a problem, and lse if it is wanted; what `repeat` needs goes into `memo`."""
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:
+    """Write the result of a problem, and lse if it is wanted; return how."""
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     work = Work(problem, operands, results, kernels.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     next(filter(None, (family(work) for family in _FORWARD)))
-    if memo is not None:
-        work.recording.keep(memo)
+    return work.recording
 
 
 def backward(
@@ -52,9 +38,8 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
-    memo: Memo | None = None,
-) -> None:
-    """Write the wanted gradients of a problem; what `repeat` needs goes into `memo`."""
+) -> Recording:
+    """Write the wanted gradients of a problem; return how."""
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}
@@ -68,5 +53,4 @@ def backward(
         launch_portable.delta(work, work.arrays | of_lse)
         rest = grads
     launch_portable.gradients(work, rest)
-    if memo is not None:
-        work.recording.keep(memo)
+    return work.recording

@@ -75,6 +75,9 @@ class Device(Protocol):
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
 
+    def is_current(self) -> bool:
+        """Whether it is the current device."""
+
     def stream(self) -> int:
         """Handle of the current stream."""
 
@@ -104,8 +107,9 @@ class CupyDevice:
             and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
             and not os.environ.get(WITHOUT_WGMMA)
         )
-        self.empty = cupy.empty
+        self.empty = cupy.ndarray  # cupy.empty by its shorter way
         self._alloc = cupy.cuda.alloc
+        self._current_device = cupy.cuda.runtime.getDevice
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self.tensor_map = tensor_map.encode
@@ -130,6 +134,10 @@ class CupyDevice:
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
         return x.data.ptr
+
+    def is_current(self) -> bool:
+        """Whether it is the current device."""
+        return self._current_device() == self.index
 
     def stream(self) -> int:
         """Handle of the current stream."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -141,17 +141,19 @@ class Launch:
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
         self._further = kernel.further(problem, arrays, device, tiles)
-        self._pointer_words = [word_of(name) for name in arrays]
+        self.pointer_words = tuple([word_of(name) for name in arrays])
         self._is_empty = 0 in self._further.grid
         self._values = (self.params, *self._further.values)
-        self._enqueue = kernel.load(device).bound(
+        self._launch = kernel.load(device).bound(
             self._further.grid, (kernel.threads,), [value.nbytes for value in self._values], kernel.smem_bytes
         )
         # A thread that launches takes one and puts it back: lists do both at once, whatever other threads do.
         self._free: list[_Arguments] = []
 
-    def __call__(self, addresses: Sequence[int], seed: int | None, stream: int) -> None:
-        """Enqueue it on a stream; the addresses are those of the arrays it was made for, in their order."""
+    def enqueue(
+        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
+    ) -> None:
+        """Enqueue it: `recording.Launch`."""
         if self._is_empty:
             return
         try:
@@ -159,12 +161,12 @@ class Launch:
         except IndexError:
             arguments = _Arguments(self._values)
         words = arguments.words
-        for word, address in zip(self._pointer_words, addresses, strict=True):
-            words[word] = address
+        for word, place in places:
+            words[word] = addresses[place]
         if seed is not None:
             words[_SEED_WORD] = seed
         self._further.fill(words, arguments.begins, stream)
-        self._enqueue(arguments.address, stream)
+        self._launch(arguments.address, stream)
         self._free.append(arguments)
 
 
@@ -237,8 +239,8 @@ class Work:
             if len(_launches) >= _MAX_LAUNCHES:
                 _launches.clear()
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
-        pointer = self.device.pointer
-        launch([pointer(x) for x in arrays.values()], seed, self._stream)
+        addresses = [self.device.pointer(x) for x in arrays.values()]
+        launch.enqueue(addresses, zip(launch.pointer_words, range(len(addresses)), strict=True), seed, self._stream)
         self.recording.add(launch, arrays)
 
     def _block_arrays(self, kernel: Kernel) -> Arrays:

@@ -1,59 +1,142 @@
-"""The launches of a call, kept so that a later call with the same metadata repeats them on its own arrays."""
+"""The launches of a call on a GPU, kept so that a later call with the same metadata repeats them on its own arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from cuflash.kernels import Device
 from cuflash.tensor_map import ALIGNMENT
 
 Array = Any
-# A launch takes the addresses of the arrays that it was made for, in their order, a seed, and a stream.
-Launch = Callable[[list[int], Any, int], None]
+Addresses = list[int]
 # Scratch memory of captured calls: a graph may run at any later time.
 _captured: list[Any] = []
+# Where the GPU path runs on NumPy arrays: the tests' device.
+host_device: Device | None = None
+_VALUES = (bool, int, float, str, type(None))
 
 
-class Step(NamedTuple):
-    """A launch, and where its addresses stand among those of the call and its scratch memory."""
+class Launch(Protocol):
+    """A kernel with all of its launch that does not change from call to call."""
 
-    launch: Launch
-    places: tuple[int, ...]
+    pointer_words: tuple[int, ...]
+
+    def enqueue(self, addresses: Addresses, places: Iterable[tuple[int, int]], seed: int | None, stream: int) -> None:
+        """Enqueue it; `places` are pairs: where a pointer stands among the parameters, and in `addresses`."""
+
+
+class Metadata(NamedTuple):
+    """A call's arguments: all that the checks look at as a dictionary key, and where its arrays are."""
+
+    key: tuple[Any, ...]
+    addresses: Addresses
+
+
+def metadata(what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any]) -> Metadata | None:
+    """The metadata of a call of kind `what` on CuPy arrays; None if it cannot be repeated by addresses alone."""
+    key, addresses = [what], []
+    for x in arrays:
+        if x is None:
+            key.append(None)
+        elif type(x).__module__ == "cupy":
+            memory = x.data
+            key.append((x.shape, x.strides, x.dtype, memory.device_id))
+            addresses.append(memory.ptr)
+        elif host_device is not None and type(x) is np.ndarray:
+            key.append((x.shape, x.strides, x.dtype))
+            addresses.append(host_device.pointer(x))
+        else:
+            return None
+    for name, x in keywords.items():
+        kind = type(x)
+        if kind in _VALUES:
+            key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
+        elif kind is tuple:
+            key += (name, repr(x))
+        else:
+            found = metadata(name, (x,), {})
+            if found is None:
+                return None
+            key.append(found.key)
+            addresses += found.addresses
+    return Metadata(tuple(key), addresses)
 
 
 class Repeat:
-    """Launches on arrays that are given by their addresses, with scratch memory of their own."""
+    """Launches on arrays that are given by their addresses, with results and scratch memory of their own.
 
-    __slots__ = ("_device", "_scratch_sizes", "_steps")
+    Parameters
+    ----------
+    device : Device
+    results : sequence of (shape, dtype)
+        Of the call, whose addresses follow those of the arguments; None for one that was not wanted.
+    scratch_sizes : sequence of int
+        Bytes of the scratch memory, whose addresses follow.
+    steps : sequence of (Launch, pairs)
+        See `Launch`.
+    """
 
-    def __init__(self, device: Device, scratch_sizes: list[int], steps: list[Step]) -> None:
+    __slots__ = ("_device", "_results", "_scratch_sizes", "_steps")
+
+    def __init__(
+        self,
+        device: Device,
+        results: Sequence[tuple[tuple[int, ...], Any] | None],
+        scratch_sizes: Sequence[int],
+        steps: Sequence[tuple[Launch, tuple[tuple[int, int], ...]]],
+    ) -> None:
         self._device = device
-        self._scratch_sizes = scratch_sizes
-        self._steps = steps
+        self._results = tuple(results)
+        self._scratch_sizes = tuple(scratch_sizes)
+        self._steps = tuple(steps)
 
-    def __call__(self, addresses: list[int]) -> bool:
-        """False, and nothing is done, if these addresses may need other kernels."""
-        if not are_aligned(addresses):
-            return False
+    def __call__(self, addresses: Addresses) -> list[Array | None] | None:
+        """The results; None, and nothing is done, if the current device or these addresses may need other kernels."""
         device = self._device
+        if not device.is_current():
+            return None
+        results: list[Array | None] = []
+        for wanted in self._results:
+            if wanted is None:
+                results.append(None)
+            else:
+                x = device.empty(*wanted)
+                results.append(x)
+                addresses.append(device.pointer(x))
+        if not are_aligned(addresses):
+            return None
         stream = device.stream()
         # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
-        scratch = [device.scratch(size) for size in self._scratch_sizes]
+        scratch = []
+        for size in self._scratch_sizes:
+            address, memory = device.scratch(size)
+            addresses.append(address)
+            scratch.append(memory)
         if scratch and device.is_capturing(stream):
             _captured.append(scratch)
-        addresses += [address for address, _ in scratch]
         for launch, places in self._steps:
-            launch([addresses[i] for i in places], None, stream)
+            launch.enqueue(addresses, places, None, stream)
         # Later work of the same stream may have the scratch memory from here on.
-        return True
+        return results
 
 
-# For one combination of metadata; a device has one entry.
-Memo = dict[Device, Repeat]
+# The bound keeps a program with ever new shapes from growing without end.
+_MAX_REPEATS = 4096
+_repeats: dict[tuple[Any, ...], Repeat] = {}
 
 
-def are_aligned(addresses: list[int]) -> bool:
+def repeated(call: Metadata | None) -> list[Array | None] | None:
+    """The results of a call, if one with its metadata has been recorded."""
+    if call is None:
+        return None
+    known = _repeats.get(call.key)
+    return None if known is None else known(call.addresses)
+
+
+def are_aligned(addresses: Iterable[int]) -> bool:
     """Whether all are multiples of `ALIGNMENT`: the one thing beside metadata that the choice of kernels depends on."""
     bits = 0
     for address in addresses:
@@ -77,10 +160,8 @@ class Recording:
         self._device = device
         self._stream = stream
         self._arrays = arrays
-        self._places = {name: i for i, name in enumerate(arrays)}
         self._scratch: list[Array] = []
-        self._steps: list[Step] = []
-        self._is_complete = True
+        self._steps: list[tuple[Launch, dict[str, Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
@@ -91,18 +172,33 @@ class Recording:
         return scratch
 
     def add(self, launch: Launch, arrays: dict[str, Array]) -> None:
-        """Note a launch; one with an array that is neither the call's nor its scratch memory cannot be repeated."""
-        places = [self._place(name, x) for name, x in arrays.items()]
-        self._is_complete &= None not in places
-        self._steps.append(Step(launch, tuple([place for place in places if place is not None])))
+        """Note a launch."""
+        self._steps.append((launch, arrays))
 
-    def _place(self, name: str, x: Array) -> int | None:
+    def keep(self, call: Metadata, arguments: Sequence[str], results: Mapping[str, Array | None]) -> None:
+        """Let `repeated` know the call, unless something about its launches is particular to it.
+
+        Parameters
+        ----------
+        call : Metadata
+        arguments : sequence of str
+            Names of the arrays whose addresses `call` has, in their order.
+        results : dict
+            What it returns, None where that is not wanted.
+        """
+        order = [*arguments, *(name for name, x in results.items() if x is not None)]
         # By name first: two arrays of this call may be one, and of the next not.
-        if self._arrays.get(name) is x:
-            return self._places[name]
-        return next((len(self._arrays) + i for i, scratch in enumerate(self._scratch) if scratch is x), None)
-
-    def keep(self, memo: Memo) -> None:
-        """Enter the launches into `memo`, if nothing about them is particular to this call."""
-        if self._is_complete and are_aligned([self._device.pointer(x) for x in self._arrays.values()]):
-            memo[self._device] = Repeat(self._device, [x.nbytes for x in self._scratch], self._steps)
+        places = {(name, id(self._arrays[name])): i for i, name in enumerate(order) if name in self._arrays}
+        scratch = {id(x): len(order) + i for i, x in enumerate(self._scratch)}
+        steps = []
+        for launch, arrays in self._steps:
+            found = [places.get((name, id(x)), scratch.get(id(x), -1)) for name, x in arrays.items()]
+            if -1 in found:
+                return
+            steps.append((launch, tuple(zip(launch.pointer_words, found, strict=True))))
+        if not are_aligned([self._device.pointer(x) for x in self._arrays.values()]):
+            return
+        if len(_repeats) >= _MAX_REPEATS:
+            _repeats.clear()
+        wanted = [None if x is None else (x.shape, x.dtype) for x in results.values()]
+        _repeats[call.key] = Repeat(self._device, wanted, [x.nbytes for x in self._scratch], steps)

@@ -144,7 +144,7 @@ def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
             cuflash.attention(case.q, case.k, case.v, dropout_p=0.5)
 
 
-def test_scratch_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under graph capture CuPy's pool has only the blocks that the call before gave back."""
     device = kernels.device_of(None)
     sizes: list[int] = []
@@ -159,6 +159,7 @@ def test_scratch_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pyte
         sizes.append(size)
         return scratch(size)
 
+    monkeypatch.setattr(call, "_empty_of", lambda on_cpu: watched_empty)
     monkeypatch.setattr(device, "empty", watched_empty)
     monkeypatch.setattr(device, "scratch", watched_scratch)
     on_device = example(0, dtype, **OPTIONS["extras"]).on(HOST)

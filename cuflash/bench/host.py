@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash import gpu_backend, kernels
+from cuflash import gpu_backend, kernels, recording
 from cuflash.bench.cells import Cell
 from cuflash.bench.inputs import Array, Inputs
 from cuflash.bench.peers import Unavailable, sdpa_calls
@@ -97,6 +97,10 @@ class _HostDevice:
         return x.__array_interface__["data"][0]
 
     @staticmethod
+    def is_current() -> bool:
+        return True
+
+    @staticmethod
     def stream() -> int:
         return 0
 
@@ -109,13 +113,16 @@ class _HostDevice:
 def _without_launches(x: Array) -> Iterator[None]:
     """Send every call to the GPU path, on a device whose kernels do nothing."""
     device: Any = _NoLaunches(x)
-    device_of, backend = kernels.device_of, vars(Call)["_backend"]
+    device_of, backend, host_device = kernels.device_of, vars(Call)["_backend"], recording.host_device
     kernels.device_of = lambda x: device
+    recording.host_device = device if isinstance(x, np.ndarray) else None
+    recording._repeats.clear()
     Call._backend = property(lambda call: gpu_backend)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        kernels.device_of = device_of
+        kernels.device_of, recording.host_device = device_of, host_device
+        recording._repeats.clear()
         Call._backend = backend  # type: ignore[method-assign]
 
 

@@ -251,6 +251,10 @@ class CpuDevice:
         """Address of an array's first element."""
         return x.ctypes.data
 
+    def is_current(self) -> bool:
+        """There is no other."""
+        return True
+
     def stream(self) -> int:
         """The only one."""
         return 0
