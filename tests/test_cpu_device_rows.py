@@ -1,0 +1,119 @@
+"""Every row of the tables of tensor-core kernels runs on the CPU device, whatever rows the suite's cases take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, gaussian_case
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import SMEM_LIMITS, CpuDevice
+from devices import Device
+
+from cuflash import (
+    launch,
+    plan_sm80,
+    plan_sm80_backward,
+    plan_sm90,
+    plan_sm90_backward,
+    plan_split,
+    plan_split_backward,
+)
+from cuflash.config import FLAGS, KernelConfig
+
+pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+
+HOST = Device("numpy", np)
+NUM_SMS = 3
+LENGTHS = (70, 150)
+# What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
+_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
+_TOLD_APART = ("split", "deterministic", "has_bias_tiles", "aligned", "computes_dk")
+# Kernels around the gradients of scores: they run with these.
+_COMPANIONS = (plan_sm90_backward.ROWS, plan_sm90_backward.DQ)
+
+Row = tuple[tuple[int, int], KernelConfig, str]
+
+
+def identity(config: KernelConfig) -> tuple[Any, ...]:
+    return tuple((name, x) for name, x in asdict(config).items() if name not in _OF_OPTIONS)
+
+
+def rows() -> Iterator[Row]:
+    """A configuration (with the GPU's capability and its dtype) of each row, that with the fewest options."""
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        limit = SMEM_LIMITS[capability]
+        tables = [plan_sm80.table(capability, limit), plan_sm80_backward.table(capability, limit)]
+        if capability == (9, 0):
+            tables = [plan_sm90.table(), plan_sm90_backward.table(), plan_split.table(), plan_split_backward.table()]
+        found: dict[tuple[Any, ...], Row] = {}
+        for config, dtype in (pair for table in tables for pair in table):
+            known = found.get(identity(config))
+            if config.entry not in _COMPANIONS and (known is None or len(config.flags) < len(known[1].flags)):
+                found[identity(config)] = capability, config, dtype
+        yield from found.values()
+
+
+def case_of(config: KernelConfig, dtype: str) -> Case:
+    """A problem that takes the row."""
+    rng = np.random.default_rng(0)
+    of: dict[str, Any] = asdict(config)
+    queries, keys = LENGTHS
+    if of.get("split"):
+        keys = 2000  # few tiles, of keys that are worth a split
+    elif of["entry"] == "forward_sm90" and config.flags == "plain" and (config.head_dim, config.block_n) == (128, 176):
+        keys = plan_sm90._MANY_KEYS
+    scores = (queries, keys)
+    options: dict[str, dict[str, Any]] = {
+        "has_window": {"causal": True},
+        "has_softcap": {"softcap": 2.0},
+        "has_bias": {"bias": rng.standard_normal(scores).astype(np.float32)},
+        "has_mask": {"mask": rng.random(scores) < 0.7},
+        "has_alibi": {"alibi_slopes": np.array([0.1, 0.5], np.float32)},
+        "has_dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+        "has_block_mask": {"block_mask": rng.random(scores) < 0.7},
+    }
+    chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
+    if of.get("has_bias_tiles") is False and config.has_bias:
+        chosen["bias"] = chosen["bias"][:, :1] + np.zeros((1, 1), np.float32)  # a column, which TMA does not bring
+    if of.get("parts") == 1:
+        chosen["precision"] = "tf32"
+    if of.get("deterministic") and config.entry in (plan_sm90_backward.NARROW, plan_sm90_backward.WIDE):
+        chosen["deterministic"] = True
+    case = gaussian_case(0, dtype, (queries, keys), (2, 1), (config.head_dim, config.head_dim_v), 1, **chosen)
+    return case.with_inputs(q=at_odd_address(case.q)) if of.get("aligned") is False else case
+
+
+def at_odd_address(x: Any) -> Any:
+    buffer = np.empty(x.size + 1, x.dtype)
+    shifted = buffer[1:].reshape(x.shape)
+    shifted[...] = x
+    return shifted
+
+
+def name_of(row: Row) -> str:
+    (major, minor), config, _ = row
+    further = [name for name, x in asdict(config).items() if name in _TOLD_APART and x]
+    words = [config.entry, config.head_dim, config.head_dim_v, config.tile, config.flags, *further]
+    return f"sm_{major}{minor}-{'-'.join(map(str, words))}"
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=name_of)
+def test_row(row: Row) -> None:
+    capability, config, dtype = row
+    case = case_of(config, dtype)
+    launch._launches.clear()
+    if "forward" in config.entry:
+        with hook.kernels_on(CpuDevice(capability, NUM_SMS)):
+            out, lse = case.on(HOST).forward()
+        case.assert_forward(out, lse)
+    else:
+        out, lse = case.on(HOST).forward()
+        with hook.kernels_on(CpuDevice(capability, NUM_SMS)):
+            grads = case.on(HOST).backward(out, lse, grads=("q", "k", "v"))
+        case.assert_gradients({name: grads[name] for name in ("q", "k", "v")})
+    assert identity(config) in {identity(x.kernel.config) for x in launch._launches.values()}
