@@ -126,7 +126,7 @@ def forward_config(
     plain_scores: bool = True,
     aligned: bool = True,
 ) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+    """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
     plain_scores = plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
     tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
     tile = _fitting(tiles, row, limit)

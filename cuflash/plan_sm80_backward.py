@@ -134,7 +134,7 @@ def configs(
     limit: int,
     aligned: bool = True,
 ) -> tuple[Config, ...]:
-    """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `plan.FLAGS`."""
+    """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `config.FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
     tile = _fitting(row.tiles if plain else row.with_options, row, limit)
     if tile is None:

@@ -169,7 +169,7 @@ def forward_config(
     split: bool = False,
     many_keys: bool = False,
 ) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `plan.FLAGS`."""
+    """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
     options = set(flags) - {"has_window"}
     if not options and plain_scores:
         tile = row.windowed if flags else (many_keys and row.many_keys) or row.full

@@ -95,7 +95,7 @@ class Config(KernelConfig):
 def backward_config(
     row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], deterministic: bool = False
 ) -> Config:
-    """The configuration of one backward pass; `flags` is a subset of `plan.FLAGS`."""
+    """The configuration of one backward pass; `flags` is a subset of `config.FLAGS`."""
     row_bytes, row_bytes_v = (
         -(-_ELEMENT_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
     )

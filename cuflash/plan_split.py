@@ -113,7 +113,7 @@ def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | Non
 def forward_config(
     row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> Config | None:
-    """The configuration of one forward kernel, if there is one; `flags` is a subset of `plan.FLAGS`."""
+    """The configuration of one forward kernel, if there is one; `flags` is a subset of `config.FLAGS`."""
     tile = _tile_of(row, flags, plain_scores)
     if tile is None:
         return None

@@ -106,7 +106,7 @@ def config_of(
     flags: tuple[str, ...],
     plain_scores: bool = True,
 ) -> Config:
-    """The configuration of one kernel; `flags` is a subset of `plan.FLAGS`."""
+    """The configuration of one kernel; `flags` is a subset of `config.FLAGS`."""
     wanted = KEY_KERNELS.get(entry, ())
     of_keys = bool(wanted)
     assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP

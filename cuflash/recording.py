@@ -52,7 +52,7 @@ def metadata(what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, A
             return None
     for name, x in keywords.items():
         kind = type(x)
-        if kind in _VALUES:
+        if kind in _VALUES or isinstance(x, np.generic):
             key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
         elif kind is tuple:
             key += (name, repr(x))
