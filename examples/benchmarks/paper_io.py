@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
-SEQLENS = (1024, 2048, 4096, 8192)
+SEQLENS = (512, 1024, 2048, 4096)
 METHODS = ("naive", "cuflash")
 DIRECTIONS = ("forward", "backward")
 MARK = "mark_of_a_call"
