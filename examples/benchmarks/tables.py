@@ -120,6 +120,24 @@ def listing(results: Iterable[Result]) -> str:
     return markdown(list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)))
 
 
+def float32_grid(record: Recorded) -> str:
+    """The float32 suite: TFLOP/s, and the ratio to torch's memory-efficient kernel in brackets."""
+    kinds = [(direction, kind) for kind in ("float32", "tf32") for direction in ("forward", "backward")]
+    rows = [
+        ["head dim", "mask", *(f"{direction}, {'exact' if kind == 'float32' else 'TF32'}" for direction, kind in kinds)]
+    ]
+    lines: dict[tuple[int, bool], dict[tuple[str, str], str]] = {}
+    for r in record.results:
+        cell = r["cell"]
+        if (cell["suite"], cell["dtype"]) == ("float32", "float32") and US in r["peers"]:
+            kind = "tf32" if cell["options"] else "float32"
+            text = f"{r['peers'][US]['tflops']:.0f} ({towards(of_peer('efficient')(r), 1)})"
+            lines.setdefault((cell["head_dim"], cell["causal"]), {})[r["direction"], kind] = text
+    for (head_dim, causal), line in sorted(lines.items()):
+        rows.append([str(head_dim), "causal" if causal else "full", *(line.get(kind, "-") for kind in kinds)])
+    return markdown(rows)
+
+
 def errors(results: Iterable[Result]) -> str:
     """Mean and largest errors against float64 beside each peer's, where they are of a whole head."""
     chosen = [r for r in results if r["cell"]["seqlen_q"] == 1024 and r["peers"][US]["errors"]]
@@ -165,7 +183,7 @@ def _groups(record: Recorded) -> dict[tuple[str, str, str], list[Result]]:
 
 def page(recorded: Sequence[Recorded]) -> str:
     """The page of all figures."""
-    parts = [PAGE_HEAD, "## The bars\n", bars_table(recorded)]
+    parts = [PAGE_HEAD, "## The bars\n", bars_table(bars_rows(recorded))]
     sections = [(record, *key, results) for record in recorded for key, results in _groups(record).items()]
     sections.sort(key=lambda section: (section[1] != "dense", section[0].is_mma))
     for record, suite, direction, dtype, results in sections:
@@ -183,11 +201,14 @@ def page(recorded: Sequence[Recorded]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def bars_table(recorded: Sequence[Recorded], with_unmeasured: bool = True) -> str:
+def bars_rows(recorded: Sequence[Recorded]) -> list[list[str]]:
     """Every bar, and whether it is reached."""
-    rows = [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
-    shown = [row for row in rows if with_unmeasured or row[2:] != [*NOT_MEASURED]]
-    return markdown([["what", "bar", "measured", "reached", "commit"], *shown])
+    return [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
+
+
+def bars_table(rows: Sequence[list[str]]) -> str:
+    """The same as a table."""
+    return markdown([["what", "bar", "measured", "reached", "commit"], *rows])
 
 
 def readme_section(recorded: Sequence[Recorded]) -> str:
@@ -198,7 +219,13 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
             results = _groups(record).get(("dense", direction, "bfloat16"))
             if results and not record.is_mma:
                 parts += [f"**{direction.capitalize()}.** {origin(record)}\n", grid(results, of_fastest)]
-    parts += ["**What was aimed at, and what is reached:**\n", bars_table(recorded, with_unmeasured=False)]
+    for record in recorded:
+        if any(r["cell"]["suite"] == "float32" for r in record.results):
+            parts += [f"**float32**, n 4k, exact and with TF32's error. {origin(record)}\n", float32_grid(record)]
+    measured = [row for row in bars_rows(recorded) if row[2:] != [*NOT_MEASURED]]
+    reached = sum(row[3] == "yes" for row in measured)
+    summary = f"What is aimed at, with all options and dtypes: {reached} of {len(measured)} reached"
+    parts.append(f"<details><summary>{summary}</summary>\n\n{bars_table(measured)}\n</details>\n")
     return "\n".join(parts)
 
 
