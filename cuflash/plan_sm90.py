@@ -299,11 +299,11 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
 def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on Hopper, and why, in words."""
     if obstacle(problem):
-        return f"portable kernel: {obstacle(problem)}"
+        return f"the general kernels: {obstacle(problem)}"
     config = _config(problem)
     return (
         f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; portable kernel where an address or a stride of q, k or v is no multiple of 16 bytes"
+        f"{config.flags}; the general kernels where an address or a stride of q, k or v is no multiple of 16 bytes"
     )
 
 

@@ -178,11 +178,11 @@ def _config(problem: AttentionProblem) -> Config:
 def reason(problem: AttentionProblem) -> str:
     """What the backward pass takes on Hopper, and why, in words."""
     if obstacle(problem):
-        return f"portable kernels: {obstacle(problem)}"
+        return f"the general kernels: {obstacle(problem)}"
     config = _config(problem)
     return (
-        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; portable "
-        "kernels where an address or a stride of an input is no multiple of 16 bytes"
+        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; the "
+        "general kernels where an address or a stride of an input is no multiple of 16 bytes"
     )
 
 
