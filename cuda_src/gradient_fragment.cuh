@@ -30,6 +30,21 @@ struct SoftcapFragment {
   }
 };
 
+// A number of each of a fragment's queries, in registers.
+struct QueryValues {
+  float x[FRAGMENT / 2];
+
+  // values: of the tile's queries.
+  __device__ __forceinline__ QueryValues(const float* values) {
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e += 4) {
+      x[e / 2] = values[fragment_column() + column_offset(e)];
+      x[e / 2 + 1] = values[fragment_column() + column_offset(e + 1)];
+    }
+  }
+  __device__ __forceinline__ float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
+};
+
 // Dropout's decisions on a fragment.
 struct KeptWeights {
   u32 bits[HAS_DROPOUT ? (FRAGMENT + 31) / 32 : 1];
@@ -59,20 +74,28 @@ struct GradientFragment {
   const AttentionParams& p;
   const Sequence& s;
   int head, row, key;  // the thread's first
+  float scale;
 
   __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                              int first_key, float scale)
+      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()), scale(scale) {}
+  __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
                                               int first_key)
-      : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()) {}
+      : GradientFragment(p, s, head, first_row, first_key, static_cast<float>(p.softmax_scale)) {}
 
-  __device__ __forceinline__ Score score() const { return {p, s, head}; }
+  __device__ __forceinline__ Score score() const {
+    Score score(p, s, head);
+    score.scale = scale;
+    return score;
+  }
 
   // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
-  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const float* lse, bool masked) const {
-    const Score score(p, s, head);
-    const float to_base_2 = score.scale * LOG2_E;
+  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const QueryValues& lse, bool masked) const {
+    const Score score = this->score();
+    const float to_base_2 = scale * LOG2_E;
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
-      const float reference = lse[fragment_column() + column_offset(e)];
+      const float reference = lse[e];
       if constexpr (PLAIN_SCORES) {
         x[e] = x[e] * to_base_2 - reference;
       } else {
@@ -109,14 +132,20 @@ struct GradientFragment {
 };
 
 // The gradient of a score from that of its weight, dp. A weight that is dropped has its sign bit set.
-__device__ __forceinline__ float score_gradient(const AttentionParams& p, float dp, float weight, float delta,
-                                                bool masked) {
+__device__ __forceinline__ float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
     dp = __float_as_uint(weight) >> 31 ? 0 : dp * static_cast<float>(p.dropout_rescale);
     weight = fabsf(weight);
   }
-  const float ds = weight * (dp - delta);
-  return masked && weight == 0 ? 0 : ds;  // a hidden element's gradient may be NaN
+  return weight * (dp - delta);
+}
+
+// Where something is hidden: a hidden element's gradient may be NaN. A step that hides nothing need not test.
+__device__ __forceinline__ void clear_hidden(float& ds, float weight) { ds = weight == 0 ? 0 : ds; }
+template <int N>
+__device__ __forceinline__ void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) clear_hidden(ds[e], weights[e]);
 }
 
 __device__ __forceinline__ float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) {

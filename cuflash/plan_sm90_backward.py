@@ -56,11 +56,12 @@ BACKWARD = (
 )
 
 
-# With options beside a window, which take registers; an option that is an array stands alone.
+# With options that take registers; one that is an array stands alone.
 WITH_OPTIONS = (
-    Row(WIDE, 64, 64, 64, 64, 2, 2, 2),
+    Row(NARROW, 64, 64, 64, 128, 2, 2, 2),
     Row(WIDE, 128, 128, 64, 64, 2, 2, 2),
 )
+_CHEAP_OPTIONS = {"has_window", "has_alibi"}
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -111,7 +112,7 @@ def backward_config(
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * _FLOAT_BYTES
     producer_registers, consumer_registers, dq_registers = (
-        _REGISTERS[row.entry] if set(flags) <= {"has_window"} else _REGISTERS_WITH_OPTIONS
+        _REGISTERS[row.entry] if row.entry == NARROW or set(flags) <= _CHEAP_OPTIONS else _REGISTERS_WITH_OPTIONS
     )
     return Config(
         entry=row.entry,
@@ -140,7 +141,7 @@ def backward_config(
 
 
 def _row(problem: AttentionProblem) -> Row | None:
-    rows = BACKWARD if set(flags_of(problem)) <= {"has_window"} else WITH_OPTIONS
+    rows = BACKWARD if set(flags_of(problem)) <= _CHEAP_OPTIONS else WITH_OPTIONS
     return next((r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
 
 
@@ -194,6 +195,8 @@ def table() -> Iterator[tuple[Config, str]]:
                 config = backward_config(row, dtype, None, flags, deterministic)
                 for entry in (row.entry, ROWS, DQ):
                     yield replace(config, entry=entry), dtype
+    for row, dtype in product(BACKWARD, _DTYPES):
+        yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
     for row, dtype in product(WITH_OPTIONS, _DTYPES):
         for flags in (("has_window", "has_softcap", "has_alibi", "has_dropout"), *(("has_window", x) for x in _ARRAYS)):
             yield backward_config(row, dtype, None, flags), dtype

@@ -149,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const float* delta = shared.delta[stage] + fragment_column();
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) {
-          dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)], masked);
+          dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
+          if (masked) clear_hidden(dp[f][e], x[f][e]);
         }
         softcap.apply(dp[f]);
         if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);

@@ -36,6 +36,9 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory hol
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 
+// The last product of a turn may run into the next turn: measured, a gain with tiles of 128 queries, a loss with 64.
+constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
+
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<1, DQ_BYTES>;
 
@@ -99,6 +102,8 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
       ptx::shared_address(shared.k) + (DQ_BY_QUERIES ? 0 : warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES);
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
   const Turns turns(warpgroup);
+  float scale = static_cast<float>(p.softmax_scale);
+  ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
 
   while (true) {
     rings.work.wait();
@@ -117,7 +122,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         ready.wait();
         multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, dq_k);
       };
-      const auto hand_on_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
+      const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
         keep(dq);
         ready.release();
         dq_ring.acquire();
@@ -126,7 +131,6 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
           shared.dq[warpgroup][i * WARPGROUP + threadIdx.x % WARPGROUP] = {
               {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
         }
-        dq_ring.publish_part();
       };
       rings.v.follow(rings.k);
       rings.k.wait();
@@ -143,37 +147,43 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         rings.dout.wait();
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, own_v, rings.dout.buffer());
         const Step& step = shared.steps[rings.q.stage];
-        const GradientFragment scores(p, s, step.head, step.first_row, first_key + warp_row());
-        const bool masked = step.masked >> warpgroup & 1;
+        const GradientFragment scores(p, s, step.head, step.first_row, first_key + warp_row(), scale);
+        const bool masked = step.masked >> warpgroup & 1, last = step.last;
+        const QueryValues lse(shared.lse[rings.q.stage]);
         const KeptWeights kept = scores.kept();
         ptx::wgmma_wait_group<1>();
         keep(x);
-        scores.weigh(x, shared.lse[rings.q.stage], masked);
+        SoftcapFragment softcap;
+        softcap.take(scores.score(), x);
+        scores.weigh(x, lse, masked);
+        keep(x);  // under the second product
+        const QueryValues delta(shared.delta[rings.dout.stage]);
+        pack_kept(weights, x, kept);
         ptx::wgmma_wait_group<0>();
         keep(dp);
-        pack_kept(weights, x, kept);
-        const float* delta = shared.delta[rings.dout.stage];
+        if (last) rings.v.release();
 #pragma unroll
-        for (int e = 0; e < FRAGMENT; e++) {
-          dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[fragment_column() + column_offset(e)], masked);
-        }
+        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[e]);
+        if (masked) clear_hidden(dp, x);
+        softcap.apply(dp);
         pack(ds, dp);
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);
-        rings.ds.publish_part();
         turns.take();
         if (!first) multiply_dq(dq, ready);
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
+        rings.ds.publish_part();  // its fence waits under the products
         add_product<BLOCK_M>(dk, ds, rings.q.buffer());
         ptx::wgmma_wait_group<2>();
-        if (!first) hand_on_dq(dq, ready);
+        if (!first) store_dq(dq, ready);
         ptx::wgmma_wait_group<1>();
         keep(dv);
         rings.dout.release();
+        if (PASSES_EARLY) turns.pass();
         ptx::wgmma_wait_group<0>();
         keep(dk);
-        turns.pass();
-        const bool last = step.last;
+        if (!PASSES_EARLY) turns.pass();
+        if (!first) dq_ring.publish_part();
         __syncwarp();  // all lanes have read the step
         rings.q.release();
         return last;
@@ -184,14 +194,13 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
       const DsRing ready = rings.ds.behind();
       multiply_dq(dq, ready);
       ptx::wgmma_wait_group<0>();
-      hand_on_dq(dq, ready);
+      store_dq(dq, ready);
+      dq_ring.publish_part();
       rings.k.release();
-      rings.v.release();
     }
 
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row = first_key + warp_row() + fragment_row();
-    const float scale = static_cast<float>(p.softmax_scale);
     const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1;
     if (p.dk.data != nullptr) {
       const float factor[2] = {scale, scale};

@@ -29,6 +29,7 @@ struct SharedStorage {
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
+  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> added_barriers;
   u64 clearing;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
@@ -43,6 +44,7 @@ struct Rings {
   Ring<DS_STAGES, DS_BYTES> ds;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
+  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> added;  // nothing but the word that a part of dq is on its way
 
   __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
@@ -52,7 +54,8 @@ struct Rings {
         dout(shared.dout, shared.dout_barriers),
         ds(shared.ds, shared.ds_barriers),
         weights(shared.weights, shared.weight_barriers),
-        dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
+        dq_steps(shared.dq_steps, shared.dq_step_barriers),
+        added(shared.dq_steps, shared.added_barriers) {}
 };
 
 // 64 rows of a gradient in pieces: products of 256 columns take more registers than a thread has when it is launched.
@@ -99,6 +102,8 @@ struct Gradient {
 __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
                                               const KeyWork& work) {
   Gradient<HEAD_DIM_V> dv;
+  float scale = static_cast<float>(p.softmax_scale);
+  ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
   if (!work.unseen) {
     rings.k.wait();
     for (bool last = false; !last;) {
@@ -106,15 +111,17 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
       rings.q.wait();
       multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer(), rings.q.buffer());
       const Step& step = shared.steps[rings.q.stage];
-      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
+      const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row(),
+                                    scale);
       const bool masked = step.masked != 0;
       last = step.last;
+      const QueryValues lse(shared.lse[rings.q.stage]);
       const KeptWeights kept = scores.kept();
       ptx::wgmma_wait_group<0>();
       keep(x);
       SoftcapFragment softcap;
       softcap.take(scores.score(), x);
-      scores.weigh(x, shared.lse[rings.q.stage], masked);
+      scores.weigh(x, lse, masked);
       __syncwarp();
       rings.q.release();
       u32 packed_weights[FRAGMENT / 2];
@@ -128,7 +135,7 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
         for (int e = 0; e < 4; e++) weights.x[e] = marked(x, kept, 4 * i + e);
         shared.weights[i][threadIdx.x % WARPGROUP] = weights;
       }
-      rings.weights.publish_part();
+      rings.weights.publish_written();
       rings.dout.wait();
       dv.add(packed_weights, rings.dout.buffer());
       dv.wait();
@@ -153,31 +160,39 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
       const Step& step = shared.steps[rings.q.stage];
       const bool masked = step.masked != 0;
       last = step.last;
-      const float* delta = shared.delta[rings.dout.stage];
+      const QueryValues delta(shared.delta[rings.dout.stage]);
       rings.weights.wait();
       ptx::wgmma_wait_group<0>();
       keep(dp);
+      if (last) rings.v.release();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
         const FourFloats weights = shared.weights[i][threadIdx.x % WARPGROUP];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           float& x = dp[4 * i + e];
-          x = score_gradient(p, x, weights.x[e], delta[fragment_column() + column_offset(4 * i + e)], masked);
+          x = score_gradient(p, x, weights.x[e], delta[4 * i + e]);
+        }
+      }
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < WEIGHT_VECTORS; i++) {
+          const FourFloats weights = shared.weights[i][threadIdx.x % WARPGROUP];
+#pragma unroll
+          for (int e = 0; e < 4; e++) clear_hidden(dp[4 * i + e], weights.x[e]);
         }
       }
       u32 ds[FRAGMENT / 2];
       pack(ds, dp);
       rings.ds.acquire();
       store_transposed(rings.ds.buffer(), ds);
-      rings.ds.publish_part();
       rings.weights.release();
       rings.dout.release();
       dk.add(ds, rings.q.buffer());
+      rings.ds.publish_part();  // its fence waits under the product
       dk.wait();
       rings.q.release();
     }
-    rings.v.release();
   }
   dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale));
 }
@@ -219,13 +234,27 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
     }
     __syncwarp();
     rings.ds.release();
-    if (DETERMINISTIC && p.dq_sum != nullptr) {
-      __threadfence();
-      sync_dq_warps();
-      if (threadIdx.x % WARPGROUP == 0) end_turn(p, step.number, 0);
+    if (DETERMINISTIC) {
+      rings.added.acquire();
+      rings.added.publish_part();
     }
   }
   rings.k.release();
+}
+
+// The warp that ends turns: it waits for additions to arrive, while the next products are under way.
+__device__ __forceinline__ void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+  while (true) {
+    rings.dq_steps.wait();
+    const i64 number = shared.dq_steps[rings.dq_steps.stage].number;
+    __syncwarp();
+    rings.dq_steps.release();
+    if (number == NO_DQ) break;
+    rings.added.wait();
+    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, number, 0);
+    __syncwarp();
+    rings.added.release();
+  }
 }
 
 template <auto WORK_ON>
@@ -254,7 +283,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.dout_barriers.init(2 * WARPS);
     shared.weight_barriers.init(WARPS, WARPS);
     shared.ds_barriers.init(WARPS, WARPS);
-    shared.dq_step_barriers.init(WARPS);
+    shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 1 : WARPS);
+    shared.added_barriers.init(1, WARPS);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
     ptx::fence_mbarrier_init();
   }
@@ -273,8 +303,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     for_each_tile<add_queries>(p, shared, rings);
   } else {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x < CONSUMERS * WARPGROUP + WARP) {
+    const int warp = threadIdx.x / WARP - CONSUMERS * WARPS;
+    if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map});
+    } else if (DETERMINISTIC && warp == 1) {
+      end_turns(p, shared, rings);
     }
   }
 }

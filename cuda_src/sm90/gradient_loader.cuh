@@ -128,23 +128,21 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
       rings.dq_steps.advance();
-      if (first) {
-        acquire_together(rings.k);
-        loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                     nullptr, KeyCheck{p, s, work.head, first_key});
-      }
       acquire_together(rings.q);
       if (lane() == 0) shared.steps[rings.q.stage] = {head, first_row, masked, walk.done()};
       loader.load<BLOCK_M, PANELS>(rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage],
                                    p.row_lse + number * BLOCK_M);
-      if (first) {
-        acquire_together(rings.v);
-        loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                       nullptr);
-      }
       acquire_together(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
+      if (first) {  // the last that the tile before gives free
+        acquire_together(rings.v);
+        loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
+                                       nullptr);
+        acquire_together(rings.k);
+        loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
+                                     nullptr, KeyCheck{p, s, work.head, first_key});
+      }
     }
   }
   acquire_together(rings.work);

@@ -48,11 +48,13 @@ struct Ring {
     phase ^= 1;
   }
 
-  // To where another ring stands, that always takes as many steps: one place less to keep.
-  template <u32 OTHER_BYTES>
-  __device__ __forceinline__ void follow(const Ring<STAGES, OTHER_BYTES>& other) {
-    stage = other.stage;
-    phase = other.phase;
+  // To where another ring stands that always takes as many steps, if it has as many buffers: one place less to keep.
+  template <int OTHER_STAGES, u32 OTHER_BYTES>
+  __device__ __forceinline__ void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
+    if constexpr (OTHER_STAGES == STAGES) {
+      stage = other.stage;
+      phase = other.phase;
+    }
   }
 
   // The place before this one.
@@ -81,6 +83,10 @@ struct Ring {
   // A warp of several that write a buffer together, for TMA or wgmma too.
   __device__ __forceinline__ void publish_part() {
     ptx::fence_async_shared();
+    publish_written();
+  }
+  // For ordinary loads alone.
+  __device__ __forceinline__ void publish_written() {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(full());
     advance();
