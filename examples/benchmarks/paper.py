@@ -37,7 +37,7 @@ DROPOUT = 0.1
 PADDING = 0.1  # of the keys, hidden by the mask
 # BigBird's: a band of 3 blocks, 1 global and 2 random ones in every row of blocks
 BLOCKS: dict[str, Any] = {"window_blocks": 3, "global_blocks": 1, "random_blocks": 2, "seed": 0}
-BUDGET = 0.1  # seconds to spend on the repetitions of one figure; a longer call is made once
+BUDGET = 0.04  # seconds to spend on the repetitions of one figure; a longer call is made once
 VARIANTS = {"plain": False, "dropout and mask": True}
 METHODS = ("naive", "cuflash", "block-sparse")
 DIRECTIONS = ("forward", "backward", "both")

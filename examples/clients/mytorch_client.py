@@ -37,6 +37,7 @@ TOKENS = 16384  # in a call
 TRAINER = Path("gpt2_trainer") / "train_gpt2.py"
 WARM_UP_STEPS, STEPS = 3, 12
 SEED = 0
+ATTENTIONS = ["own", "cuflash"]
 
 
 def attention_for(mytorch: Any) -> Callable[..., Tensor]:
@@ -115,7 +116,8 @@ def compare(mytorch: Any, seqlens: list[int]) -> dict[str, dict[str, Any]]:
 
 def both(mytorch: Any) -> dict[str, Callable[..., Tensor]]:
     """Its own attention and ours."""
-    return {"own": mytorch.nn.functional.scaled_dot_product_attention, "cuflash": attention_for(mytorch)}
+    own = mytorch.nn.functional.scaled_dot_product_attention
+    return dict(zip(ATTENTIONS, (own, attention_for(mytorch)), strict=True))
 
 
 def forward_and_backward(mytorch: Any, function: Callable[..., Tensor], *arrays: Array) -> list[Array]:
@@ -144,7 +146,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def train(mytorch: Any, checkout: Path, size: str, context: int, batch: int) -> dict[str, dict[str, Any]]:
+def train(
+    mytorch: Any, checkout: Path, names: list[str], size: str, context: int, batch: int
+) -> dict[str, dict[str, Any]]:
     """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses."""
     from pydoc_data.topics import topics
 
@@ -157,8 +161,9 @@ def train(mytorch: Any, checkout: Path, size: str, context: int, batch: int) -> 
         arguments += ["--model_size", size, "--context_length", str(context), "--batch_size_per_gpu", str(batch)]
         arguments += ["--gradient_accumulation_steps", "1", "--train_iterations", str(WARM_UP_STEPS + STEPS)]
         arguments += ["--warmup_steps", "10", "--log_iter", "1", "--num_workers", "0"]
-        for name, attention in both(mytorch).items():
-            with replaced(mytorch.nn.functional, "scaled_dot_product_attention", attention):
+        attentions = both(mytorch)
+        for name in names:
+            with replaced(mytorch.nn.functional, "scaled_dot_product_attention", attentions[name]):
                 milliseconds, losses = run_script(mytorch, checkout / TRAINER, arguments)
             tokens = 1e3 * batch * context / milliseconds
             results[name] = {"ms_a_step": milliseconds, "tokens_per_second": tokens, "losses": losses}
@@ -199,7 +204,8 @@ def main() -> int:
     """Compare, then train with each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of MyTorch")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096], help="lengths (default 1024 4096)")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096], help="lengths (default 1024 4096)")
+    parser.add_argument("--train", choices=ATTENTIONS, nargs="*", default=ATTENTIONS, help="with these (default both)")
     parser.add_argument("--size", default="base", help="of the model that is trained (default base: GPT-2's 124M)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 in a training step (default 8)")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -210,7 +216,7 @@ def main() -> int:
     mytorch = load(args.checkout)
     report: dict[str, Any] = {"attention": compare(mytorch, args.contexts)}
     print(f"MyTorch's training script, {args.size}, {args.batch} x 1024 tokens a step, --fused --mixed_precision")
-    report["training"] = train(mytorch, args.checkout, args.size, 1024, args.batch)
+    report["training"] = train(mytorch, args.checkout, args.train, args.size, 1024, args.batch)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
