@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peers", nargs="+", metavar="NAME", help="only these, cuflash among them or not (default: all)")
     add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
     add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
-    add("--compile-jobs", type=int, default=4, help="cells whose kernels are compiled at once (default %(default)s)")
+    add("--compile-jobs", type=int, default=8, help="cells whose kernels are compiled at once (default %(default)s)")
     add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
     add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures")
