@@ -92,8 +92,9 @@ def test_committed_tables_are_of_the_committed_files(tables: ModuleType, monkeyp
 
 
 def test_a_section_is_replaced(tables: ModuleType) -> None:
-    text = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
-    assert tables.with_section(text, "new") == f"before\n{tables.BEGIN}\n\nnew\n{tables.END}\nafter\n"
+    begin, end = tables.BEGIN.format("speed"), tables.END.format("speed")
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert tables.with_section(text, "speed", "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
 
 
 def test_files_of_other_kinds_are_left_out(tables: ModuleType, tmp_path: Path) -> None:

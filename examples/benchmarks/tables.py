@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parents[1] / "README.md"
 PAGE = RESULTS / "README.md"
-BEGIN, END = "<!-- begin: tables.py -->", "<!-- end: tables.py -->"
+# What lies between such marks in README.md is written here.
+BEGIN, END = "<!-- begin: {} by tables.py -->", "<!-- end: {} by tables.py -->"
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -229,11 +231,41 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
     return "\n".join(parts)
 
 
-def with_section(text: str, section: str) -> str:
-    """`text` with what stands between the marks replaced."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
+def summary_section(recorded: Sequence[Recorded]) -> str:
+    """The item of README.md's list that says how fast it is."""
+    words = []
+    for direction in ("forward", "backward"):
+        ratios = [
+            of_fastest(r)
+            for record in recorded
+            if not record.is_mma
+            for r in _groups(record).get(("dense", direction, "bfloat16"), [])
+        ]
+        if ratios:
+            words.append(f"{direction} {towards(geometric_mean(ratios), 2)}")
+    exact = [
+        of_peer("efficient")(r)
+        for record in recorded
+        for direction in ("forward", "backward")
+        for r in _groups(record).get(("float32", direction, "float32"), [])
+        if not r["cell"]["options"]
+    ]
+    text = f"- **Speed.** On an H200 in bfloat16 {' and '.join(words)} times as fast as the faster of FlashAttention-3 "
+    text += "and cuDNN (the geometric mean of all shapes)"
+    if exact:
+        lowest, highest = towards(min(exact), 1), towards(max(exact), 1)
+        text += (
+            f"; in float32, at float32's error, {lowest} to {highest} times as fast as torch's memory-efficient kernel"
+        )
+    return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ") + "\n"
+
+
+def with_section(text: str, name: str, section: str) -> str:
+    """`text` with what stands between the marks of `name` replaced."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}\n{section}{end}{after}"
 
 
 def draw(recorded: Sequence[Recorded], path: Path) -> None:
@@ -291,7 +323,8 @@ def main() -> int:
         print(page(load(arguments.results)))
         return 0
     recorded = load(RESULTS)
-    texts = {PAGE: page(recorded), README: with_section(README.read_text("utf-8"), readme_section(recorded))}
+    readme = with_section(README.read_text("utf-8"), "speed", f"\n{readme_section(recorded)}\n")
+    texts = {PAGE: page(recorded), README: with_section(readme, "summary", summary_section(recorded))}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
     if arguments.check:
         print("\n".join(f"{path} is not what the files say" for path in stale) or "all tables are as the files say")
