@@ -257,7 +257,7 @@ def summary_section(recorded: Sequence[Recorded]) -> str:
         text += (
             f"; in float32, at float32's error, {lowest} to {highest} times as fast as torch's memory-efficient kernel"
         )
-    return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ") + "\n"
+    return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def with_section(text: str, name: str, section: str) -> str:
