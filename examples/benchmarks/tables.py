@@ -250,7 +250,7 @@ def summary_section(recorded: Sequence[Recorded]) -> str:
         for r in _groups(record).get(("float32", direction, "float32"), [])
         if not r["cell"]["options"]
     ]
-    text = f"- **Speed.** On an H200 in bfloat16 {' and '.join(words)} times as fast as the faster of FlashAttention-3 "
+    text = f"- **Speed.** On an H200 in bfloat16 it is {' and '.join(words)} times as fast as the faster of FlashAttention-3 "
     text += "and cuDNN (the geometric mean of all shapes)"
     if exact:
         lowest, highest = towards(min(exact), 1), towards(max(exact), 1)
