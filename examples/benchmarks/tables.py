@@ -250,13 +250,13 @@ def summary_section(recorded: Sequence[Recorded]) -> str:
         for r in _groups(record).get(("float32", direction, "float32"), [])
         if not r["cell"]["options"]
     ]
-    text = f"- **Speed.** On an H200 in bfloat16 it is {' and '.join(words)} times as fast as the faster of FlashAttention-3 "
-    text += "and cuDNN (the geometric mean of all shapes)"
+    text = f"- **Speed.** On an H200 in bfloat16 it is {' and '.join(words)} times as fast as the faster of "
+    text += "FlashAttention-3 and cuDNN (the geometric mean of all shapes)"
     if exact:
-        lowest, highest = towards(min(exact), 1), towards(max(exact), 1)
         text += (
-            f"; in float32, at float32's error, {lowest} to {highest} times as fast as torch's memory-efficient kernel"
+            f"; in float32, at float32's error, {towards(min(exact), 1)} to {towards(max(exact), 1)} times as fast as "
         )
+        text += "torch's memory-efficient kernel"
     return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
