@@ -112,7 +112,14 @@ class CupyDevice:
         self._current_device = cupy.cuda.runtime.getDevice
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
-        self.tensor_map = tensor_map.encode
+
+    def tensor_map(
+        self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> Array:
+        """Describe an array for TMA: `tensor_map.encode`."""
+        if not self.namespace.cuda.driver.ctxGetCurrent():
+            _begin_thread(self.namespace, self.index)
+        return tensor_map.encode(address, dtype, extents, strides, box)
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
         """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
@@ -162,7 +169,7 @@ class CupyKernel:
         self, grid: tuple[int, ...], block: tuple[int, ...], sizes: Sequence[int], smem_bytes: int
     ) -> Callable[[int, int], None]:
         """Its launch: `Kernel.bound`. CuPy's own packs the arguments anew each time."""
-        driver, runtime = self._cupy.cuda.driver, self._cupy.cuda.runtime
+        driver = self._cupy.cuda.driver
         launch = driver.launchKernel
         shape = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
 
@@ -172,12 +179,16 @@ class CupyKernel:
             except driver.CUDADriverError:
                 if driver.ctxGetCurrent():
                     raise
-                # This thread has done nothing with the GPU so far.
-                runtime.setDevice(self._index)
-                runtime.memGetInfo()
+                _begin_thread(self._cupy, self._index)
                 launch(*shape, stream, arguments, 0)
 
         return enqueue
+
+
+def _begin_thread(cupy: Any, index: int) -> None:
+    """Give a thread that has done nothing with the GPU so far what calls of the driver want: a current context."""
+    cupy.cuda.runtime.setDevice(index)
+    cupy.cuda.runtime.memGetInfo()  # CUDA makes it when first needed
 
 
 @cache

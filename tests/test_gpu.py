@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,16 @@ def test_default_streams_of_threads(gpu: Device) -> None:
         on_device = case.on(gpu)
         again = on_device.forward()
         assert_same_bits(dict(zip("ol", again, strict=True)), {"o": out, "l": lse})
+
+
+def test_a_thread_that_has_done_nothing_yet(gpu: Device) -> None:
+    """A thread's first contact with the GPU is a call, on memory that the pool has ready."""
+    case = varied_cases()["half"]
+    expected = case.on(gpu).forward()
+    on_device = case.on(gpu)  # other addresses: nothing that was kept for them serves
+    with ThreadPoolExecutor(1) as thread:
+        again = thread.submit(on_device.forward).result()
+    assert_same_bits(dict(zip("ol", again, strict=True)), dict(zip("ol", expected, strict=True)))
 
 
 def test_host_time_of_a_call(gpu: Device) -> None:
