@@ -83,7 +83,7 @@ class _BlasThreads:
                     set_(self._before)
 
 
-_BLAS_THREADS = _BlasThreads()
+BLAS_THREADS = _BlasThreads()
 
 
 # Enough for the few shapes of tiles that a call meets again and again.
@@ -160,7 +160,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
                             pass
                     raise
 
-    with _BLAS_THREADS.single() as workers:
+    with BLAS_THREADS.single() as workers:
         others = min(workers, count) - 1 if parallel else 0
         if others <= 0:
             worker()

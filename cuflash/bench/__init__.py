@@ -27,6 +27,7 @@ from cuflash.bench.options import arguments
 from cuflash.bench.report import Result
 from cuflash.bench.suites import SUITES, Grid, cells_of
 from cuflash.bench.timing import Stopwatch
+from cuflash.numpy_threads import BLAS_THREADS
 
 __all__ = ["add_arguments", "run"]
 
@@ -147,7 +148,8 @@ def measure(
 
 def _sample(inputs: Inputs) -> check.Sample:
     given = arguments(inputs)
-    return check.take_sample(inputs, given, *peers.cuflash_results(inputs, given))
+    with BLAS_THREADS.single():  # small products: where cores are shared, threads would wait for each other
+        return check.take_sample(inputs, given, *peers.cuflash_results(inputs, given))
 
 
 def _repeats(call: Any) -> int:
