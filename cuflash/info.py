@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+from types import ModuleType
 from typing import Any
 
 from cuflash import (
@@ -19,7 +20,8 @@ from cuflash import (
     plan_split_backward,
 )
 from cuflash.missing import missing
-from cuflash.plan import Config, key_kernels, plan
+from cuflash.plan import Config, flags_of, key_kernels, plan
+from cuflash.plan_sm90 import OTHER_GPUS
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
@@ -115,14 +117,24 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
     hopper = {
-        "forward on Hopper": plan_split.reason(problem) or plan_sm90.reason(problem),
-        "backward on Hopper": plan_split_backward.reason(problem) or plan_sm90_backward.reason(problem),
+        "forward on Hopper": _on_hopper(problem, plan_split.reason(problem), plan_sm90.reason(problem)),
+        "backward on Hopper": _on_hopper(
+            problem, plan_split_backward.reason(problem), plan_sm90_backward.reason(problem)
+        ),
     }
     mma = {
         "forward on tensor cores": plan_sm80.reason(problem),
         "backward on tensor cores": plan_sm80_backward.reason(problem),
     }
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
+
+
+def _on_hopper(problem: AttentionProblem, of_float32: ModuleType, of_16_bits: ModuleType) -> str:
+    if problem.dtype != "float32":
+        return str(of_16_bits.reason(problem))
+    dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
+    with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
+    return of_float32.reason(problem) or f"{OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
 
 
 def _reason(config: Config) -> Any:

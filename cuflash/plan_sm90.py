@@ -18,6 +18,8 @@ WARPGROUP = 128
 # that are done again, lists of a block mask and tiles of a bias take more of the first.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
+# What runs where these kernels do not: by mma.sync if it can, else the portable ones.
+OTHER_GPUS = "as on other GPUs"
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
@@ -299,11 +301,11 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
 def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on Hopper, and why, in words."""
     if obstacle(problem):
-        return f"the general kernels: {obstacle(problem)}"
+        return f"{OTHER_GPUS}: {obstacle(problem)}"
     config = _config(problem)
     return (
         f"wgmma and TMA (NVRTC from 12.9 on), tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: "
-        f"{config.flags}; the general kernels where an address or a stride of q, k or v is no multiple of 16 bytes"
+        f"{config.flags}; {OTHER_GPUS} where an address or a stride of q, k or v is no multiple of 16 bytes"
     )
 
 

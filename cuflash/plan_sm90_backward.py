@@ -179,11 +179,11 @@ def _config(problem: AttentionProblem) -> Config:
 def reason(problem: AttentionProblem) -> str:
     """What the backward pass takes on Hopper, and why, in words."""
     if obstacle(problem):
-        return f"the general kernels: {obstacle(problem)}"
+        return f"{plan_sm90.OTHER_GPUS}: {obstacle(problem)}"
     config = _config(problem)
     return (
-        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; the "
-        "general kernels where an address or a stride of an input is no multiple of 16 bytes"
+        f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
+        f"{plan_sm90.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
     )
 
 
