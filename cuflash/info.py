@@ -117,10 +117,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
     hopper = {
-        "forward on Hopper": _on_hopper(problem, plan_split.reason(problem), plan_sm90.reason(problem)),
-        "backward on Hopper": _on_hopper(
-            problem, plan_split_backward.reason(problem), plan_sm90_backward.reason(problem)
-        ),
+        "forward on Hopper": _on_hopper(problem, plan_split, plan_sm90),
+        "backward on Hopper": _on_hopper(problem, plan_split_backward, plan_sm90_backward),
     }
     mma = {
         "forward on tensor cores": plan_sm80.reason(problem),
