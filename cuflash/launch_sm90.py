@@ -23,7 +23,7 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 MAP_BYTES = 128
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
-_MAX_MAPS = 256
+MAX_MAPS = 256
 # Launches take counters in turn, so that one is only met again when the launch before it is long over. A captured
 # launch may run at any later time, so it has a counter of its own.
 _NUM_COUNTERS = 1 << 16
@@ -58,7 +58,7 @@ class Persistent(Further):
         addresses = tuple([words[word] for word in self._words])
         maps = self._maps.get(addresses)
         if maps is None:
-            if len(self._maps) >= _MAX_MAPS:
+            if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
             maps = self._maps[addresses] = as_words(
                 [

@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_split_backward
 from cuflash.launch import Further, Kernel, Words, Work
 from cuflash.launch_params import Arrays
-from cuflash.launch_sm90 import MAP_BYTES, TileCounter, as_words
+from cuflash.launch_sm90 import MAP_BYTES, MAX_MAPS, TileCounter, as_words
 from cuflash.params import word_of
 from cuflash.plan_split import HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
@@ -42,8 +42,6 @@ _COLUMN_CLASSES = (64, 128, 256)
 # Factors of a whole tile of keys, which is no larger, are copied, also beyond the last row.
 _FACTOR_ROWS = 128
 _FLOAT_BYTES = 4
-# A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
-_MAX_MAPS = 256
 
 
 class WorkSpace:
@@ -89,7 +87,7 @@ class WorkSpace:
         """Maps of the operands in work space at `address`, for tiles of `boxes` rows."""
         maps = self._maps.get(address)
         if maps is None:
-            if len(self._maps) >= _MAX_MAPS:
+            if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
             maps = self._maps[address] = as_words(
                 [
