@@ -92,16 +92,49 @@ struct FragmentSoftmax {
     return grown;
   }
 
-  // The same for scores of which shift[r] has been left out in row r.
-  __device__ __forceinline__ bool step_shifted(float (&x)[BLOCK_N / 2], float (&rescale)[2], const float (&shift)[2]) {
-    const float before[2] = {reference[0], reference[1]};
-    const float shifted[2] = {before[0] - shift[0], before[1] - shift[1]};
-    reference[0] = shifted[0];
-    reference[1] = shifted[1];
-    const bool grown = step(x, rescale);
+  // The same in two halves, for scores of which shift[r] has been left out in row r, so that weights can be found a few
+  // at a time. First, whether earlier results are to be multiplied.
+  __device__ __forceinline__ bool bound(const float (&x)[BLOCK_N / 2], const float (&shift)[2], float (&rescale)[2]) {
+    float top[2] = {x[0], x[2]};
 #pragma unroll
-    for (int r = 0; r < 2; r++) reference[r] = reference[r] == shifted[r] ? before[r] : reference[r] + shift[r];
+    for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+    const float limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
+    rescale[0] = rescale[1] = 1;
+    const bool grown = __any_sync(ALL_LANES, top[0] > limit[0] || top[1] > limit[1]);
+    if (grown) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float maximum = reduce_row<4>(top[r], [](float a, float b) { return larger(a, b); });
+        if (!(maximum > limit[r])) continue;
+        rescale[r] = ptx::ex2((reference[r] - shift[r] - maximum) * to_base_2);
+        reference[r] = maximum + shift[r];
+        sum[r] *= rescale[r];
+      }
+    }
     return grown;
+  }
+
+  // Then the weights of the thread's elements BEGIN to END - 1: whole groups of four.
+  template <int BEGIN, int END>
+  __device__ __forceinline__ void weigh(float (&x)[BLOCK_N / 2], const float (&shift)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      // Nothing seen yet: weights are 0, not NaN.
+      const float base = reference[r] == -infinity() ? 0 : reference[r] - shift[r];
+      const float offset = base * to_base_2;
+      float row_sum = 0;
+#pragma unroll
+      for (int e = BEGIN + 2 * r; e < END; e += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          float& w = x[e + side];
+          // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
+          w = ptx::ex2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
+          row_sum += w;
+        }
+      }
+      sum[r] += row_sum;
+    }
   }
 
   // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.

@@ -20,6 +20,8 @@ REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 # What runs where these kernels do not: by mma.sync if it can, else the portable ones.
 OTHER_GPUS = "as on other GPUs"
+# A thread's powers come by fours, two of each of its rows.
+_POWERS_AT_ONCE = 4
 # Barriers, the running tiles, and which keys are seen, beside the tiles.
 _SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
@@ -38,11 +40,15 @@ _ELEMENT_BYTES_OF = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, and whether the warpgroups take turns at the tensor cores."""
+    """Queries and keys of a tile, and whether the warpgroups take turns at the tensor cores.
+
+    Of the powers of a step, `early_eighths` are taken before the last product with values is waited for.
+    """
 
     block_m: int
     block_n: int
     ping_pong: bool = True
+    early_eighths: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ FORWARD = (
     Row(
         96,
         96,
-        Tile(128, 128),
-        Tile(128, 128),
+        Tile(128, 128, early_eighths=2),
+        Tile(128, 128, early_eighths=2),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
@@ -92,20 +98,20 @@ FORWARD = (
     Row(
         128,
         128,
-        Tile(128, 128),
-        Tile(128, 128),
+        Tile(128, 128, early_eighths=2),
+        Tile(128, 128, early_eighths=2),
         Tile(128, 176),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
-        many_keys=Tile(128, 176),
+        many_keys=Tile(128, 176, early_eighths=2),
     ),
     Row(
         192,
         128,
-        Tile(128, 128),
-        Tile(128, 128),
+        Tile(128, 128, early_eighths=2),
+        Tile(128, 128, early_eighths=2),
         Tile(128, 96),
         Tile(128, 96),
         Tile(128, 96),
@@ -126,8 +132,8 @@ FORWARD = (
     Row(
         256,
         256,
-        Tile(128, 64),
-        Tile(128, 64),
+        Tile(128, 64, early_eighths=4),
+        Tile(128, 64, early_eighths=4),
         Tile(128, 48),
         Tile(128, 32),
         Tile(128, 32),
@@ -152,6 +158,7 @@ class Config(KernelConfig):
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
+    early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     plain_scores: bool  # before alibi a score is a product of q and k times a positive scale
 
@@ -219,6 +226,7 @@ def forward_config(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
+        early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=smem_bytes,

@@ -1,5 +1,6 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
-// CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after tile.
+// another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
+// tile.
 #include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
 #include "bias_tile.cuh"
@@ -24,14 +25,16 @@ struct SharedStorage {
   SeenKeys seen;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+constexpr bool HAS_OPTIONS = HIDES_ANYWHERE || HAS_SOFTCAP || HAS_ALIBI || HAS_DROPOUT;
+static_assert(EARLY_POWERS == 0 || !HAS_DROPOUT, "early powers are not dropped");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
-  Ring<WORK_STAGES, sizeof(GivenWork)> work;
-  Ring<QUERY_STAGES, Q_BYTES> q;
-  Ring<STAGES, K_BYTES> k;
-  Ring<STAGES, V_BYTES> v;
-  Ring<BIAS_STAGES, BIAS_BYTES> bias;
+  Ring<WORK_STAGES, sizeof(GivenWork), true> work;
+  Ring<QUERY_STAGES, Q_BYTES, true> q;
+  Ring<STAGES, K_BYTES, true> k;
+  Ring<STAGES, V_BYTES, true> v;
+  Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
 
   __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
@@ -53,37 +56,10 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
   ring.advance();
 }
 
-// The loading thread.
-struct Loader {
-  const AttentionParams& p;
-  SharedStorage& shared;
-  Rings rings;
-  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
-
-  __device__ __forceinline__ void load_all() {
-    const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
-    u32 index = blockIdx.x;
-    // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
-    int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
-    while (index < total || looks-- > 0) {
-      PartialWork work = {{{}, 0, NO_WORK}, 0};
-      const bool is_tile = index < total;
-      u32 ticket = 0;
-      if (is_tile) {
-        ticket = take_ticket(p);  // on its way while this tile is loaded
-        work = {work_at(p, index / parts), static_cast<int>(index % parts)};
-      }
-      if (!is_tile || work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
-      if (is_tile) index = index_of_ticket(p, ticket, index, total);
-    }
-    rings.work.acquire();
-    shared.work[rings.work.stage].tile = NO_TILE;
-    rings.work.publish();
-  }
-
- private:
+// The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
+__device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
   // The tile, behind those that come round again to the stage that it takes.
-  __device__ __forceinline__ void hand_on(const PartialWork& work) {
+  const auto hand_on = [&](const PartialWork& work) {
     bool careful;
     do {
       rings.work.acquire();
@@ -92,20 +68,51 @@ struct Loader {
       GivenWork& given = shared.work[rings.work.stage];
       if (!careful) given = {work};
       given.careful = careful;
-      give(given);
+      if (HAS_BLOCK_MASK && given.tile >= 0) given.empty = blocks_of_part(p, given).done();
+      rings.work.publish();
     } while (careful);
+  };
+  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
+  u32 index = blockIdx.x;
+  // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
+  int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
+  while (index < total || looks-- > 0) {
+    if (index >= total) {
+      hand_on({{{}, 0, NO_WORK}, 0});
+      continue;
+    }
+    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
+    if (work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
+    rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
+    index = next_index(p, index, total);
+  }
+  rings.work.acquire();
+  shared.work[rings.work.stage].tile = NO_TILE;
+  rings.work.publish();
+}
+
+// The loading thread.
+struct Loader {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings rings;
+  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
+
+  __device__ __forceinline__ void load_all() {
+    while (true) {
+      rings.work.wait();
+      const GivenWork& work = shared.work[rings.work.stage];
+      if (work.tile == NO_TILE) break;
+      if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
+      rings.work.release();
+    }
   }
 
+ private:
   // Tiles come in the order of their use: the next keys before the values of the current ones.
-  __device__ __forceinline__ void give(GivenWork& work) {
+  __device__ __forceinline__ void load_tile(const GivenWork& work) {
     const Sequence& s = work.sequence;
-    if (work.tile == NO_WORK) {
-      rings.work.publish();
-      return;
-    }
     Blocks blocks = blocks_of_part(p, work);
-    work.empty = blocks.done();
-    rings.work.publish();
     const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row_k = static_cast<int>(s.row_k);
@@ -153,6 +160,9 @@ struct Loader {
 __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
+  // From double once, if there is a register for it: else the compiler does so for each tile, and more than once.
+  float scale = static_cast<float>(p.softmax_scale);
+  if constexpr (!HAS_OPTIONS) ptx::keep(scale);
   while (true) {
     rings.work.wait();
     const GivenWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
@@ -165,7 +175,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const UnitFragment scores(p, s, work.head);
+    const UnitFragment scores(p, s, work.head, scale);
     hidden.begin(p, s, scores.mask);
     FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
@@ -213,10 +223,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           next_masked = needs_mask();
         }
       };
-      // From the first scores to the weights of their values.
-      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, bool careful) {
+      // From products to scores in bounds.
+      const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked, bool careful) {
         if constexpr (HAS_BIAS_TILES) rings.bias.wait();
-        float shift[2];
         scores.apply(x, shift, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
           if constexpr (HAS_BIAS_TILES) {
             add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), p.bias.row_stride == 0,
@@ -228,13 +237,15 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           }
         });
         if (careful) hidden.find(x);
-        const bool grown = HAS_ALIBI ? softmax.step_shifted(x, rescale, shift) : softmax.step(x, rescale);
-        scores.drop(x, row, first_key);
-        return grown;
+        return softmax.bound(x, shift, rescale);
+      };
+      const auto finish_values = [&] {
+        ptx::wgmma_wait_group<0>();
+        keep(out);
       };
       // The next scores beside the product of the last weights and their values.
       const auto step = [&](bool masked, bool careful) {
-        float x[BLOCK_N / 2];
+        float x[BLOCK_N / 2], shift[2] = {0, 0};
         const int first_key = blocks.block * BLOCK_N;
         if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
@@ -247,17 +258,33 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
-        const bool grown = weigh(x, first_key, masked, careful);
-        ptx::wgmma_wait_group<0>();
-        keep(out);
-        rings.v.release();
-        pack(weights, x);
-        if (grown) rescale_rows(out, rescale);
+        const bool grown = bound(x, shift, first_key, masked, careful);
+        if constexpr (EARLY_POWERS > 0) {
+          // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
+          softmax.weigh<0, EARLY_POWERS>(x, shift);
+#pragma unroll
+          for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
+          if (grown) {
+            finish_values();
+            rescale_rows(out, rescale);
+          }
+          finish_values();
+          rings.v.release();
+          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift);
+          pack(weights, x);
+        } else {
+          softmax.weigh<0, BLOCK_N / 2>(x, shift);
+          scores.drop(x, row, first_key);
+          finish_values();
+          rings.v.release();
+          pack(weights, x);
+          if (grown) rescale_rows(out, rescale);
+        }
         if (masked) hidden.clear(rings.v, first_key, careful);
       };
 
       {
-        float x[BLOCK_N / 2];
+        float x[BLOCK_N / 2], shift[2] = {0, 0};
         blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
@@ -270,18 +297,21 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
-        weigh(x, first_key, masked, careful);
+        bound(x, shift, first_key, masked, careful);
+        softmax.weigh<0, BLOCK_N / 2>(x, shift);
+        scores.drop(x, row, first_key);
         pack(weights, x);
         if (masked) hidden.clear(rings.v, first_key, careful);
       }
-      // Copies of the step, so that the common ones are short.
+      // Copies of the step, so that the common ones are short; the commonest has a loop of its own.
       while (!last) {
         if (careful) {
           step(true, true);
         } else if (next_masked) {
           step(true, false);
         } else {
-          step(false, false);
+          do step(false, false);
+          while (!HAS_OPTIONS && !last && !next_masked);
         }
       }
       rings.v.wait();
@@ -335,7 +365,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
     constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
-    shared.work_barriers.init(WARPS);
+    shared.work_barriers.init(WARPS + 1);
     shared.q_barriers.init(WARPS);
     shared.k_barriers.init(WARPS);
     shared.v_barriers.init(WARPS);
@@ -350,6 +380,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == CONSUMERS * WARPGROUP) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map}.load_all();
+    if (threadIdx.x == CONSUMERS * WARPGROUP + WARP) schedule_tiles(p, shared, rings);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     attend(p, shared, rings, warpgroup);

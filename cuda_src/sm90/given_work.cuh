@@ -1,10 +1,10 @@
-// What the loading thread hands to the warpgroups with a tile, and with each tile of its keys.
+// What the warpgroups are handed with a tile, and with each tile of its keys.
 #pragma once
 #include "parts.cuh"
 #include "schedule.cuh"
 
-// What the loading thread hands on: a tile, whether any key is visible to it, and whether it is done again carefully
-// (hidden_values.cuh).
+// What the scheduling thread hands on: a tile, whether no key is visible to it (told with a block mask), and whether
+// it is done again carefully (hidden_values.cuh).
 struct GivenWork : PartialWork {
   bool empty = true, careful = false;
 };

@@ -25,8 +25,9 @@ struct RingBarriers {
   }
 };
 
-// One side's walk around a ring; both sides visit the buffers in the same order.
-template <int STAGES, u32 BYTES>
+// One side's walk around a ring; both sides visit the buffers in the same order. HURRIED: two buffers change without a
+// comparison, where steps wait for it.
+template <int STAGES, u32 BYTES, bool HURRIED = false>
 struct Ring {
   static constexpr u32 SIZE = BYTES;
   u32 buffers, full_barriers, empty_barriers;
@@ -41,6 +42,11 @@ struct Ring {
   __device__ __forceinline__ u32 full() const { return full_barriers + stage * 8; }
 
   __device__ __forceinline__ void advance() {
+    if constexpr (HURRIED && STAGES == 2) {
+      phase ^= stage;
+      stage ^= 1;
+      return;
+    }
     if constexpr (STAGES > 1) {
       if (++stage < STAGES) return;
       stage = 0;

@@ -1,4 +1,4 @@
-// Which tiles a persistent thread block computes: its loading thread takes them one after the other and hands them on.
+// Which tiles a persistent thread block computes: one of its threads takes them one after the other and hands them on.
 #pragma once
 #include "../sequence.cuh"
 #include "pipeline.cuh"

@@ -24,8 +24,8 @@ struct UnitFragment : ScoreFragment {
   const int& head;
   UnitScore units;
 
-  __device__ __forceinline__ UnitFragment(const AttentionParams& p, const Sequence& s, const int& head)
-      : ScoreFragment(p, s, head), p(p), s(s), head(head), units(score) {}
+  __device__ __forceinline__ UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, float scale)
+      : ScoreFragment(p, s, head), p(p), s(s), head(head), units(with_scale(score, scale)) {}
 
   // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
   template <class AnyBlocks>
@@ -102,6 +102,11 @@ struct UnitFragment : ScoreFragment {
   }
 
  private:
+  static __device__ __forceinline__ Score with_scale(Score score, float scale) {
+    score.scale = scale;
+    return score;
+  }
+
   static constexpr bool SCARCE = HEAD_DIM_V > 128;  // registers: then nothing is held that can be found anew
 
   __device__ __forceinline__ Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
