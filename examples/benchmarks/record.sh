@@ -15,7 +15,10 @@ case $part in
 forward) bench --direction forward --peers cuflash fa3 cudnn --budget-ms 12 ;;
 backward_full) bench --direction backward --mask full --peers cuflash fa3 cudnn --budget-ms 12 ;;
 backward_causal) bench --direction backward --mask causal --peers cuflash fa3 cudnn --budget-ms 12 ;;
-fp16) bench --dtype float16 --peers cuflash fa3 --budget-ms 6 ;;
+fp16)
+    part=fp16_forward bench --dtype float16 --direction forward --peers cuflash fa3 cudnn --budget-ms 8
+    part=fp16_backward bench --dtype float16 --direction backward --peers cuflash fa3 --budget-ms 8
+    ;;
 mma) CUFLASH_WITHOUT_WGMMA=1 bench --peers cuflash flash --budget-ms 8 ;;
 options) bench --suite options dbias --head-dim 128 --peers cuflash plain ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
