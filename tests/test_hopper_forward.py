@@ -122,6 +122,10 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"kv_lengths": np.array([120, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
     ),
     "dropout": (None, {"dropout_p": 0.3, "dropout_seed": 1234567890123}),
+    "dropout, lengths": (
+        slice(140, 200),
+        {"dropout_p": 0.5, "dropout_seed": 9, "kv_lengths": np.array([140, 0], np.int32), "window": (60, 30)},
+    ),
 }
 
 
@@ -131,9 +135,21 @@ def test_options(place: Device, name: str) -> None:
     both(place, *inputs(64, 64), hidden=hidden, **options)
 
 
-def test_block_mask(place: Device) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window": (70, 40), "alibi_slopes": np.array([0.5, 0.01, -0.3, 0], np.float32)}],
+    ids=str,
+)
+def test_block_mask(place: Device, options: dict[str, Any]) -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
-    both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)
+    both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK, block_mask=block_mask, **options)
+
+
+def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
+    q, k, v = normal(1, 300, 2, 64), normal(1, 700, 2, 64), normal(1, 700, 2, 64)
+    blocks = RNG.random((3, 6)) < 0.4
+    block_mask = cuflash.BlockMask.from_blocks(blocks, 300, 700, block_size=(128, 128))
+    both(place, q, k, v, block_mask=block_mask, kv_lengths=np.array([690], np.int32))
 
 
 def test_strides(place: Device) -> None:
