@@ -27,6 +27,7 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     next(filter(None, (family(work) for family in _FORWARD)))
+    work.recording.end()
     return work.recording
 
 
@@ -53,4 +54,5 @@ def backward(
         launch_portable.delta(work, work.arrays | of_lse)
         rest = grads
     launch_portable.gradients(work, rest)
+    work.recording.end()
     return work.recording

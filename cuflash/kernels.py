@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash import tensor_map
+from cuflash.capture import capture_of
 from cuflash.config import FLAGS
 from cuflash.params import layout_asserts
 
@@ -66,8 +67,8 @@ class Device(Protocol):
     ) -> Array:
         """Describe an array for TMA: `tensor_map.encode`."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised array in C order."""
+    def empty(self, shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Array:
+        """An uninitialised array in C order, in `memory` of `scratch` if that is given."""
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
@@ -81,8 +82,8 @@ class Device(Protocol):
     def stream(self) -> int:
         """Handle of the current stream."""
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream's work goes into a graph."""
+    def capture(self, stream: int) -> int:
+        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
 
     @property
     def namespace(self) -> Any:
@@ -150,9 +151,12 @@ class CupyDevice:
         """Handle of the current stream."""
         return self._current_stream(self.index).ptr
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream's work goes into a graph; never that of the legacy default stream, whose handle is 0."""
-        return stream != 0 and self._is_capturing(stream)
+    def capture(self, stream: int) -> int:
+        """A number of the capture into a graph that a stream's work goes to; 0 if there is none.
+
+        The legacy default stream, whose handle is 0, is never captured.
+        """
+        return capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
 
 class CupyKernel:

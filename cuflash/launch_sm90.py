@@ -207,14 +207,14 @@ class _Counters:
         if xp is not np:
             # Once per process and device: other streams may use the zeros, too.
             xp.cuda.get_current_stream().synchronize()
-        self._is_capturing = device.is_capturing
+        self._capture = device.capture
         self._address = device.pointer(self._array)
         self._launches = count()
         self._captured = count()
 
     def next(self, stream: int) -> int:
         """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
-        if self._is_capturing(stream):
+        if self._capture(stream):
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 4 * (_NUM_COUNTERS + number)
         return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)

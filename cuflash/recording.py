@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cuflash import capture
 from cuflash.kernels import Device
 from cuflash.tensor_map import ALIGNMENT
 
 Array = Any
 Addresses = list[int]
-# Scratch memory of captured calls: a graph may run at any later time.
-_captured: list[Any] = []
 # Where the GPU path runs on NumPy arrays: the tests' device.
 host_device: Device | None = None
 _VALUES = (bool, int, float, str, type(None))
@@ -111,15 +111,21 @@ class Repeat:
         stream = device.stream()
         # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
         scratch = []
+        captured = self._scratch_sizes and device.capture(stream)
         for size in self._scratch_sizes:
-            address, memory = device.scratch(size)
-            addresses.append(address)
-            scratch.append(memory)
-        if scratch and device.is_capturing(stream):
-            _captured.append(scratch)
+            if captured:
+                block = capture.take(captured, stream, size, device.scratch)
+                addresses.append(block.address)
+                scratch.append(block)
+            else:
+                address, memory = device.scratch(size)
+                addresses.append(address)
+                scratch.append(memory)
         for launch, places in self._steps:
             launch.enqueue(addresses, places, None, stream)
         # Later work of the same stream may have the scratch memory from here on.
+        if captured:
+            capture.give_back(captured, stream, scratch)
         return results
 
 
@@ -160,16 +166,26 @@ class Recording:
         self._device = device
         self._stream = stream
         self._arrays = arrays
+        self._capture = device.capture(stream)
+        self._blocks: list[capture.Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
-        scratch = self._device.empty(shape, dtype)
-        if self._device.is_capturing(self._stream):
-            _captured.append(scratch)
+        if self._capture:
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            self._blocks.append(capture.take(self._capture, self._stream, size, self._device.scratch))
+            scratch = self._device.empty(shape, dtype, self._blocks[-1].memory)
+        else:
+            scratch = self._device.empty(shape, dtype)
         self._scratch.append(scratch)
         return scratch
+
+    def end(self) -> None:
+        """Every launch is enqueued: others may have the scratch memory."""
+        if self._capture:
+            capture.give_back(self._capture, self._stream, self._blocks)
 
     def add(self, launch: Launch, arrays: dict[str, Array]) -> None:
         """Note a launch."""

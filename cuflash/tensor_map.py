@@ -24,7 +24,8 @@ _MAP_ALIGNMENT = 64
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's own library."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
@@ -56,7 +57,7 @@ def encode(
     rank = len(extents)
     buffer = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     encoded = buffer[-buffer.ctypes.data % _MAP_ALIGNMENT :][:_MAP_BYTES]
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.ctypes.data),
         _DATA_TYPES[dtype],
         rank,

@@ -147,6 +147,31 @@ def test_graph_capture_and_replay(gpu: Device, stream: Any, name: str) -> None:
     assert not same_bits(first[0], second[0]), "the replay did not see the new contents"
 
 
+def test_scratch_memory_of_a_graph_is_its_own(gpu: Device, stream: Any) -> None:
+    """After one warm-up many calls are captured; what is allocated later survives the replay."""
+    cupy.get_default_memory_pool().free_all_blocks()
+    bound = gaussian_case(1, "float16", (100, 130), dims=(64, 64)).on(gpu)
+    q, k, v = bound.qkv
+
+    def run() -> list[Any]:
+        chained = [q]
+        for _ in range(5):
+            out, backward = cuflash.attention_vjp(chained[-1], k, v)
+            chained += [out, backward(out)[0]]
+        return chained
+
+    expected = [cupy.asnumpy(x) for x in run()]
+    stream.begin_capture()
+    captured = run()
+    graph = stream.end_capture()
+    sizes = [2**n for n in range(9, 22)] * 8
+    others = [cupy.full(size, 7, np.uint8) for size in sizes]
+    graph.launch(stream)
+    stream.synchronize()
+    assert all((x == 7).all() for x in others)
+    assert all(np.allclose(cupy.asnumpy(x), y, atol=1e-2) for x, y in zip(captured, expected, strict=True))
+
+
 @every_case
 def test_work_waits_for_its_stream_and_the_host_does_not(
     gpu: Device, stream: Any, delay: Callable[[], None], name: str

@@ -259,9 +259,9 @@ class CpuDevice:
         """The only one."""
         return 0
 
-    def is_capturing(self, stream: int) -> bool:
-        """Never: there are no graphs."""
-        return False
+    def capture(self, stream: int) -> int:
+        """None: there are no graphs."""
+        return 0
 
 
 class CpuKernel:
