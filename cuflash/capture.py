@@ -1,4 +1,4 @@
-"""Scratch memory of calls that are captured into a graph: nobody else may ever have it, as the graph runs at any time."""
+"""Scratch memory of calls that are captured into a graph: nobody else may have it, as the graph runs at any time."""
 
 from __future__ import annotations
 
