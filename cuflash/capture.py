@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,16 +25,19 @@ class Block(NamedTuple):
 _free: dict[tuple[int, int], list[Block]] = {}
 
 
-def take(capture: int, stream: int, size: int, allocate: Any) -> Block:
-    """A block of at least `size` bytes for a call that is captured; `allocate(size)` gives address and memory."""
+def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
+    """A block of at least `size` bytes for a call that is captured.
+
+    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left, and
+    that is for arrays of the caller.
+    """
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]
     if fitting:
-        block = min(fitting)
+        block = min(fitting, key=lambda block: block.size)
         free.remove(block)
         return block
-    with _allocations_allowed():
-        return Block(size, *allocate(size))
+    return Block(size, *allocate(size))
 
 
 def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
@@ -55,7 +58,8 @@ def capture_of(stream: int) -> int:
 
 
 @contextmanager
-def _allocations_allowed() -> Iterator[None]:
+def allocations_allowed() -> Iterator[None]:
+    """Let this thread allocate memory while streams are captured."""
     mode = ctypes.c_int(_RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:

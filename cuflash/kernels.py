@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash import tensor_map
-from cuflash.capture import capture_of
+from cuflash.capture import allocations_allowed, capture_of
 from cuflash.config import FLAGS
 from cuflash.params import layout_asserts
 
@@ -72,6 +72,9 @@ class Device(Protocol):
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
+
+    def lasting(self, size: int) -> tuple[int, Any]:
+        """The same for memory that is no pool's, also while a stream is captured."""
 
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
@@ -137,6 +140,13 @@ class CupyDevice:
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them."""
         memory = self._alloc(size)
+        return memory.ptr, memory
+
+    def lasting(self, size: int) -> tuple[int, Any]:
+        """The same for memory that is no pool's, also while a stream is captured."""
+        cuda = self.namespace.cuda
+        with allocations_allowed():
+            memory = cuda.MemoryPointer(cuda.Memory(size), 0)
         return memory.ptr, memory
 
     def pointer(self, x: Array) -> int:

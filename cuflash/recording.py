@@ -114,7 +114,7 @@ class Repeat:
         captured = self._scratch_sizes and device.capture(stream)
         for size in self._scratch_sizes:
             if captured:
-                block = capture.take(captured, stream, size, device.scratch)
+                block = capture.take(captured, stream, size, device.lasting)
                 addresses.append(block.address)
                 scratch.append(block)
             else:
@@ -175,7 +175,7 @@ class Recording:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
         if self._capture:
             size = math.prod(shape) * np.dtype(dtype).itemsize
-            self._blocks.append(capture.take(self._capture, self._stream, size, self._device.scratch))
+            self._blocks.append(capture.take(self._capture, self._stream, size, self._device.lasting))
             scratch = self._device.empty(shape, dtype, self._blocks[-1].memory)
         else:
             scratch = self._device.empty(shape, dtype)

@@ -92,6 +92,8 @@ class _HostDevice:
     def scratch(size: int) -> tuple[int, Array]:
         return 0, np.empty(size, np.uint8)
 
+    lasting = scratch
+
     @staticmethod
     def pointer(x: Array) -> int:
         return x.__array_interface__["data"][0]

@@ -247,6 +247,8 @@ class CpuDevice:
         memory = np.empty(size + _SCRATCH_ALIGNMENT, np.uint8)
         return memory.ctypes.data + -memory.ctypes.data % _SCRATCH_ALIGNMENT, memory
 
+    lasting = scratch
+
     def pointer(self, x: np.ndarray[Any, Any]) -> int:
         """Address of an array's first element."""
         return x.ctypes.data
