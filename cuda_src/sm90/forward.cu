@@ -160,7 +160,7 @@ struct Loader {
 __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
-  // From double once, if there is a register for it: else the compiler does so for each tile, and more than once.
+  // From double once, not for each tile as the compiler would. With options there is no register to hold it.
   float scale = static_cast<float>(p.softmax_scale);
   if constexpr (!HAS_OPTIONS) ptx::keep(scale);
   while (true) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const UnitFragment scores(p, s, work.head, scale);
+    const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
     hidden.begin(p, s, scores.mask);
     FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
