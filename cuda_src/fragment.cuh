@@ -27,3 +27,14 @@ __device__ __forceinline__ void pack(u32 (&pairs)[N / 2], const float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) pairs[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
 }
+
+// Marks the keys of a masked tile that some query sees: x are their scores.
+template <int N>
+__device__ __forceinline__ void mark_seen(u8* seen, const Accum (&x)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
+      seen[fragment_column() + column_offset(e)] = 1;
+    }
+  }
+}

@@ -23,7 +23,7 @@ struct ScoreFragment {
   }
 
   // Turns products into scores, -inf where hidden.
-  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+  __device__ __forceinline__ void apply(Accum (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
     const int column = first_key + fragment_column();
     if constexpr (!PLAIN_SCORES) {
 #pragma unroll
@@ -53,7 +53,7 @@ struct ScoreFragment {
     }
   }
 
-  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
+  __device__ __forceinline__ void drop(Accum (&weights)[BLOCK_N / 2], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
 #pragma unroll
       for (int e = 0; e < BLOCK_N / 2; e += 8) {
@@ -70,14 +70,3 @@ struct ScoreFragment {
     }
   }
 };
-
-// Marks the keys of a masked tile that some query sees: x are their scores.
-template <int N>
-__device__ __forceinline__ void mark_seen(u8* seen, const float (&x)[N]) {
-#pragma unroll
-  for (int e = 0; e < N; e++) {
-    if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {
-      seen[fragment_column() + column_offset(e)] = 1;
-    }
-  }
-}

@@ -11,11 +11,11 @@ constexpr float MAX_GROWTH = 8;
 
 // The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
 // value row.
-__device__ __forceinline__ void finish_row(float top, float sum, float sink, float& inverse, float& lse) {
-  float total = reduce_row<4>(sum, [](float a, float b) { return a + b; });
-  float own = 1;
+__device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
+  Accum total = reduce_row<4>(sum, [](Accum a, Accum b) { return a + b; });
+  Accum own = 1;
   if (sink != -infinity()) {
-    const float seen = top;
+    const Accum seen = top;
     top = larger(seen, sink);
     own = seen == -infinity() ? 0 : weight(seen, top);
     total = (total == 0 ? 0 : total * own) + (sink == top ? 1 : weight(sink, top));
@@ -24,15 +24,22 @@ __device__ __forceinline__ void finish_row(float top, float sum, float sink, flo
   lse = total == 0 ? -infinity() : top + log_e(total);
 }
 
+__device__ __forceinline__ float power_of_2(float x) { return ptx::ex2(x); }
+__device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
+
+// A bias may be finfo.min, whose product with log2(e) overflows; and inputs of more than 16 bits deserve weights as
+// exact as the difference.
+constexpr bool SUBTRACTS_FIRST = HAS_BIAS || sizeof(Element) > 2;
+
 struct FragmentSoftmax {
-  float to_natural, to_base_2;  // factors of a score
+  Accum to_natural, to_base_2;  // factors of a score
   // The reference of a row is a maximum that it once had; its scores may exceed it by `room`.
-  float room, reference[2], sum[2];
+  Accum room, reference[2], sum[2];
 
   FragmentSoftmax() = default;  // for arrays
 
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
-  __device__ __forceinline__ FragmentSoftmax(float scale)
+  __device__ __forceinline__ FragmentSoftmax(Accum scale)
       : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(MAX_GROWTH / to_base_2) {
     reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
@@ -46,7 +53,7 @@ struct FragmentSoftmax {
   }
 
   // Of scores in units.
-  static __device__ __forceinline__ FragmentSoftmax in_units(float unit) {
+  static __device__ __forceinline__ FragmentSoftmax in_units(Accum unit) {
     FragmentSoftmax softmax(unit);
     softmax.to_natural = unit;
     softmax.to_base_2 = unit * LOG2_E;
@@ -56,8 +63,8 @@ struct FragmentSoftmax {
 
   // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
   // stay in bounds, as most do, needs no maximum of a whole row.
-  __device__ __forceinline__ bool step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
-    float top[2] = {x[0], x[2]};
+  __device__ __forceinline__ bool step(Accum (&x)[BLOCK_N / 2], Accum (&rescale)[2]) {
+    Accum top[2] = {x[0], x[2]};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
     rescale[0] = rescale[1] = 1;
@@ -65,25 +72,24 @@ struct FragmentSoftmax {
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float maximum = reduce_row<4>(top[r], [](float a, float b) { return larger(a, b); });
+        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
         if (!(maximum > reference[r] + room)) continue;
-        rescale[r] = ptx::ex2((reference[r] - maximum) * to_base_2);
+        rescale[r] = power_of_2((reference[r] - maximum) * to_base_2);
         reference[r] = maximum;
         sum[r] *= rescale[r];
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
-      const float offset = base * to_base_2;
-      float row_sum = 0;
+      const Accum base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
+      const Accum offset = base * to_base_2;
+      Accum row_sum = 0;
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-          float& w = x[e + side];
-          // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
-          w = ptx::ex2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
+          Accum& w = x[e + side];
+          w = power_of_2(SUBTRACTS_FIRST ? (w - base) * (PLAIN_SCORES ? to_base_2 : LOG2_E) : w * to_base_2 - offset);
           row_sum += w;
         }
       }
@@ -94,19 +100,19 @@ struct FragmentSoftmax {
 
   // The same in two halves, for scores of which shift[r] has been left out in row r, so that weights can be found a few
   // at a time. First, whether earlier results are to be multiplied.
-  __device__ __forceinline__ bool bound(const float (&x)[BLOCK_N / 2], const float (&shift)[2], float (&rescale)[2]) {
-    float top[2] = {x[0], x[2]};
+  __device__ __forceinline__ bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
+    Accum top[2] = {x[0], x[2]};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
-    const float limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
+    const Accum limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
     rescale[0] = rescale[1] = 1;
     const bool grown = __any_sync(ALL_LANES, top[0] > limit[0] || top[1] > limit[1]);
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float maximum = reduce_row<4>(top[r], [](float a, float b) { return larger(a, b); });
+        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
         if (!(maximum > limit[r])) continue;
-        rescale[r] = ptx::ex2((reference[r] - shift[r] - maximum) * to_base_2);
+        rescale[r] = power_of_2((reference[r] - shift[r] - maximum) * to_base_2);
         reference[r] = maximum + shift[r];
         sum[r] *= rescale[r];
       }
@@ -116,20 +122,20 @@ struct FragmentSoftmax {
 
   // Then the weights of the thread's elements BEGIN to END - 1: whole groups of four.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void weigh(float (&x)[BLOCK_N / 2], const float (&shift)[2]) {
+  __device__ __forceinline__ void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       // Nothing seen yet: weights are 0, not NaN.
-      const float base = reference[r] == -infinity() ? 0 : reference[r] - shift[r];
-      const float offset = base * to_base_2;
-      float row_sum = 0;
+      const Accum base = reference[r] == -infinity() ? 0 : reference[r] - shift[r];
+      const Accum offset = base * to_base_2;
+      Accum row_sum = 0;
 #pragma unroll
       for (int e = BEGIN + 2 * r; e < END; e += 4) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-          float& w = x[e + side];
+          Accum& w = x[e + side];
           // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
-          w = ptx::ex2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
+          w = power_of_2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
           row_sum += w;
         }
       }
@@ -138,14 +144,14 @@ struct FragmentSoftmax {
   }
 
   // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
-  __device__ __forceinline__ void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
+  __device__ __forceinline__ void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
 };
 
 template <int N>
-__device__ __forceinline__ void rescale_rows(float (&out)[N], const float (&rescale)[2]) {
+__device__ __forceinline__ void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
 #pragma unroll
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }

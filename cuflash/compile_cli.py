@@ -19,6 +19,7 @@ from cuflash import (
     plan_sm90_backward,
     plan_split,
     plan_split_backward,
+    plan_wide,
 )
 from cuflash.plan import KERNEL_FILES, PORTABLE, Config, capability_of, function_of, smem_limit, table
 from cuflash.problem import DTYPES
@@ -31,6 +32,7 @@ AnyConfig = (
     | plan_sm90_backward.Config
     | plan_split.Config
     | plan_split_backward.Config
+    | plan_wide.Config
 )
 
 
@@ -58,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 *(c.entry for c, _ in _hopper_table()),
                 *plan_sm80.ENTRIES,
                 plan_sm80_backward.MAIN,
+                plan_wide.FORWARD_ENTRY,
+                plan_wide.DQ,
+                *plan_wide.KEY_KERNELS,
                 *(k for k, *_ in PORTABLE),
             }
         ),
@@ -93,6 +98,7 @@ def configs(args: argparse.Namespace, capability: tuple[int, int], limit: int, h
     mma: list[tuple[AnyConfig, str]] = [
         *plan_sm80.table(capability, limit),
         *plan_sm80_backward.table(capability, limit),
+        *plan_wide.table(capability, limit),
     ]
     for config, dtype in (*table(limit), *mma, *(_hopper_table() if has_wgmma else ())):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):

@@ -18,6 +18,7 @@ from cuflash import (
     plan_sm90_backward,
     plan_split,
     plan_split_backward,
+    plan_wide,
 )
 from cuflash.missing import missing
 from cuflash.plan import Config, flags_of, key_kernels, plan
@@ -121,8 +122,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "backward on Hopper": _on_hopper(problem, plan_split_backward, plan_sm90_backward),
     }
     mma = {
-        "forward on tensor cores": plan_sm80.reason(problem),
-        "backward on tensor cores": plan_sm80_backward.reason(problem),
+        "forward on tensor cores": plan_wide.reason(problem) or plan_sm80.reason(problem),
+        "backward on tensor cores": plan_wide.reason(problem) or plan_sm80_backward.reason(problem),
     }
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 

@@ -141,6 +141,11 @@ KERNEL_FILES = {
     "backward_sm90_dq": "sm90/backward_dq",
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/forward",
+    "forward_wide": "sm80/wide_forward",
+    "wide_dq": "sm80/wide_backward",
+    "wide_dkv": "sm80/wide_backward",
+    "wide_dk": "sm80/wide_backward",
+    "wide_dv": "sm80/wide_backward",
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
     "backward_sm80_dq": "sm80/backward_dq",
@@ -159,6 +164,10 @@ def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
     if KERNEL_FILES.get(entry) == "sm90/split_backward":
         return "split_backward"
+    if entry == "forward_wide":
+        return "forward_sm80"
+    if KERNEL_FILES.get(entry) == "sm80/wide_backward":
+        return "backward_wide"
     return "backward_dkv" if entry in KEY_KERNELS else entry
 
 

@@ -17,7 +17,7 @@ SMEM_BESIDE_TILES = 256
 # What the driver takes of a multiprocessor's shared memory for each thread block.
 RESERVED_SMEM = 1024
 # Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
-_PLAIN_SCALES = (2.0**-64, 2.0**64)
+PLAIN_SCALES = (2.0**-64, 2.0**64)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     if problem.dtype not in dtypes(capability):
         return None
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    low, high = _PLAIN_SCALES
+    low, high = PLAIN_SCALES
     plain_scores = low <= problem.softmax_scale <= high
     return forward_config(
         row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, plain_scores, aligned

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward
+from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.config import FLAGS
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
@@ -79,6 +79,20 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
             assert report.spill_bytes == 0, f"{arch} {config}"
             assert not report.warnings, f"{arch} {config}: {report.warnings}"
             assert config.smem_bytes <= limit, f"{arch} {config}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", sorted({row.head_dim for rows in plan_wide.FORWARD.values() for row in rows}))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim: int) -> None:
+    limit = plan.smem_limit(arch)
+    for config, _ in plan_wide.table(plan.capability_of(arch), limit):
+        if config.head_dim != head_dim or len(config.flags.split(", ")) not in (1, len(FLAGS)):
+            continue
+        report = kernels.compile_for(arch, source(config), config.entry)
+        assert report.spill_bytes == 0, f"{arch} {config}"
+        assert not report.warnings, f"{arch} {config}: {report.warnings}"
+        assert config.smem_bytes <= limit, f"{arch} {config}"
 
 
 @needs_compiler

@@ -113,6 +113,15 @@ __device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double 
                : "+d"(d[0]), "+d"(d[1])
                : "d"(a), "d"(b));
 }
+// 16 x 8 times 8 x 8: with a[0], a[1] of rows g and g + 8, column t, a[2], a[3] the same at column t + 4, b[0] row t of
+// column g, b[1] row t + 4, d as above. sm_90.
+__device__ __forceinline__ void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
 
 // ---- Numbers
 

@@ -38,7 +38,11 @@ struct Tile {
   static_assert(PER_ROW % SPAN == 0, "whole spans");
   u32 address;
 
-  static __device__ __forceinline__ u32 swizzle(int row) { return row / (8 / SPAN) % SPAN; }
+  static __device__ __forceinline__ u32 swizzle(int row) {
+    // Reads of float64 factors (wide_tile.cuh): the first bit of the row moves a vector by four.
+    if constexpr (sizeof(Element) == 8 && SPAN == 8) return (row & 6) ^ (row & 1) * 4;
+    return row / (8 / SPAN) % SPAN;
+  }
   static __device__ __forceinline__ u32 offset(int row, int vector) {
     return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES;
   }
@@ -147,7 +151,7 @@ struct Tile {
 };
 
 template <int N>
-__device__ __forceinline__ void clear(float (&x)[N]) {
+__device__ __forceinline__ void clear(Accum (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) x[e] = 0;
 }

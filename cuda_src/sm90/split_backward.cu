@@ -6,12 +6,15 @@
 // The next header takes its constants from this one.
 #include "products.cuh"
 
+#include "../score_gradient.cuh"
+#include "../write_wide_fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
-#include "split_epilogue.cuh"
-#include "split_gradient.cuh"
+#include "split_factors.cuh"
 #include "split_layout.cuh"
 #include "split_products.cuh"
+// Walk chooses between what is above and keys.
+#include "../walk.cuh"
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N;
 static_assert(COLUMNS == FRAGMENT_COLUMNS, "both headers agree");
@@ -28,6 +31,17 @@ static_assert(CHUNKS * CHUNK_COLUMNS == HEAD_DIM && CHUNKS_V * CHUNK_COLUMNS == 
 // Where registers allow, the product with dout runs beside the arithmetic on the gradient of the scores.
 constexpr bool OVERLAPS = OF_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
+
+// What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
+struct ColumnVectors {
+  static constexpr int COUNT = OF_KEYS ? 4 : 2;
+  float vectors[COUNT][FRAGMENT_COLUMNS];
+
+  __device__ __forceinline__ const float* factors() const { return vectors[0]; }
+  __device__ __forceinline__ const float* factors_v() const { return vectors[1]; }
+  __device__ __forceinline__ float lse(int column) const { return vectors[COUNT - 2][column]; }
+  __device__ __forceinline__ float delta(int column) const { return vectors[COUNT - 1][column]; }
+};
 
 struct SharedStorage {
   alignas(1024) unsigned char rows[ROWS_BYTES + ROWS_V_BYTES];
@@ -56,27 +70,6 @@ struct Rings {
         columns(shared.columns, shared.columns_barriers),
         columns_v(shared.columns_v, shared.columns_v_barriers) {}
 };
-
-// The tiles of keys that some query of a tile sees.
-struct KeyWalk {
-  Blocks blocks;
-  int head;
-
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Work& work)
-      : blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N)), head(work.head) {}
-  __device__ __forceinline__ bool done() const { return blocks.done(); }
-  __device__ __forceinline__ void advance() { blocks.advance(); }
-};
-
-template <bool>
-struct Kind {
-  using Walk = KeyWalk;
-};
-template <>
-struct Kind<true> {
-  using Walk = QueryWalk;
-};
-using Walk = Kind<OF_KEYS>::Walk;
 
 __device__ __forceinline__ Work any_work_at(const AttentionParams& p, u32 index) {
   return OF_KEYS ? key_work_at(p, index) : work_at(p, index);
@@ -190,7 +183,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
     if (any) rings.rows.wait();
     while (!walk.done()) {
       const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
-      const SplitGradient scores(p, s, head);
+      const ScoreGradient scores(p, s, head);
       const bool masked =
           OF_KEYS ? scores.needs_mask(walk.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
           : HIDES_ANYWHERE
@@ -286,12 +279,12 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
       const float kept = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
       const float lowered_unit_v[2] = {lowered(unit_v[0]), lowered(unit_v[1])};
       if (OF_DK && p.dk.data != nullptr) {
-        write_float_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
-                             gradient, by_scale, lowered_unit);
+        write_wide_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
+                            gradient, by_scale, lowered_unit);
       }
       if (OF_DV && p.dv.data != nullptr) {
-        write_float_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
-                             gradient_v, by_kept, lowered_unit_v);
+        write_wide_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
+                            gradient_v, by_kept, lowered_unit_v);
       }
     } else {
       if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
@@ -303,8 +296,8 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
         }
       }
       if (p.dq.data != nullptr) {
-        write_float_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, s.len_q, s.rows_q, p.head_dim,
-                             gradient, by_scale, lowered_unit);
+        write_wide_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, s.len_q, s.rows_q, p.head_dim,
+                            gradient, by_scale, lowered_unit);
       }
     }
     __syncwarp();

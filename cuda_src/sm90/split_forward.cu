@@ -2,9 +2,9 @@
 // every product five of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
 // warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
+#include "../write_wide_fragment.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
-#include "split_epilogue.cuh"
 #include "split_layout.cuh"
 #include "split_products.cuh"
 #include "split_softmax.cuh"
@@ -235,8 +235,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       const float own = lane() % 4 == 0 ? lse[0] : lse[1];
       if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
     }
-    write_float_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
-                         out, inverse, softmax.unit);
+    write_wide_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
+                        out, inverse, softmax.unit);
     __syncwarp();
     rings.work.release();
   }

@@ -186,7 +186,14 @@ def _warp_products() -> list[Case]:
   double d[2] = {x[128 + lane], x[256 + lane]};
   ptx::mma_m8n8k4_f64(d, x[lane], x[64 + lane]);
   for (int i = 0; i < 2; i++) out[lane * 2 + i] = __float_as_uint(static_cast<float>(d[i]));"""
-    return [*cases, Case("mma_m8n8k4_f64", "sm_80", body, float64_words, tolerance=1e-6)]
+    cases.append(Case("mma_m8n8k4_f64", "sm_80", body, float64_words, tolerance=1e-6))
+    body = """const double* x = reinterpret_cast<const double*>(in);
+  double a[4], b[2], d[4];
+  for (int i = 0; i < 4; i++) a[i] = x[32 * i + lane], d[i] = x[192 + 32 * i + lane];
+  for (int i = 0; i < 2; i++) b[i] = x[128 + 32 * i + lane];
+  ptx::mma_m16n8k8_f64(d, a, b);
+  for (int i = 0; i < 4; i++) out[lane * 4 + i] = __float_as_uint(static_cast<float>(d[i]));"""
+    return [*cases, Case("mma_m16n8k8_f64", "sm_90", body, float64_words, tolerance=1e-6)]
 
 
 def _numbers() -> list[Case]:

@@ -60,6 +60,13 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsign
 inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {}) {
   cpu_device::multiply_fragments(d, a, b, where);
 }
+inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2], Where where = {}) {
+  for (int row = 0; row < 2; row++) {
+    double half[2] = {d[2 * row], d[2 * row + 1]};
+    for (int step = 0; step < 2; step++) cpu_device::multiply_fragments(half, a[2 * step + row], b[step], where);
+    d[2 * row] = half[0], d[2 * row + 1] = half[1];
+  }
+}
 
 inline float multiply(float a, float b) { return a * b; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }

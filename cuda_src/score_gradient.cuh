@@ -1,29 +1,18 @@
 // Scores and their gradients on a fragment whose rows are queries and whose columns are keys, or, OF_KEYS, the reverse.
 #pragma once
-#include "../blocks.cuh"
-#include "../philox.cuh"
-#include "../score.cuh"
-#include "split_factors.cuh"
+#include "blocks.cuh"
+#include "fragment.cuh"
+#include "philox.cuh"
+#include "score.cuh"
 
 constexpr int FRAGMENT_COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
-// What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
-struct ColumnVectors {
-  static constexpr int COUNT = OF_KEYS ? 4 : 2;
-  float vectors[COUNT][FRAGMENT_COLUMNS];
-
-  __device__ __forceinline__ const float* factors() const { return vectors[0]; }
-  __device__ __forceinline__ const float* factors_v() const { return vectors[1]; }
-  __device__ __forceinline__ float lse(int column) const { return vectors[COUNT - 2][column]; }
-  __device__ __forceinline__ float delta(int column) const { return vectors[COUNT - 1][column]; }
-};
-
-struct SplitGradient {
+struct ScoreGradient {
   Score score;
   Mask mask;
   Dropout dropout;
 
-  __device__ __forceinline__ SplitGradient(const AttentionParams& p, const Sequence& s, int head)
+  __device__ __forceinline__ ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
   __device__ __forceinline__ bool needs_mask(bool partial, int first_query, int queries, int first_key,
@@ -42,7 +31,7 @@ struct SplitGradient {
   }
 
   // Turns products into scores, -inf where hidden.
-  __device__ __forceinline__ void apply(float (&x)[FRAGMENT], int row, int first_column, bool masked) const {
+  __device__ __forceinline__ void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked) const {
     const int column = first_column + fragment_column();
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
@@ -66,7 +55,7 @@ struct SplitGradient {
   }
 
   // Sets the sign of weights that are dropped.
-  __device__ __forceinline__ void mark_dropped(float (&weights)[FRAGMENT], int row, int first_column) const {
+  __device__ __forceinline__ void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
       const int column = first_column + fragment_column();
 #pragma unroll
@@ -86,7 +75,7 @@ struct SplitGradient {
   }
 
   // Adds each row's part of the gradient of its slope.
-  __device__ __forceinline__ void add_slopes(float (&dslope)[2], const float (&ds)[FRAGMENT], int row,
+  __device__ __forceinline__ void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row,
                                              int first_column) const {
     const int column = first_column + fragment_column();
 #pragma unroll
@@ -96,28 +85,31 @@ struct SplitGradient {
   }
 };
 
+__device__ __forceinline__ bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
+__device__ __forceinline__ bool is_negative(double x) { return __double_as_longlong(x) < 0; }
+
 // The gradient of a score from that of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be
 // NaN.
-__device__ __forceinline__ float score_gradient(float dp, float weight, float delta, float dropout_rescale) {
+__device__ __forceinline__ Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
   if constexpr (HAS_DROPOUT) {
-    dp = __float_as_int(weight) < 0 ? 0 : dp * dropout_rescale;
-    weight = fabsf(weight);
+    dp = is_negative(weight) ? 0 : dp * dropout_rescale;
+    weight = larger(weight, -weight);
   }
   return weight == 0 ? 0 : weight * (dp - delta);
 }
 
 // d(score) / d(scale * q.k); 1 without softcap, and then it takes no registers.
 struct SoftcapFragment {
-  float derivative[HAS_SOFTCAP ? FRAGMENT : 1];
+  Accum derivative[HAS_SOFTCAP ? FRAGMENT : 1];
 
-  __device__ __forceinline__ void take(const Score& score, const float (&products)[FRAGMENT]) {
+  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[FRAGMENT]) {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) derivative[e] = score.derivative(products[e]);
     }
   }
   // A hidden element has ds = 0, and its derivative may be NaN.
-  __device__ __forceinline__ void apply(float (&ds)[FRAGMENT]) const {
+  __device__ __forceinline__ void apply(Accum (&ds)[FRAGMENT]) const {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) ds[e] = ds[e] == 0 ? 0 : ds[e] * derivative[e];

@@ -1,0 +1,201 @@
+// Gradients by mma.sync on float64, and on float32 as TF32: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three
+// kernels without atomics, the same bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that
+// these see. dk and dv: they stay with BLOCK_N keys and walk the queries, of all heads of the group, that see them.
+// Either way rows are what stays and columns what is walked; a warp has 16 rows.
+#include "../query_walk.cuh"
+#include "../score_gradient.cuh"
+#include "../softmax.cuh"
+#include "../write_wide_fragment.cuh"
+#include "wide_tile.cuh"
+// Walk chooses between what is above and keys.
+#include "../walk.cuh"
+
+constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
+static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
+static_assert(ROWS == NUM_WARPS * 16, "a warp has 16 rows");
+// dv needs no gradients of scores.
+constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
+// Rows: q and dout, or k and v. Columns: k and v, or q and dout.
+using RowTile = Tile<ROWS, HEAD_DIM>;
+using RowTileV = Tile<ROWS, HEAD_DIM_V>;
+using ColumnTile = Tile<COLUMNS, HEAD_DIM>;
+using ColumnTileV = Tile<COLUMNS, HEAD_DIM_V>;
+
+struct SharedStorage {
+  alignas(128) unsigned char rows[RowTile::BYTES];
+  alignas(128) unsigned char rows_v[NEEDS_GRADIENTS ? RowTileV::BYTES : 16];
+  alignas(128) unsigned char columns[STAGES * ColumnTile::BYTES];
+  alignas(128) unsigned char columns_v[STAGES * ColumnTileV::BYTES];
+  Accum lse[STAGES][COLUMNS], delta[STAGES][COLUMNS];  // of walked queries
+  Work work;                                           // read again where needed: registers are scarce
+  u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+
+__device__ __forceinline__ i64 batch_of(const AttentionParams& p, const Sequence& s) {
+  return p.cu_seqlens_q == nullptr ? s.batch : 0;
+}
+__device__ __forceinline__ Rows rows_of(const AttentionParams& p, const Sequence& s, const Tensor<const Element>& x,
+                                        bool of_keys, int head, int head_dim) {
+  return Rows(x.at(batch_of(p, s), of_keys ? s.row_k : s.row_q, head), x.row_stride, of_keys ? s.len_k : s.len_q,
+              head_dim);
+}
+
+// lse with which a query has weights: inf where it sees nothing.
+__device__ __forceinline__ Accum reference_of(Accum lse) { return lse == -infinity() ? infinity() : lse; }
+
+// Starts to load the tile that the walk is at. Keys before `first_seen` are hidden: they may hold anything.
+__device__ __forceinline__ void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage,
+                                             const Walk& walk, int first_seen) {
+  const Sequence& s = shared.work.sequence;
+  const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);
+  const int first = walk.blocks.block * COLUMNS;
+  ColumnTile{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES}.load(
+      rows_of(p, s, OF_KEYS ? p.q : p.k, !OF_KEYS, head, p.head_dim), first, first_seen);
+  ColumnTileV{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES}.load(
+      rows_of(p, s, OF_KEYS ? p.dout : p.v, !OF_KEYS, head, p.head_dim_v), first, first_seen);
+  if (OF_KEYS && threadIdx.x < COLUMNS) {
+    const i64 row = s.row_q + smaller(first + threadIdx.x, s.len_q - 1);
+    copy_number(&shared.lse[stage][threadIdx.x], p.lse.at(batch_of(p, s), row, head));
+    copy_number(&shared.delta[stage][threadIdx.x], p.delta.at(batch_of(p, s), row, head));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
+    backward_wide(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    shared.work = work_of<OF_KEYS>(p, ROWS, OF_KEYS ? p.num_heads_kv : p.num_heads_q, HAS_WINDOW && !OF_KEYS);
+  }
+  __syncthreads();
+  const Work& work = shared.work;
+  const Sequence& s = work.sequence;
+  const int tile_row = work.tile * ROWS, num_rows = OF_KEYS ? s.rows_k : s.rows_q, len = OF_KEYS ? s.len_k : s.len_q;
+  if (tile_row >= num_rows) return;
+
+  const int warp_row = threadIdx.x / WARP * 16, first_row = tile_row + warp_row, row = first_row + fragment_row();
+  const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
+  const RowTileV rows_v{ptx::shared_address(shared.rows_v)}, own_rows_v = rows_v.from_row(warp_row);
+
+  Walk walk(p, work);
+  const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
+  if (!walk.done()) {
+    const int group = p.num_heads_q / p.num_heads_kv;
+    const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
+    rows.load(rows_of(p, s, OF_KEYS ? p.k : p.q, OF_KEYS, work.head, p.head_dim), tile_row, begin);
+    if constexpr (NEEDS_GRADIENTS) {
+      rows_v.load(rows_of(p, s, OF_KEYS ? p.v : p.dout, OF_KEYS, work.head, p.head_dim_v), tile_row, begin);
+    }
+    load_columns(p, shared, 0, walk, first_seen);
+    commit_copies();
+    if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
+  }
+  Accum lse[2], delta[2];  // of own queries
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = row + 8 * r;
+    const bool used = !OF_KEYS && i < s.len_q;
+    lse[r] = used ? reference_of(*p.lse.at(batch_of(p, s), s.row_q + i, work.head)) : infinity();
+    delta[r] = used ? *p.delta.at(batch_of(p, s), s.row_q + i, work.head) : 0;
+  }
+
+  // Arrays have a size.
+  Accum gradient[1][NEEDS_GRADIENTS ? HEAD_DIM / 2 : 4], gradient_v[1][OF_DV ? HEAD_DIM_V / 2 : 4], dslope[2] = {0, 0};
+  clear(gradient[0]);
+  clear(gradient_v[0]);
+  for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
+    const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
+    const ScoreGradient scores(p, s, head);
+    const bool masked = OF_KEYS          ? scores.needs_mask(walk.blocks.partial, first_column, COLUMNS, first_row, 16)
+                        : HIDES_ANYWHERE ? scores.needs_mask(walk.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
+                                         : scores.needs_mask(walk.blocks.partial, first_row, 16, first_column, COLUMNS);
+    const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
+    const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
+    finish_copies();
+    walk.advance();
+    if constexpr (STAGES == 2) {
+      if (!walk.done()) load_columns(p, shared, stage ^ 1, walk, first_seen);
+      commit_copies();
+    }
+
+    Accum x[1][FRAGMENT];
+    clear(x[0]);
+    multiply_scores(x, own_rows, columns);
+    SoftcapFragment softcap;
+    softcap.take(scores.score, x[0]);
+    scores.apply(x[0], row, first_column, masked);
+    if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen, x[0]);
+    const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const int column = fragment_column() + column_offset(e);
+      x[0][e] = weight(x[0][e] * scale, OF_KEYS ? reference_of(shared.lse[stage][column]) : lse[e / 2 % 2]);
+    }
+    scores.mark_dropped(x[0], row, first_column);
+    Accum y[1][FRAGMENT];
+    clear(y[0]);
+    if constexpr (NEEDS_GRADIENTS) {
+      multiply_scores(y, own_rows_v, columns_v);
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        const int column = fragment_column() + column_offset(e);
+        y[0][e] = score_gradient(y[0][e], x[0][e], OF_KEYS ? shared.delta[stage][column] : delta[e / 2 % 2],
+                                 static_cast<Accum>(p.dropout_rescale));
+      }
+    }
+    LeftFragment<COLUMNS> left[1];
+    if constexpr (OF_DV) {
+      if constexpr (HAS_DROPOUT) {
+#pragma unroll
+        for (Accum& w : x[0]) w = larger(w, Accum(0));
+      }
+      pack(left[0], x[0]);
+      multiply_values(gradient_v, left, columns_v);
+    }
+    if constexpr (NEEDS_GRADIENTS) {
+      if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y[0], row, first_column);
+      softcap.apply(y[0]);
+      pack(left[0], y[0]);
+      if (HIDES_ANYWHERE && !OF_KEYS && masked) {
+        __syncthreads();
+        if (threadIdx.x < COLUMNS && shared.seen[threadIdx.x] == 0) columns.clear_row(threadIdx.x);
+        __syncthreads();
+        if (threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
+      }
+      multiply_values(gradient, left, columns);
+    }
+    if constexpr (STAGES == 1) {
+      __syncthreads();
+      if (!walk.done()) load_columns(p, shared, 0, walk, first_seen);
+      commit_copies();
+    }
+  }
+
+  const Accum scale = static_cast<Accum>(p.softmax_scale), by_scale[2] = {scale, scale}, unit[2] = {1, 1};
+  const i64 batch = batch_of(p, s);
+  if constexpr (OF_KEYS) {
+    const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
+    if (OF_DK && p.dk.data != nullptr) {
+      write_wide_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
+                          gradient[0], by_scale, unit);
+    }
+    if (OF_DV && p.dv.data != nullptr) {
+      write_wide_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows, p.head_dim_v,
+                          gradient_v[0], by_kept, unit);
+    }
+  } else {
+    if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const Accum total = reduce_row<4>(dslope[r], [](Accum a, Accum b) { return a + b; });
+        const int i = row + 8 * r;
+        if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
+      }
+    }
+    if (p.dq.data != nullptr) {
+      write_wide_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
+                          gradient[0], by_scale, unit);
+    }
+  }
+}

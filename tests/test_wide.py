@@ -1,0 +1,76 @@
+"""Float64, and float32 as TF32, by mma.sync against the reference: on the CPU as sm_80 and as a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import gaussian_case
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from devices import Device
+
+import cuflash
+from cuflash import launch, plan_wide
+
+pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+RNG = np.random.default_rng(0)
+SHAPE = (90, 110)
+MASK = RNG.random(SHAPE) < 0.5
+MASK[:, 10:40] = False
+MASK[5] = False
+TF32_EPS = 2.0**-11
+
+
+def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
+    """Results and gradients keep the error rule, and these kernels computed them."""
+    launch._launches.clear()
+    with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
+        on_device = case.on(Device("cpu_device", np))
+        out, lse = on_device.forward()
+        gradients = on_device.backward(out, lse)
+    case.assert_forward(out, lse)
+    case.assert_gradients(gradients)
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert {plan_wide.FORWARD_ENTRY, plan_wide.DQ} <= entries and entries & set(plan_wide.KEY_KERNELS)
+    assert not entries & {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv"}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])  # which multiplies float64 by 16 x 8 x 8
+@pytest.mark.parametrize("dims", [(64, 64), (33, 47), (128, 128)])
+def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float64", SHAPE, (4, 2), dims, 1, causal=True), capability)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (30, 10)},
+    "softcap and slopes": {"softcap": 2.0, "alibi_slopes": RNG.random(4), "causal": True},
+    "bias": {"bias": np.where(MASK, RNG.standard_normal(SHAPE), -np.inf)},
+    "mask": {"mask": MASK},
+    "sink": {"sink": RNG.standard_normal(4), "window": (3, 0)},
+    "lengths": {"kv_lengths": np.array([90, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 1234567890123},
+    "block mask": {"block_mask": MASK, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    agrees(gaussian_case(0, "float64", SHAPE, (4, 2), (64, 64), 2, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tf32(head_dim: int) -> None:
+    q, k, v, dout = (RNG.standard_normal((1, 90, 2, head_dim)).astype(np.float32) for _ in range(4))
+    expected, backward = cuflash.attention_vjp(*(x.astype(np.float64) for x in (q, k, v)))
+    gradients = backward(dout.astype(np.float64))
+    launch._launches.clear()
+    with hook.kernels_on(cpu_device.CpuDevice((8, 0), num_sms=3)):
+        out, lse = cuflash.attention(q, k, v, return_lse=True, precision="tf32")
+        found = cuflash.attention_backward(dout, q, k, v, out, lse, precision="tf32")
+    assert plan_wide.FORWARD_ENTRY in {x.kernel.entry for x in launch._launches.values()}
+    for x, y in zip((out, *found), (expected, *gradients), strict=True):
+        np.testing.assert_allclose(x, y, atol=4 * TF32_EPS * np.abs(y).max())
+        assert np.abs(x - y).max() > TF32_EPS / 64 * np.abs(y).max()  # one product each
