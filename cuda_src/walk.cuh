@@ -1,4 +1,5 @@
-// The tiles that a thread block of a gradient kernel walks: of keys, or, OF_KEYS, of queries, by the family's QueryWalk.
+// The tiles that a thread block of a gradient kernel walks: of keys, or, OF_KEYS, of queries, by the family's
+// QueryWalk.
 #pragma once
 #include "blocks.cuh"
 
