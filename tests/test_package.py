@@ -50,8 +50,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     clean = tmp_path_factory.mktemp("sources")
     for folder in ("cuflash", "cuda_src", "examples"):
         shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / file, clean)
+    (clean / "docs").mkdir()
+    for file in ("setup.cfg", "pyproject.toml", "docs/package.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / file, clean / file)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(clean), str(clean)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -72,6 +73,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
     metadata = Parser().parsestr(wheel.read(name).decode())
     assert metadata["Version"] == cuflash.__version__ == importlib.metadata.version("cuflash")
+    assert "attention_vjp" in metadata.get_payload()
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line.partition(">")[0] for line in required] == ["numpy"]
     assert {"cuda12", "cuda13", "bf16", "demo", "bench", "test"} <= set(metadata.get_all("Provides-Extra", []))

@@ -29,6 +29,13 @@ def test_examples() -> None:
     run_examples(None)
 
 
+def test_example_on_the_package_index() -> None:
+    (example,) = BLOCK.finditer((Path(__file__).parent.parent / "docs" / "package.md").read_text(encoding="utf-8"))
+    namespace: dict[str, Any] = {}
+    exec(compile(example["code"], "docs/package.md", "exec"), namespace)
+    assert namespace["dk"].shape == namespace["k"].shape
+
+
 def test_torch_example() -> None:
     pytest.importorskip("torch")
     run_examples("torch")
