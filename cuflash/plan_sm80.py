@@ -52,7 +52,12 @@ class Row:
 ENTRIES = ("forward_sm80",)
 # The first row that is wide enough is taken.
 FORWARD = (
-    Row(64, 64, (Tile(128, 64, 4, min_blocks=2), Tile(128, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
+    Row(
+        64,
+        64,
+        (Tile(128, 64, 4, stages=2, min_blocks=2), Tile(128, 64, 4)),
+        (Tile(64, 32, 4, min_blocks=2),),
+    ),
     Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
     Row(
         128,
