@@ -124,8 +124,21 @@ struct GradientFragment {
         const int i = column_offset(e);
         bool hidden = (HAS_WINDOW && i < begin) || i >= end;
         if constexpr (HAS_MASK) hidden |= !mask.in_mask(row + i, j);
-        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(row + i, j);
         x[e] = hidden ? -infinity() : x[e];
+      }
+    }
+    if constexpr (HAS_BLOCK_MASK) {
+      // The 16 keys of a warp stand in one word of each query.
+      constexpr int ROWS = BLOCK_M < CANONICAL ? BLOCK_M : CANONICAL;
+#pragma unroll
+      for (int first = 0; first < BLOCK_M; first += ROWS) {
+        const int slot = mask.slot_at(row + first, key);
+#pragma unroll
+        for (int e = first / 2; e < (first + ROWS) / 2; e++) {
+          const u32 word = mask.slot_word(slot, row + column_offset(e), key);
+          const bool visible = word >> key % 32 >> row_offset(e) & 1;
+          x[e] = visible ? x[e] : -infinity();
+        }
       }
     }
   }

@@ -43,13 +43,14 @@ class Row:
     query_stages: int
     dout_stages: int
     ds_stages: int
+    key_stages: int = 1  # of keys; values have one
 
 
 # The first row that is wide enough is taken.
 BACKWARD = (
     Row(NARROW, 64, 64, 128, 128, 2, 2, 2),
-    Row(NARROW, 96, 96, 64, 128, 2, 2, 2),
-    Row(NARROW, 128, 128, 64, 128, 2, 2, 2),
+    Row(NARROW, 96, 96, 64, 128, 2, 2, 2, 2),
+    Row(NARROW, 128, 128, 64, 128, 2, 2, 2, 2),
     Row(WIDE, 192, 128, 64, 64, 2, 2, 2),
     Row(WIDE, 192, 192, 64, 64, 2, 2, 2),
     Row(WIDE, 256, 256, 64, 64, 2, 2, 2),
@@ -61,7 +62,8 @@ WITH_OPTIONS = (
     Row(NARROW, 64, 64, 64, 128, 2, 2, 2),
     Row(WIDE, 128, 128, 64, 64, 2, 2, 2),
 )
-_CHEAP_OPTIONS = {"has_window", "has_alibi"}
+# With alibi alone, which takes a few.
+WITH_ALIBI = (*BACKWARD[:2], WITH_OPTIONS[1], *BACKWARD[3:])
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -72,6 +74,8 @@ class Config(KernelConfig):
     query_stages: int
     dout_stages: int
     ds_stages: int
+    key_stages: int
+    dq_stages: int  # of each part
     dq_parts: int  # of a tile's dq: queries, or columns
     dq_columns: int
     consumers: int  # warpgroups that compute
@@ -111,8 +115,12 @@ def backward_config(
         by_queries = row.block_m > ROWS_OF_WARPGROUP
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * _FLOAT_BYTES
+    # The room that is left is for one more tile of keys or one more part of dq, which an order of the sums waits for.
+    key_stages = 1 if deterministic else row.key_stages
+    dq_stages = 2 if row.entry == NARROW and key_stages == 1 else 1
+    smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
     producer_registers, consumer_registers, dq_registers = (
-        _REGISTERS[row.entry] if row.entry == NARROW or set(flags) <= _CHEAP_OPTIONS else _REGISTERS_WITH_OPTIONS
+        _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else _REGISTERS[row.entry]
     )
     return Config(
         entry=row.entry,
@@ -126,6 +134,8 @@ def backward_config(
         query_stages=row.query_stages,
         dout_stages=row.dout_stages,
         ds_stages=row.ds_stages,
+        key_stages=key_stages,
+        dq_stages=dq_stages,
         dq_parts=dq_parts,
         dq_columns=dq_columns,
         consumers=consumers,
@@ -135,13 +145,14 @@ def backward_config(
         deterministic=deterministic,
         ping_pong=row.entry == NARROW,
         plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
-        smem_bytes=row.block_n * (row_bytes + row_bytes_v) + row.block_m * of_query + exchanged + _SMEM_BESIDE_TILES,
+        smem_bytes=smem_bytes + _SMEM_BESIDE_TILES,
         **{flag: flag in flags for flag in FLAGS},
     )
 
 
 def _row(problem: AttentionProblem) -> Row | None:
-    rows = BACKWARD if set(flags_of(problem)) <= _CHEAP_OPTIONS else WITH_OPTIONS
+    options = set(flags_of(problem)) - {"has_window"}
+    rows = BACKWARD if not options else WITH_ALIBI if options == {"has_alibi"} else WITH_OPTIONS
     return next((r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
 
 
@@ -195,7 +206,7 @@ def table() -> Iterator[tuple[Config, str]]:
                 config = backward_config(row, dtype, None, flags, deterministic)
                 for entry in (row.entry, ROWS, DQ):
                     yield replace(config, entry=entry), dtype
-    for row, dtype in product(BACKWARD, _DTYPES):
+    for row, dtype in product(WITH_ALIBI, _DTYPES):
         yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
     for row, dtype in product(WITH_OPTIONS, _DTYPES):
         for flags in (("has_window", "has_softcap", "has_alibi", "has_dropout"), *(("has_window", x) for x in _ARRAYS)):

@@ -3,32 +3,33 @@
 // computes transposed scores, so that weights and their gradients stay in registers as left factors of dv and dk; dq
 // takes the gradients of all warpgroups through shared memory, and is added up in global memory.
 #include "../gradient_fragment.cuh"
-#include "../write_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"
+#include "staged_rows.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
 constexpr u32 DQ_BYTES = DQ_PART * sizeof(float);
 
 struct SharedStorage {
-  alignas(1024) unsigned char k[K_BYTES];
+  alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];
   alignas(1024) unsigned char v[V_BYTES];
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  FourFloats dq[CONSUMERS][DQ_PART / 4];
+  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PART / 4];
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];
   DqStep dq_steps[DQ_STEPS];
   KeyWork work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
-  RingBarriers<1> k_barriers, v_barriers;
+  RingBarriers<KEY_STAGES> k_barriers;
+  RingBarriers<1> v_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
-  RingBarriers<1> dq_barriers[CONSUMERS];
+  RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
   RingBarriers<DQ_STEPS> dq_step_barriers;
   u64 clearing;
 };
@@ -40,11 +41,11 @@ static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
-using DqRing = Ring<1, DQ_BYTES>;
+using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
 
 struct Rings {
   Ring<WORK_STAGES, sizeof(KeyWork)> work;
-  Ring<1, K_BYTES> k;
+  Ring<KEY_STAGES, K_BYTES> k;
   Ring<1, V_BYTES> v;
   Ring<QUERY_STAGES, Q_BYTES> q;
   Ring<DOUT_STAGES, DOUT_BYTES> dout;
@@ -94,12 +95,11 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
 __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings,
                                               int warpgroup) {
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-  const u32 own_k = ptx::shared_address(shared.k) + own_keys, own_v = ptx::shared_address(shared.v) + own_keys;
+  const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
   // Of dq: queries of its own, or columns.
   const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
-  const u32 dq_k =
-      ptx::shared_address(shared.k) + (DQ_BY_QUERIES ? 0 : warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES);
+  const u32 dq_columns = DQ_BY_QUERIES ? 0 : warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
   const Turns turns(warpgroup);
   float scale = static_cast<float>(p.softmax_scale);
@@ -117,21 +117,22 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
 #pragma unroll
     for (float& x : dv) x = 0;
 
-    if (!work.unseen) {
-      const auto multiply_dq = [&](float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
-        ready.wait();
-        multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, dq_k);
-      };
-      const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
-        keep(dq);
-        ready.release();
-        dq_ring.acquire();
+    const auto multiply_dq = [&](float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
+      ready.wait();
+      multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
+    };
+    const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
+      keep(dq);
+      ready.release();
+      dq_ring.acquire();
 #pragma unroll
-        for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-          shared.dq[warpgroup][i * WARPGROUP + threadIdx.x % WARPGROUP] = {
-              {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
-        }
-      };
+      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+        shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
+            {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
+      }
+    };
+    float dq[DQ_COLUMNS / 2];
+    if (!work.unseen) {
       rings.v.follow(rings.k);
       rings.k.wait();
       rings.v.wait();
@@ -143,7 +144,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         rings.ds.follow(rings.q);
         const DsRing ready = rings.ds.behind();
         rings.q.wait();
-        multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, own_k, rings.q.buffer());
+        multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
         rings.dout.wait();
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, own_v, rings.dout.buffer());
         const Step& step = shared.steps[rings.q.stage];
@@ -190,27 +191,29 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
       };
       bool last = step_on(true);
       while (!last) last = step_on(false);
-      float dq[DQ_COLUMNS / 2];
-      const DsRing ready = rings.ds.behind();
-      multiply_dq(dq, ready);
+      multiply_dq(dq, rings.ds.behind());
       ptx::wgmma_wait_group<0>();
-      store_dq(dq, ready);
-      dq_ring.publish_part();
+      keep(dq);
       rings.k.release();
     }
 
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row = first_key + warp_row() + fragment_row();
-    const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1;
+    const int row = first_key + warp_row();
+    dq_ring.acquire();  // results pass through the room of dq, the warp's own part of it
+    auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
     if (p.dk.data != nullptr) {
       const float factor[2] = {scale, scale};
-      write_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk,
-                     factor);
+      write_rows(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk, factor,
+                 staging);
     }
     if (p.dv.data != nullptr) {
-      const float factor[2] = {rescale, rescale};
-      write_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv,
-                     factor);
+      const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, factor[2] = {rescale, rescale};
+      write_rows(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv, factor,
+                 staging);
+    }
+    if (!work.unseen) {
+      store_dq(dq, rings.ds.behind());
+      dq_ring.publish_part();
     }
     rings.work.stage = work.stage;
     rings.work.phase = work.phase;

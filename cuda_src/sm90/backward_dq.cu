@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
     const FourFloats* sum = dq_sum_at(p, query_tile(p, s, work.head, work.tile), part);
 #pragma unroll
     for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-      const FourFloats four = sum[i * WARPGROUP];
+      const FourFloats four = sum[i * WARP];
 #pragma unroll
       for (int e = 0; e < 4; e++) dq[4 * i + e] = four.x[e];
     }

@@ -1,15 +1,16 @@
 // Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one warpgroup
 // computes the weights and dv, one their gradients and dk, one dq, and what they need of each other goes through shared
 // memory. One warp loads by TMA.
-#include "../write_fragment.cuh"
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"
+#include "staged_rows.cuh"
 
 constexpr u32 DS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
+constexpr int DQ_BARRIER = 1, DK_BARRIER = 2;  // of the warps of one warpgroup
 
 struct SharedStorage {
   alignas(1024) unsigned char k[K_BYTES];
@@ -17,7 +18,7 @@ struct SharedStorage {
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  FourFloats weights[WEIGHT_VECTORS][WARPGROUP];
+  FourFloats weights[WARPS][WEIGHT_VECTORS][WARP];
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];
@@ -33,6 +34,7 @@ struct SharedStorage {
   u64 clearing;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+static_assert(DS_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
 struct Rings {
@@ -84,19 +86,23 @@ struct Gradient {
 #pragma unroll
     for (auto& piece : x) keep(piece);
   }
+  // staging: see write_rows.
   __device__ __forceinline__ void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to,
-                                        int head_dim, float scale) const {
+                                        int head_dim, float scale, void* staging) const {
     if (to.data == nullptr) return;
     const Sequence& s = work.sequence;
     const float factor[2] = {scale, scale};
     Element* target = to.at(p.cu_seqlens_q == nullptr ? s.batch : 0, s.row_k, work.head);
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      write_fragment(target + piece * WIDTH, to.row_stride, work.tile * BLOCK_N + warp_row() + fragment_row(), s.len_k,
-                     s.rows_k, head_dim - piece * WIDTH, x[piece], factor);
+      write_rows(target + piece * WIDTH, to.row_stride, work.tile * BLOCK_N + warp_row(), s.len_k, s.rows_k,
+                 head_dim - piece * WIDTH, x[piece], factor, static_cast<unsigned char*>(staging));
     }
   }
 };
+
+// Of the warpgroup.
+__device__ __forceinline__ int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
 // Weights and dv.
 __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
@@ -133,7 +139,7 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
         FourFloats weights;
 #pragma unroll
         for (int e = 0; e < 4; e++) weights.x[e] = marked(x, kept, 4 * i + e);
-        shared.weights[i][threadIdx.x % WARPGROUP] = weights;
+        shared.weights[own_warp()][i][lane()] = weights;
       }
       rings.weights.publish_written();
       rings.dout.wait();
@@ -143,7 +149,9 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
     }
     rings.k.release();
   }
-  dv.write(p, work, p.dv, p.head_dim_v, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1);
+  rings.weights.acquire();
+  dv.write(p, work, p.dv, p.head_dim_v, HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1,
+           shared.weights[own_warp()]);
 }
 
 // Gradients of the weights, and dk.
@@ -167,7 +175,7 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
       if (last) rings.v.release();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
-        const FourFloats weights = shared.weights[i][threadIdx.x % WARPGROUP];
+        const FourFloats weights = shared.weights[own_warp()][i][lane()];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           float& x = dp[4 * i + e];
@@ -177,7 +185,7 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
       if (masked) {
 #pragma unroll
         for (int i = 0; i < WEIGHT_VECTORS; i++) {
-          const FourFloats weights = shared.weights[i][threadIdx.x % WARPGROUP];
+          const FourFloats weights = shared.weights[own_warp()][i][lane()];
 #pragma unroll
           for (int e = 0; e < 4; e++) clear_hidden(dp[4 * i + e], weights.x[e]);
         }
@@ -194,11 +202,14 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
       rings.q.release();
     }
   }
-  dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale));
+  rings.ds.acquire();
+  dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale),
+           shared.ds + rings.ds.stage * DS_BYTES + own_warp() * DS_BYTES / WARPS);
+  ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
 }
 
 // Waits for the warps that add dq.
-__device__ __forceinline__ void sync_dq_warps() { ptx::barrier_sync(1, WARPGROUP); }
+__device__ __forceinline__ void sync_dq_warps() { ptx::barrier_sync(DQ_BARRIER, WARPGROUP); }
 
 // dq.
 __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
@@ -228,7 +239,7 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
         FourFloats* sum = dq_sum_at(p, step.number, part);
 #pragma unroll
         for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-          ptx::add_f32_x4(sum[i * WARPGROUP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+          ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         }
       }
     }

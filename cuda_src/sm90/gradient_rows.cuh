@@ -22,9 +22,10 @@ struct alignas(16) FourFloats {
   float x[4];
 };
 
-// A thread's first four elements of a part; the next four are WARPGROUP behind.
+// A thread's first four elements of a part; the next four are WARP behind. Warps have their elements side by side.
+__device__ __forceinline__ int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 * WARP) + lane(); }
 __device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 tile, int part) {
-  return reinterpret_cast<FourFloats*>(p.dq_sum + tile * DQ_TILE + part * DQ_PART) + threadIdx.x % WARPGROUP;
+  return reinterpret_cast<FourFloats*>(p.dq_sum + tile * DQ_TILE + part * DQ_PART) + dq_place();
 }
 
 // How many parts of dq were added to a sum.
