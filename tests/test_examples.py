@@ -19,9 +19,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
     "torch_autograd": "torch",
     "jax_custom_vjp": "jax",
-    "hips_autograd": "autograd",
-    "mygrad_op": "mygrad",
-    "thinc_layer": "thinc",
+    "autodiff/hips_autograd": "autograd",
+    "autodiff/mygrad_op": "mygrad",
+    "autodiff/thinc_layer": "thinc",
 }
 
 
@@ -154,7 +154,7 @@ def test_jax_refuses_a_second_derivative() -> None:
 def test_hips_autograd() -> None:
     autograd = pytest.importorskip("autograd")
     from autograd.test_util import check_grads
-    from cuflash.examples.hips_autograd import attention, attention_with_lse
+    from cuflash.examples.autodiff.hips_autograd import attention, attention_with_lse
 
     *qkv, dout = inputs()
 
@@ -171,7 +171,7 @@ def test_hips_autograd() -> None:
 
 def test_mygrad() -> None:
     mygrad = pytest.importorskip("mygrad")
-    from cuflash.examples.mygrad_op import attention
+    from cuflash.examples.autodiff.mygrad_op import attention
 
     *qkv, dout = inputs()
     q, k, v = map(mygrad.tensor, qkv)
@@ -183,7 +183,7 @@ def test_mygrad() -> None:
 
 def test_thinc() -> None:
     pytest.importorskip("thinc")
-    from cuflash.examples.thinc_layer import attention
+    from cuflash.examples.autodiff.thinc_layer import attention
 
     *qkv, dout = inputs("float32")
     out, backprop = attention(causal=True).begin_update(tuple(qkv))
