@@ -6,29 +6,21 @@ from cuflash import (
     kernels,
     launch_portable,
     launch_sm80,
-    launch_sm80_backward,
     launch_sm90,
     launch_sm90_backward,
     launch_split,
-    launch_wide,
 )
 from cuflash.launch import Work
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
 # Hopper's own first, then those for any tensor cores.
-_FORWARD = (
-    launch_sm90.forward,
-    launch_split.forward,
-    launch_sm80.forward,
-    launch_wide.forward,
-    launch_portable.forward,
-)
+_FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch_portable.forward)
 _BACKWARD = (
     launch_sm90_backward.backward,
     launch_split.backward,
-    launch_sm80_backward.backward,
-    launch_wide.backward,
+    launch_sm80.backward,
+    launch_sm80.wide_backward,
 )
 
 

@@ -1,16 +1,95 @@
-"""The forward pass by mma.sync."""
+"""Both passes by mma.sync; backward with buffers and kernels before and behind, or (float64, TF32) without."""
 
 from __future__ import annotations
 
-from cuflash import plan_sm80
-from cuflash.launch import Kernel, Work
+from dataclasses import dataclass
+
+from cuflash import launch_portable, plan_sm80, plan_sm80_backward, plan_wide
+from cuflash.launch import Kernel, Work, images, num_tiles
+from cuflash.launch_params import Arrays
+from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
+from cuflash.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Gradient(Kernel):
+    """One of the kernels on 16 bits."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Only the main one."""
+        return self.entry == MAIN
+
+    @property
+    def of_keys(self) -> bool:
+        """The main one has tiles of keys, the others of queries."""
+        return self.entry == MAIN
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How its sums of dq are laid out."""
+        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+
+
+@dataclass(frozen=True)
+class WideGradient(Kernel):
+    """A gradient kernel on float64 or TF32."""
+
+    config: plan_wide.GradientConfig
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tiles stay with keys and walk queries."""
+        return self.config.of_keys
 
 
 def forward(work: Work) -> bool:
     """Write out and lse; False if these tensor cores do not take the problem."""
-    aligned = work.is_aligned(("q", "k", "v"))
-    config = plan_sm80.forward(work.problem, aligned, work.device.capability, work.device.smem_limit)
+    place = work.problem, work.is_aligned(("q", "k", "v")), work.device.capability, work.device.smem_limit
+    config = plan_sm80.forward(*place) or plan_wide.forward(*place)
     if config is None:
         return False
     work.run(Kernel(config.entry, config), work.arrays)
     return True
+
+
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dk, dv, delta, and dq unless its bits must repeat; return the other gradients, None if nothing is done."""
+    problem, arrays, device = work.problem, work.arrays, work.device
+    aligned = work.is_aligned(("q", "k", "v", "dout", "out"))
+    configs = plan_sm80_backward.backward(problem, aligned, device.capability, device.smem_limit)
+    if not configs:
+        return None
+    first = configs[0]
+    others = {name: x for name, x in grads.items() if name not in ("k", "v")}
+    of_queries: Arrays = {}
+    # The sum of dq has no fixed order.
+    if "q" in grads and not problem.deterministic:
+        tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
+        of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
+        del others["q"]
+    work.run(Gradient(ROWS, first), with_dlse | of_queries)
+    inputs = {name: x for name, x in arrays.items() if name != "out"}
+    for config in configs:
+        sums = of_queries if config.computes_dk else {}
+        computed = (("k", config.computes_dk), ("v", config.computes_dv))
+        of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
+        if of_keys or sums:
+            work.run(Gradient(MAIN, config), inputs | sums | of_keys)
+    if of_queries:
+        work.run(Gradient(DQ, first), inputs | of_queries | {"dq": grads["q"]})
+    return others
+
+
+def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
+    configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
+    if not configs:
+        return None
+    launch_portable.delta(work, with_dlse)
+    work.arrays |= launch_portable.rows_of_slopes(work, grads)
+    for config in configs:
+        names = plan_wide.KEY_KERNELS.get(config.entry, ("dq",))
+        wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
+        if wanted or (config.entry == plan_wide.DQ and "dslope_rows" in work.arrays):
+            work.run(WideGradient(config.entry, config), work.arrays | wanted)
+    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}

@@ -3,12 +3,11 @@
 // these see. dk and dv: they stay with BLOCK_N keys and walk the queries, of all heads of the group, that see them.
 // Either way rows are what stays and columns what is walked; a warp has 16 rows.
 #include "../query_walk.cuh"
-#include "../score_gradient.cuh"
 #include "../softmax.cuh"
 #include "../write_wide_fragment.cuh"
 #include "wide_tile.cuh"
-// Walk chooses between what is above and keys.
-#include "../walk.cuh"
+// Walks as what is above does, or keys.
+#include "../score_gradient.cuh"
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");

@@ -6,15 +6,14 @@
 // The next header takes its constants from this one.
 #include "products.cuh"
 
-#include "../score_gradient.cuh"
 #include "../write_wide_fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
 #include "split_factors.cuh"
 #include "split_layout.cuh"
 #include "split_products.cuh"
-// Walk chooses between what is above and keys.
-#include "../walk.cuh"
+// Walks as what is above does, or keys.
+#include "../score_gradient.cuh"
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N;
 static_assert(COLUMNS == FRAGMENT_COLUMNS, "both headers agree");
