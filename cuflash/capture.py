@@ -42,7 +42,7 @@ def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[i
 
 def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
     """Let later calls of the same capture and stream have them."""
-    _free[capture, stream] += blocks
+    _free.setdefault((capture, stream), []).extend(blocks)  # none where the call took none
 
 
 def capture_of(stream: int) -> int:
