@@ -68,6 +68,18 @@ def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
     assert rows["backward with dbias (b, h, n, n): share of plain", "at least 0.5"] == ["not measured", "-", "-"]
 
 
+def test_both_kinds_of_kernels_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
+    (cell,) = suites.cells_of("dense", suites.Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
+    for name, peer, is_mma in (("hopper", "fa3", False), ("mma", "flash", True)):
+        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
+        report.write_json(
+            tmp_path / f"{name}.json", facts, [report.Result(cell, FORWARD, {"cuflash": [1.0], peer: [1.0]})]
+        )
+    rows = {row[0]: row[2] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
+    assert rows["forward, bf16: speed of the faster of FlashAttention-3 and cuDNN"] == "1.00, mean 1.000"
+    assert rows["forward by mma.sync, bf16: speed of FlashAttention-2"] == "1.00, mean 1.000"
+
+
 def test_shares_and_repeats(tables: ModuleType, tmp_path: Path) -> None:
     grid = suites.Grid(head_dims=(128,), masks=("full",))
     (cell,) = (c for c in suites.cells_of("deterministic", grid) if c.seqlen_q == 8192)

@@ -131,9 +131,9 @@ class Bar:
         bar = f"{'at most' if self.at_most else 'at least'} {self.limit:g}{self.unit}"
         if self.mean_limit is not None:
             bar += f", geometric mean {self.mean_limit:g}"
-        by_commit = {record.commit: self.figures(record) for record in recorded}
-        figures = [figure for found in by_commit.values() for figure in found]
-        commits = ", ".join(commit for commit, found in by_commit.items() if found)
+        found = [(record.commit, self.figures(record)) for record in recorded]
+        figures = [figure for _, of_record in found for figure in of_record]
+        commits = ", ".join(dict.fromkeys(commit for commit, of_record in found if of_record))
         if not figures:
             return [self.what, bar, *NOT_MEASURED]
         met = sum(map(self.reached, figures))
