@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cuflash import capture
-from cuflash.kernels import Device
 from cuflash.tensor_map import ALIGNMENT
+
+if TYPE_CHECKING:
+    from cuflash.kernels import Device
 
 Array = Any
 Addresses = list[int]
