@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import interop
+from cuflash.config import MOST_KEPT
 from cuflash.overlap import check_target
 from cuflash.problem import (
     OPTION_NAMES,
@@ -40,9 +41,7 @@ class _Checked(NamedTuple):
     is_repeatable: bool  # by the arguments' addresses alone
 
 
-# Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up. The bound keeps a
-# program with ever new shapes from growing without end.
-_MAX_CHECKED = 4096
+# Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up.
 _checked: dict[Any, _Checked] = {}
 
 
@@ -79,7 +78,7 @@ class Call:
         checked = _checked.get(key)
         if checked is None:
             checked = _check(inputs, keywords)
-            if len(_checked) >= _MAX_CHECKED:
+            if len(_checked) >= MOST_KEPT:
                 _checked.clear()
             _checked[key] = checked
         self.problem = checked.problem

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+HALF_BYTES, FLOAT_BYTES = 2, 4
+# Of Hopper's blocks: barriers, the running tiles, and which keys are seen, in shared memory beside the tiles.
+SMEM_BESIDE_TILES = 1024
+# What heads that are computed together share is to stay in L2, of which Hopper has 50 MB.
+L2_BYTES = 32 << 20
+# Bound of whatever is kept by the metadata of calls: a program with ever new shapes does not grow without end.
+MOST_KEPT = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import kernels
-from cuflash.config import KernelConfig
+from cuflash.config import MOST_KEPT, KernelConfig
 from cuflash.launch_params import Arrays, fixed_params
 from cuflash.params import word_of
 from cuflash.plan import KERNEL_FILES, function_of
@@ -170,8 +170,6 @@ class Launch:
         self._free.append(arguments)
 
 
-# The bound keeps a program with ever new shapes from growing without end.
-_MAX_LAUNCHES = 4096
 _launches: dict[Any, Launch] = {}
 
 
@@ -236,7 +234,7 @@ class Work:
         key += (tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()]))
         launch = _launches.get(key)
         if launch is None:
-            if len(_launches) >= _MAX_LAUNCHES:
+            if len(_launches) >= MOST_KEPT:
                 _launches.clear()
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
         addresses = [self.device.pointer(x) for x in arrays.values()]

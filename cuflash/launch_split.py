@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_split_backward
+from cuflash.config import FLOAT_BYTES, HALF_BYTES
 from cuflash.launch import Further, Kernel, Words, Work
 from cuflash.launch_params import Arrays
 from cuflash.launch_sm90 import MAP_BYTES, MAX_MAPS, TileCounter, as_words
 from cuflash.params import word_of
-from cuflash.plan_split import HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
 
@@ -41,7 +41,6 @@ _ROW_ALIGNMENT = 4
 _COLUMN_CLASSES = (64, 128, 256)
 # Factors of a whole tile of keys, which is no larger, are copied, also beyond the last row.
 _FACTOR_ROWS = 128
-_FLOAT_BYTES = 4
 
 
 class WorkSpace:
@@ -72,7 +71,7 @@ class WorkSpace:
             factors = size + _aligned(images * parts * panels * rows * SWIZZLE_BYTES)
             operands[name] = (size, factors, rows, factor_rows, panels, parts)
             self._tensors.append((size, (_PANEL, rows, parts * panels, images)))
-            vector_bytes = _aligned(images * factor_rows * _FLOAT_BYTES)
+            vector_bytes = _aligned(images * factor_rows * FLOAT_BYTES)
             size = factors + vector_bytes
             blocks = max(blocks, math.ceil(factor_rows / rows_of_block) * images)
         if is_backward:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, MOST_KEPT, KernelConfig
 from cuflash.problem import MAX_HEAD_DIM, AttentionProblem
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
@@ -254,7 +254,7 @@ def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, in
     return head_dim if of_k else 0, head_dim_v if of_v else 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
     """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
 

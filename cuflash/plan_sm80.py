@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
 from cuflash.problem import AttentionProblem
 
@@ -157,7 +157,7 @@ def forward_config(
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
     """The forward kernel for a problem, or None where mma.sync does not take its dtype."""
     if problem.dtype not in dtypes(capability):

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, FLOAT_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
 from cuflash.plan_sm80 import ELEMENT_BYTES, RESERVED_SMEM, SMEM_BESIDE_TILES, WARP, Capability, dtypes
 from cuflash.problem import AttentionProblem
-
-_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Config(KernelConfig):
 
 def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
     of_key = row.head_dim + (row.head_dim_v + tile.block_m if computes_dk else 0)
-    of_query = ELEMENT_BYTES * (row.head_dim + row.head_dim_v) + 2 * _FLOAT_BYTES
+    of_query = ELEMENT_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES
     return tile.block_n * ELEMENT_BYTES * of_key + tile.stages * tile.block_m * of_query + SMEM_BESIDE_TILES
 
 
@@ -169,7 +167,7 @@ def configs(
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Config, ...]:
     """The kernels for a problem; none where mma.sync does not take its dtype or no tile fits."""
     if problem.dtype not in dtypes(capability):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, L2_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
 from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
@@ -22,11 +22,7 @@ _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
 _POWERS_AT_ONCE = 4
-# Barriers, the running tiles, and which keys are seen, beside the tiles.
-_SMEM_BESIDE_TILES = 1024
 SMEM_BYTES = 227 * 1024
-# Keys and values of heads that are computed together are to stay in L2, of which Hopper has 50 MB.
-_L2_BYTES = 32 << 20
 # Queries of short and long sequences for the order of tiles, and of a group of heads whose causal tiles even out: four
 # tiles of 128 for each of an H100's multiprocessors.
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_ROWS = 512, 4096, 4 * 128 * 132
@@ -196,7 +192,7 @@ def forward_config(
     )[consumers]
     row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
-    smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + _SMEM_BESIDE_TILES
+    smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     bias_stages = 1
     if bias_tiles:
         row_bytes = math.ceil(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype] / SWIZZLE_BYTES) * SWIZZLE_BYTES
@@ -264,7 +260,7 @@ def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, seqlen_q=problem.group_size, num_heads_q=problem.num_heads_kv, window_right=None)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def forward(
     problem: AttentionProblem,
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
@@ -350,7 +346,7 @@ def heads_together(problem: AttentionProblem) -> int:
     sequences = 1 if problem.packed else problem.batch
     heads = problem.num_heads_q * sequences
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
-    l2_bytes = _L2_BYTES // 2 if problem.seqlen_q <= _SHORT_QUERIES else _L2_BYTES
+    l2_bytes = L2_BYTES // 2 if problem.seqlen_q <= _SHORT_QUERIES else L2_BYTES
     fitting = max(l2_bytes // bytes_of_head, 1)
     if problem.seqlen_q >= _LONG_QUERIES:
         fitting = max(fitting, -(-_EVEN_ROWS // (problem.seqlen_q * problem.group_size)))

@@ -8,7 +8,15 @@ from functools import lru_cache
 from itertools import product
 
 from cuflash import plan_sm90
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import (
+    FLAGS,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    L2_BYTES,
+    MOST_KEPT,
+    SMEM_BESIDE_TILES,
+    KernelConfig,
+)
 from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import AttentionProblem
@@ -22,13 +30,7 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS = (96, 176, 64)
 _DTYPES = ("float16", "bfloat16")
-_ELEMENT_BYTES = 2
-_FLOAT_BYTES = 4
-_PANEL = SWIZZLE_BYTES // _ELEMENT_BYTES
-# Barriers, and what the warpgroups are told of tiles.
-_SMEM_BESIDE_TILES = 1024
-# Queries, their gradients and their sum of dq, of heads that are computed together, are to stay in L2.
-_L2_BYTES = 32 << 20
+_PANEL = SWIZZLE_BYTES // HALF_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,19 @@ def backward_config(
 ) -> Config:
     """The configuration of one backward pass; `flags` is a subset of `config.FLAGS`."""
     row_bytes, row_bytes_v = (
-        -(-_ELEMENT_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
+        -(-HALF_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
     )
-    of_query = row.query_stages * (row_bytes + _FLOAT_BYTES) + row.dout_stages * (row_bytes_v + _FLOAT_BYTES)
-    of_query += row.ds_stages * row.block_n * _ELEMENT_BYTES
+    of_query = row.query_stages * (row_bytes + FLOAT_BYTES) + row.dout_stages * (row_bytes_v + FLOAT_BYTES)
+    of_query += row.ds_stages * row.block_n * HALF_BYTES
     if row.entry == WIDE:
         consumers, dq_parts, dq_columns = 3, -(-row.head_dim // _PANEL), _PANEL
-        exchanged = row.block_m * row.block_n * _FLOAT_BYTES  # the weights
+        exchanged = row.block_m * row.block_n * FLOAT_BYTES  # the weights
     else:
         consumers = dq_parts = row.block_n // ROWS_OF_WARPGROUP
         # A warpgroup has queries of its own for dq, or panels of columns.
         by_queries = row.block_m > ROWS_OF_WARPGROUP
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
-        exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * _FLOAT_BYTES
+        exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
     # The room that is left is for one more tile of keys or one more part of dq, which an order of the sums waits for.
     key_stages = 1 if deterministic else row.key_stages
     dq_stages = 2 if row.entry == NARROW and key_stages == 1 else 1
@@ -145,7 +147,7 @@ def backward_config(
         deterministic=deterministic,
         ping_pong=row.entry == NARROW,
         plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
-        smem_bytes=smem_bytes + _SMEM_BESIDE_TILES,
+        smem_bytes=smem_bytes + SMEM_BESIDE_TILES,
         **{flag: flag in flags for flag in FLAGS},
     )
 
@@ -160,7 +162,7 @@ def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if plan_sm90.obstacle(problem):
         return plan_sm90.obstacle(problem)
-    if problem.head_dim * _ELEMENT_BYTES % ALIGNMENT or problem.head_dim_v * _ELEMENT_BYTES % ALIGNMENT:
+    if problem.head_dim * HALF_BYTES % ALIGNMENT or problem.head_dim_v * HALF_BYTES % ALIGNMENT:
         return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
     options = set(flags_of(problem)) - {"has_window"}
     if options.intersection(_ARRAYS) and len(options) > 1:
@@ -170,7 +172,7 @@ def obstacle(problem: AttentionProblem) -> str:
     return "" if _row(problem) else f"no kernel for head dims {problem.head_dim} and {problem.head_dim_v} with options"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
     """The Hopper kernels for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
@@ -216,6 +218,6 @@ def table() -> Iterator[tuple[Config, str]]:
 def heads_together(problem: AttentionProblem) -> int:
     """KV heads (of all sequences) whose queries' arrays fit in L2 together."""
     sequences = 1 if problem.packed else problem.batch
-    of_row = problem.head_dim * (_ELEMENT_BYTES + _FLOAT_BYTES) + problem.head_dim_v * _ELEMENT_BYTES
-    fitting = _L2_BYTES // (problem.seqlen_q * of_row * problem.group_size)
+    of_row = problem.head_dim * (HALF_BYTES + FLOAT_BYTES) + problem.head_dim_v * HALF_BYTES
+    fitting = L2_BYTES // (problem.seqlen_q * of_row * problem.group_size)
     return min(max(fitting, 1), problem.num_heads_kv * sequences)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
 from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
 from cuflash.problem import AttentionProblem
@@ -16,12 +16,8 @@ from cuflash.tensor_map import SWIZZLE_BYTES
 # float16 parts of weights and values, and of queries and keys, by precision; one has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
-HALF_BYTES = 2
 # The factors of four tiles of keys and values.
 _FACTOR_STAGES = 4
-_FLOAT_BYTES = 4
-# Barriers, the running tiles, and which keys are seen, beside the tiles.
-_SMEM_BESIDE_TILES = 1024
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def forward_config(
     )
     queries = tile.block_m * row_bytes
     keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
-    smem_bytes = queries + keys + _FACTOR_STAGES * 2 * tile.block_n * _FLOAT_BYTES + _SMEM_BESIDE_TILES
+    smem_bytes = queries + keys + _FACTOR_STAGES * 2 * tile.block_n * FLOAT_BYTES + SMEM_BESIDE_TILES
     # With room for them the next tile's queries come early.
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
@@ -155,7 +151,7 @@ def forward_config(
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem) -> Config | None:
     """The Hopper kernel for the forward pass of a float32 problem, or None."""
     if problem.dtype != "float32" or 0 in (

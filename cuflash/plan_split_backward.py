@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
 from cuflash.plan import CPP_TYPES, flags_of
 from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, WARPGROUP
-from cuflash.plan_split import HALF_BYTES, KEY_PARTS, PARTS, in_words
+from cuflash.plan_split import KEY_PARTS, PARTS, in_words
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES
 
@@ -19,11 +19,8 @@ DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
 KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
-_FLOAT_BYTES = 4
 _CONSUMERS = 2
 _REGISTERS, _BLOCK_MASK_REGISTERS = REGISTERS[_CONSUMERS], (64, 224)
-# Barriers, the running tiles, and which keys are seen, beside the tiles.
-_SMEM_BESIDE_TILES = 1024
 SMEM_ALIGNMENT = 1024
 
 
@@ -117,7 +114,7 @@ def config_of(
     # dv needs no products of values and dout.
     rows = tile.rows * (key_parts + (parts if entry != DV else 0)) * row_bytes
     columns = tile.columns * (tile.stages * key_parts + tile.stages_v * parts) * row_bytes
-    vectors = tile.stages * _VECTORS[entry] * tile.columns * _FLOAT_BYTES
+    vectors = tile.stages * _VECTORS[entry] * tile.columns * FLOAT_BYTES
     return Config(
         entry=entry,
         element=CPP_TYPES["float32"],
@@ -141,7 +138,7 @@ def config_of(
         consumer_registers=consumer_registers,
         ping_pong=False,
         plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
-        smem_bytes=rows + columns + math.ceil((vectors + _SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
+        smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
         **{flag: flag in flags for flag in FLAGS},
     )
 
@@ -155,7 +152,7 @@ def _configs(
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem) -> tuple[Config, ...] | None:
     """The kernels for dq, dk and dv of a float32 problem, that for dq first, or None."""
     sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q)

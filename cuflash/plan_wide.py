@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cuflash.config import FLAGS
+from cuflash.config import FLAGS, MOST_KEPT
 from cuflash.plan import CPP_TYPES, flags_of, smem_limit
 from cuflash.plan_sm80 import PLAIN_SCALES, RESERVED_SMEM, SMEM_BESIDE_TILES, Capability, Row, Tile
 from cuflash.plan_sm80 import Config as NarrowConfig
@@ -181,7 +181,7 @@ def _has_plain_scale(problem: AttentionProblem) -> bool:
     return low <= problem.softmax_scale <= high
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
     """The forward kernel for a problem, or None."""
     kind = kind_of(problem)
@@ -193,7 +193,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     return None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -> tuple[GradientConfig, ...]:
     """The kernels for dq, dk and dv of a problem, that for dq first; none where others are faster."""
     kind = kind_of(problem)

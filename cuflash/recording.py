@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cuflash import capture
+from cuflash.config import MOST_KEPT
 from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -131,8 +132,6 @@ class Repeat:
         return results
 
 
-# The bound keeps a program with ever new shapes from growing without end.
-_MAX_REPEATS = 4096
 _repeats: dict[tuple[Any, ...], Repeat] = {}
 
 
@@ -216,7 +215,7 @@ class Recording:
             steps.append((launch, tuple(zip(launch.pointer_words, found, strict=True))))
         if not are_aligned([self._device.pointer(x) for x in self._arrays.values()]):
             return
-        if len(_repeats) >= _MAX_REPEATS:
+        if len(_repeats) >= MOST_KEPT:
             _repeats.clear()
         wanted = [None if x is None else (x.shape, x.dtype) for x in results.values()]
         _repeats[call.key] = Repeat(self._device, wanted, [x.nbytes for x in self._scratch], steps)
