@@ -45,6 +45,13 @@ struct QueryValues {
   __device__ __forceinline__ float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
 };
 
+// The same where they lie, in shared memory: each is read when it is used, which takes no registers.
+struct QueryValuesInPlace {
+  const float* values;
+
+  __device__ __forceinline__ float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
+};
+
 // Dropout's decisions on a fragment.
 struct KeptWeights {
   u32 bits[HAS_DROPOUT ? (FRAGMENT + 31) / 32 : 1];
@@ -90,7 +97,8 @@ struct GradientFragment {
   }
 
   // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
-  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const QueryValues& lse, bool masked) const {
+  template <typename Values>
+  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked) const {
     const Score score = this->score();
     const float to_base_2 = scale * LOG2_E;
 #pragma unroll

@@ -26,6 +26,8 @@ class Tile:
         Buffers of queries.
     min_blocks : int
         Thread blocks that share a multiprocessor.
+    below : Capability
+        GPUs from this one on have too few registers: their compiler spills.
     """
 
     block_m: int
@@ -35,6 +37,7 @@ class Tile:
     together: bool
     stages: int = 1
     min_blocks: int = 1
+    below: Capability = (99, 0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ BACKWARD = (
         192,
         192,
         (Tile(64, 128, 8, 1, False), Tile(64, 64, 4, 2, False), Tile(32, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
-        (Tile(32, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
+        (Tile(32, 64, 4, 1, False, below=(10, 0)), Tile(16, 32, 2, 1, False)),
     ),
     Row(
         256,
@@ -114,11 +117,12 @@ def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
     return tile.block_n * ELEMENT_BYTES * of_key + tile.stages * tile.block_m * of_query + SMEM_BESIDE_TILES
 
 
-def _fitting(tiles: tuple[Tile, ...], row: Row, limit: int) -> Tile | None:
+def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: int) -> Tile | None:
     fitting = (
         tile
         for tile in tiles
         if tile.min_blocks * (_smem_bytes(tile, row, True) + RESERVED_SMEM) <= limit + RESERVED_SMEM
+        and capability < tile.below
     )
     return next(fitting, None)
 
@@ -134,7 +138,7 @@ def configs(
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `config.FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
-    tile = _fitting(row.tiles if plain else row.with_options, row, limit)
+    tile = _fitting(row.tiles if plain else row.with_options, row, capability, limit)
     if tile is None:
         return ()
     ampere = capability >= (8, 0)

@@ -165,7 +165,7 @@ def gradient_configs(
             block_m=tile.block_n if wanted else tile.block_m,
             block_n=tile.block_m if wanted else tile.block_n,
             # The wider product takes registers.
-            whole_products=kind == "float64" and capability >= (9, 0) and is_plain and row.head_dim <= 64,
+            whole_products=kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64,
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const KeptWeights kept = scores.kept();
         SoftcapFragment softcap;
         softcap.take(scores.score(), x[f]);
-        scores.weigh(x[f], shared.lse[stage], masked);
+        scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage]}, masked);
         const float* delta = shared.delta[stage] + fragment_column();
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) {
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         const GradientFragment scores(p, s, head, first_row, tile_key + warp_key + 16 * f);
-        scores.weigh(x[f], shared.lse[stage], masked);
+        scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage]}, masked);
         pack_kept(weights[f], x[f], scores.kept());
       }
       multiply_weights(dv, weights, douts);
