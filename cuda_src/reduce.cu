@@ -17,14 +17,26 @@ __device__ __forceinline__ double sum_of_block(double x) {
   return sums[0];
 }
 
+// Rows of the sequences: packed rows before the first and behind the last one hold anything.
+struct Rows {
+  i64 begin, end;
+
+  __device__ __forceinline__ explicit Rows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
+    if (p.cu_seqlens_q == nullptr) return;
+    begin = clamped(p.cu_seqlens_q[0], p.seqlen_q);
+    end = clamped(p.cu_seqlens_q[p.batch], p.seqlen_q);
+  }
+};
+
 // dsink = -sum of the sink's weight times delta, over all rows of a head. One block a head.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
   const int head = blockIdx.x;
   const Accum sink = p.sink[head];
-  const i64 batches = p.cu_seqlens_q == nullptr ? p.batch : 1, rows = batches * p.seqlen_q;
+  const Rows own(p);
+  const i64 batches = p.cu_seqlens_q == nullptr ? p.batch : 1, rows = own.end - own.begin;
   double sum = 0;
-  for (i64 index = threadIdx.x; index < rows; index += THREADS) {
-    const i64 batch = index / p.seqlen_q, row = index % p.seqlen_q;
+  for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
+    const i64 batch = index / rows, row = own.begin + index % rows;
     const Accum lse = *p.lse.at(batch, row, head);
     // Padded rows hold anything; their delta is 0.
     const Accum delta = *p.delta.at(batch, row, head);
@@ -38,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
   const bool shared_slopes = p.dalibi_batch_stride == 0;  // slopes of stride 0 may still be one of each sequence
-  i64 begin = 0, end = p.seqlen_q, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
+  const Rows all(p);
+  i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
   if (p.cu_seqlens_q != nullptr) {
     first_batch = 0;
     batches = 1;

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from address_sanitizer import run_sanitized
-from cases import DTYPES, Case, gaussian_case
+from cases import DTYPES, Case, gaussian, gaussian_case
 from cpu_device import build, hook
 from cpu_device import device as cpu_device
 from cpu_device.device import Check, CpuDevice
@@ -60,14 +60,27 @@ def test_every_row_of_the_tables(dtype: str, head_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("plain")
-@examples(50)
+@pytest.mark.parametrize("shared_slopes", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_over_rows_leave_out_those_of_no_sequence(dtype: str, shared_slopes: bool) -> None:
+    """Nothing is ever written of packed rows before the first sequence and behind the last one."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (gaussian(rng, (40, 2, 32), dtype) for _ in range(4))
+    cu_seqlens = np.array([3, 9, 30], np.int32)
+    slopes = np.array([[0.5, 0.25], [0.125, 1.0]], np.float32)
+    options = {"sink": np.zeros(2, np.float32), "alibi_slopes": slopes[0] if shared_slopes else slopes}
+    assert_agrees(Case(q, k, v, dout, options=options, cu_seqlens=(cu_seqlens, cu_seqlens)))
+
+
+@pytest.mark.usefixtures("plain")
+@examples(100)
 @given(case=cases())
 def test_kernels_agree_with_reference(case: Case) -> None:
     assert_agrees(case)
 
 
 @pytest.mark.usefixtures("checked")
-@examples(15)
+@examples(30)
 @given(case=cases(max_scores=20_000))
 def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     assert_agrees(case)

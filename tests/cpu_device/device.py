@@ -207,6 +207,8 @@ def _load(text: str, flags: tuple[str, ...], name: str, check: Check) -> Module:
 
 # CuPy's memory pool gives as much.
 _SCRATCH_ALIGNMENT = 512
+# Every byte of memory that nobody has written: NaN in all floating-point formats.
+_POISON = 0xFF
 # Bytes of shared memory that one block may use, by compute capability.
 SMEM_LIMITS = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (12, 0): 101376}
 
@@ -232,7 +234,6 @@ class CpuDevice:
         self.smem_limit = SMEM_LIMITS[capability]
         self.has_wgmma = capability == (9, 0)
         self.name = f"CPU as sm_{capability[0]}{capability[1]}"
-        self.empty = np.empty
         self.tensor_map = tensor_map.encode
         self._check = check
 
@@ -242,9 +243,15 @@ class CpuDevice:
             raise ValueError(f"{entry}: {smem_bytes} bytes of shared memory, {self.name} has {self.smem_limit}")
         return CpuKernel(compile(source, options, entry, self._check), entry, max(smem_bytes, DEFAULT_SMEM_BYTES))
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        """An array that nobody has written: NaN, or -1."""
+        x = np.empty(shape, dtype)
+        x.reshape(-1).view(np.uint8)[...] = _POISON
+        return x
+
     def scratch(self, size: int) -> tuple[int, np.ndarray[Any, Any]]:
         """The address of so many uninitialised bytes, and what keeps them."""
-        memory = np.empty(size + _SCRATCH_ALIGNMENT, np.uint8)
+        memory = np.full(size + _SCRATCH_ALIGNMENT, _POISON, np.uint8)
         return memory.ctypes.data + -memory.ctypes.data % _SCRATCH_ALIGNMENT, memory
 
     lasting = scratch
