@@ -10,12 +10,12 @@ import numpy as np
 
 from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_split_backward
 from cuflash.config import FLOAT_BYTES, HALF_BYTES
-from cuflash.launch import Further, Kernel, Words, Work
+from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_params import Arrays
 from cuflash.launch_sm90 import MAP_BYTES, MAX_MAPS, TileCounter, as_words
 from cuflash.params import word_of
 from cuflash.problem import Array, AttentionProblem
-from cuflash.tensor_map import SWIZZLE_BYTES
+from cuflash.tensor_map import SWIZZLE_BYTES, whole_rows
 
 ROWS = "split_rows"
 Config = plan_split.Config | plan_split_backward.Config
@@ -67,13 +67,13 @@ class WorkSpace:
                 # Sequences, and the padding before and behind them, begin at multiples: split_begin.
                 rows = (rows // _ROW_ALIGNMENT + problem.batch + 3) * _ROW_ALIGNMENT
             factor_rows = (math.ceil(rows / _FACTOR_ROWS) + 1) * _FACTOR_ROWS
-            images = heads * (1 if problem.packed else problem.batch)
-            factors = size + _aligned(images * parts * panels * rows * SWIZZLE_BYTES)
+            count = images(problem, heads)
+            factors = size + whole_rows(count * parts * panels * rows * SWIZZLE_BYTES)
             operands[name] = (size, factors, rows, factor_rows, panels, parts)
-            self._tensors.append((size, (_PANEL, rows, parts * panels, images)))
-            vector_bytes = _aligned(images * factor_rows * FLOAT_BYTES)
+            self._tensors.append((size, (_PANEL, rows, parts * panels, count)))
+            vector_bytes = whole_rows(count * factor_rows * FLOAT_BYTES)
             size = factors + vector_bytes
-            blocks = max(blocks, math.ceil(factor_rows / rows_of_block) * images)
+            blocks = max(blocks, math.ceil(factor_rows / rows_of_block) * count)
         if is_backward:
             operands["lse"], operands["delta"] = size, size + vector_bytes
             size += 2 * vector_bytes
@@ -250,7 +250,3 @@ def _work_space(work: Work, config: Config) -> Arrays:
 
 def _columns(config: Config) -> int:
     return next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / SWIZZLE_BYTES) * SWIZZLE_BYTES

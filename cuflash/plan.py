@@ -230,6 +230,16 @@ def config_of(
     )
 
 
+def has_plain_scale(problem: AttentionProblem) -> bool:
+    """Whether the scale may be folded into the conversion to base 2: scores then overflow only where others do."""
+    return 2.0**-64 <= problem.softmax_scale <= 2.0**64
+
+
+def are_products(flags: tuple[str, ...]) -> bool:
+    """Whether scores under these options are products of q and k times the scale."""
+    return not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
+
+
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
     """The options of a problem that are compiled in."""
     return tuple(

@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, MOST_KEPT, KernelConfig
-from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
+from cuflash.config import FLAGS, HALF_BYTES, MOST_KEPT, KernelConfig
+from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, has_plain_scale, smem_limit
 from cuflash.problem import AttentionProblem
 
 WARP = 32
-ELEMENT_BYTES = 2
 # Which keys of a tile are seen, and the alignment of what stands before.
 SMEM_BESIDE_TILES = 256
 # What the driver takes of a multiprocessor's shared memory for each thread block.
-RESERVED_SMEM = 1024
-# Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
-PLAIN_SCALES = (2.0**-64, 2.0**64)
+_RESERVED_SMEM = 1024
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,12 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
 def _forward_smem(tile: Tile, row: Row) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
-    return elements * ELEMENT_BYTES + SMEM_BESIDE_TILES
+    return elements * HALF_BYTES + SMEM_BESIDE_TILES
 
 
-def _fitting(tiles: tuple[Tile, ...], row: Row, limit: int) -> Tile:
-    return next(
-        tile for tile in tiles if tile.min_blocks * (_forward_smem(tile, row) + RESERVED_SMEM) <= limit + RESERVED_SMEM
-    )
+def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
+    """Whether a multiprocessor, whose thread blocks may have `limit` bytes, holds so many blocks together."""
+    return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
 def forward_config(
@@ -132,9 +128,9 @@ def forward_config(
     aligned: bool = True,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
-    plain_scores = plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
+    plain_scores = plain_scores and are_products(flags)
     tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
-    tile = _fitting(tiles, row, limit)
+    tile = next(tile for tile in tiles if fits(tile.min_blocks, _forward_smem(tile, row), limit))
     ampere = capability >= (8, 0)
     return Config(
         entry="forward_sm80",
@@ -163,10 +159,8 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     if problem.dtype not in dtypes(capability):
         return None
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    low, high = PLAIN_SCALES
-    plain_scores = low <= problem.softmax_scale <= high
     return forward_config(
-        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, plain_scores, aligned
+        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, has_plain_scale(problem), aligned
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, FLOAT_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import CPP_TYPES, capability_of, flags_of, smem_limit
-from cuflash.plan_sm80 import ELEMENT_BYTES, RESERVED_SMEM, SMEM_BESIDE_TILES, WARP, Capability, dtypes
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
+from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, smem_limit
+from cuflash.plan_sm80 import SMEM_BESIDE_TILES, WARP, Capability, dtypes, fits
 from cuflash.problem import AttentionProblem
 
 
@@ -113,16 +113,13 @@ class Config(KernelConfig):
 
 def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
     of_key = row.head_dim + (row.head_dim_v + tile.block_m if computes_dk else 0)
-    of_query = ELEMENT_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES
-    return tile.block_n * ELEMENT_BYTES * of_key + tile.stages * tile.block_m * of_query + SMEM_BESIDE_TILES
+    of_query = HALF_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES
+    return tile.block_n * HALF_BYTES * of_key + tile.stages * tile.block_m * of_query + SMEM_BESIDE_TILES
 
 
 def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: int) -> Tile | None:
     fitting = (
-        tile
-        for tile in tiles
-        if tile.min_blocks * (_smem_bytes(tile, row, True) + RESERVED_SMEM) <= limit + RESERVED_SMEM
-        and capability < tile.below
+        tile for tile in tiles if fits(tile.min_blocks, _smem_bytes(tile, row, True), limit) and capability < tile.below
     )
     return next(fitting, None)
 
@@ -161,7 +158,7 @@ def configs(
             async_copies=ampere,
             vector_adds=capability >= (9, 0),
             aligned=aligned,
-            plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+            plain_scores=are_products(flags),
             computes_dk=computes_dk,
             computes_dv=computes_dv,
             smem_bytes=_smem_bytes(tile, row, computes_dk),

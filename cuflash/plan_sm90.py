@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuflash.config import FLAGS, L2_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import CPP_TYPES, flags_of
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, L2_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
+from cuflash.plan import CPP_TYPES, flags_of, has_plain_scale
 from cuflash.problem import AttentionProblem
-from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
+from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
@@ -28,10 +27,8 @@ SMEM_BYTES = 227 * 1024
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_ROWS = 512, 4096, 4 * 128 * 132
 # Tiles of keys; parts that are shorter gain less than their merging costs.
 _SHORTEST_PART = 8
-# Scales that may be folded into the conversion to base 2: scores then overflow only where others do.
-PLAIN_SCALES = (2.0**-64, 2.0**64)
-_16_BIT = ("float16", "bfloat16")
-_ELEMENT_BYTES_OF = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPES = ("float16", "bfloat16")
+_ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
 
 
 @dataclass(frozen=True)
@@ -190,12 +187,12 @@ def forward_config(
     producer_registers, consumer_registers = (
         _MORE_TO_LOAD if {"has_mask", "has_block_mask", "has_bias"} & set(flags) else REGISTERS
     )[consumers]
-    row_bytes, row_bytes_v = (-(-2 * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v))
+    row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     bias_stages = 1
     if bias_tiles:
-        row_bytes = math.ceil(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype] / SWIZZLE_BYTES) * SWIZZLE_BYTES
+        row_bytes = whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype])
         bias_stages = 2 if smem_bytes + 2 * tile.block_m * row_bytes <= SMEM_BYTES else 1
         smem_bytes += bias_stages * tile.block_m * row_bytes
     # With room for it results leave through shared memory, and the next tile's queries come early.
@@ -232,7 +229,7 @@ def forward_config(
 
 def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
-    if problem.dtype not in _16_BIT:
+    if problem.dtype not in DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return "TMA takes no empty arrays"
@@ -289,8 +286,7 @@ def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -
 def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    low, high = PLAIN_SCALES
-    plain_scores = low <= problem.softmax_scale <= high
+    plain_scores = has_plain_scale(problem)
     return forward_config(
         row,
         problem.dtype,
@@ -317,7 +313,7 @@ def table() -> Iterator[tuple[Config, str]]:
     """Every row in both dtypes (returned beside it): plain, with a window and any one option, and with all."""
     single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
     for row in FORWARD:
-        for dtype in _16_BIT:
+        for dtype in DTYPES:
             for flags in ((), ("has_window",), *single, FLAGS):
                 yield forward_config(row, dtype, None, flags), dtype
             yield forward_config(row, dtype, None, (), split=True), dtype

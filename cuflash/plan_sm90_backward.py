@@ -17,10 +17,10 @@ from cuflash.config import (
     SMEM_BESIDE_TILES,
     KernelConfig,
 )
-from cuflash.plan import CPP_TYPES, flags_of
-from cuflash.plan_sm90 import ROWS_OF_WARPGROUP, WARPGROUP
+from cuflash.plan import CPP_TYPES, are_products, flags_of
+from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import AttentionProblem
-from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
+from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 # Every warpgroup has 64 keys, or (for wide heads) the warpgroups compute dv, dk and dq of 64 keys.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
@@ -29,7 +29,6 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS = (96, 176, 64)
-_DTYPES = ("float16", "bfloat16")
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 
 
@@ -103,9 +102,7 @@ def backward_config(
     row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], deterministic: bool = False
 ) -> Config:
     """The configuration of one backward pass; `flags` is a subset of `config.FLAGS`."""
-    row_bytes, row_bytes_v = (
-        -(-HALF_BYTES * d // SWIZZLE_BYTES) * SWIZZLE_BYTES for d in (row.head_dim, row.head_dim_v)
-    )
+    row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     of_query = row.query_stages * (row_bytes + FLOAT_BYTES) + row.dout_stages * (row_bytes_v + FLOAT_BYTES)
     of_query += row.ds_stages * row.block_n * HALF_BYTES
     if row.entry == WIDE:
@@ -146,7 +143,7 @@ def backward_config(
         dq_registers=dq_registers,
         deterministic=deterministic,
         ping_pong=row.entry == NARROW,
-        plain_scores=not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        plain_scores=are_products(flags),
         smem_bytes=smem_bytes + SMEM_BESIDE_TILES,
         **{flag: flag in flags for flag in FLAGS},
     )
@@ -203,14 +200,14 @@ def reason(problem: AttentionProblem) -> str:
 def table() -> Iterator[tuple[Config, str]]:
     """Every row in both dtypes (returned beside it), plain and with a window, and the kernels around it."""
     for row in BACKWARD:
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             for flags, deterministic in product(((), ("has_window",)), (False, True)):
                 config = backward_config(row, dtype, None, flags, deterministic)
                 for entry in (row.entry, ROWS, DQ):
                     yield replace(config, entry=entry), dtype
-    for row, dtype in product(WITH_ALIBI, _DTYPES):
+    for row, dtype in product(WITH_ALIBI, DTYPES):
         yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
-    for row, dtype in product(WITH_OPTIONS, _DTYPES):
+    for row, dtype in product(WITH_OPTIONS, DTYPES):
         for flags in (("has_window", "has_softcap", "has_alibi", "has_dropout"), *(("has_window", x) for x in _ARRAYS)):
             yield backward_config(row, dtype, None, flags), dtype
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import CPP_TYPES, flags_of
-from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
+from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale
+from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
 from cuflash.problem import AttentionProblem
-from cuflash.tensor_map import SWIZZLE_BYTES
+from cuflash.tensor_map import whole_rows
 
 # float16 parts of weights and values, and of queries and keys, by precision; one has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
@@ -117,8 +116,7 @@ def forward_config(
     producer_registers, consumer_registers = REGISTERS[consumers]
     key_parts = KEY_PARTS[parts]
     row_bytes, row_bytes_v = (
-        count * math.ceil(HALF_BYTES * d / SWIZZLE_BYTES) * SWIZZLE_BYTES
-        for count, d in ((key_parts, row.head_dim), (parts, row.head_dim_v))
+        count * whole_rows(HALF_BYTES * d) for count, d in ((key_parts, row.head_dim), (parts, row.head_dim_v))
     )
     queries = tile.block_m * row_bytes
     keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
@@ -145,7 +143,7 @@ def forward_config(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
-        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        plain_scores=plain_scores and are_products(flags),
         smem_bytes=smem_bytes,
         **{flag: flag in flags for flag in FLAGS},
     )
@@ -163,9 +161,7 @@ def forward(problem: AttentionProblem) -> Config | None:
         return None
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    low, high = PLAIN_SCALES
-    plain_scores = low <= problem.softmax_scale <= high
-    return forward_config(row, parts, problem.bias_dtype, flags_of(problem), plain_scores)
+    return forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
 
 
 def reason(problem: AttentionProblem) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import CPP_TYPES, flags_of
-from cuflash.plan_sm90 import PLAIN_SCALES, REGISTERS, ROWS_OF_WARPGROUP, WARPGROUP
+from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale
+from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.plan_split import KEY_PARTS, PARTS, in_words
 from cuflash.problem import AttentionProblem
-from cuflash.tensor_map import SWIZZLE_BYTES
+from cuflash.tensor_map import whole_rows
 
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
 # Kernels whose tiles stay with keys, and what they compute.
@@ -109,7 +109,7 @@ def config_of(
     assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP
     # A walk along a block mask's lists takes registers of the loading thread.
     producer_registers, consumer_registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags else _REGISTERS
-    row_bytes = math.ceil(HALF_BYTES * head_dim / SWIZZLE_BYTES) * SWIZZLE_BYTES
+    row_bytes = whole_rows(HALF_BYTES * head_dim)
     key_parts = KEY_PARTS[parts]
     # dv needs no products of values and dout.
     rows = tile.rows * (key_parts + (parts if entry != DV else 0)) * row_bytes
@@ -137,7 +137,7 @@ def config_of(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=False,
-        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        plain_scores=plain_scores and are_products(flags),
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
         **{flag: flag in flags for flag in FLAGS},
     )
@@ -163,9 +163,7 @@ def backward(problem: AttentionProblem) -> tuple[Config, ...] | None:
     row = next((r for r in BACKWARD[parts] if widest <= r.head_dim), None)
     if row is None:
         return None
-    low, high = PLAIN_SCALES
-    plain_scores = low <= problem.softmax_scale <= high
-    return _configs(row, parts, problem.bias_dtype, flags_of(problem), plain_scores)
+    return _configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
 
 
 def reason(problem: AttentionProblem) -> str:

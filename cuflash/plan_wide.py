@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from cuflash.config import FLAGS, MOST_KEPT
-from cuflash.plan import CPP_TYPES, flags_of, smem_limit
-from cuflash.plan_sm80 import PLAIN_SCALES, RESERVED_SMEM, SMEM_BESIDE_TILES, Capability, Row, Tile
+from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale, smem_limit
+from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
 from cuflash.plan_sm80 import Config as NarrowConfig
 from cuflash.problem import AttentionProblem
 
@@ -104,7 +104,7 @@ def _constants(
         "product_depth": 8,
         "async_copies": True,
         "aligned": aligned,
-        "plain_scores": plain_scores and not {"has_softcap", "has_bias", "has_alibi"} & set(flags),
+        "plain_scores": plain_scores and are_products(flags),
         "unroll": 4,
         "sum_columns": 32 if _is_plain(flags, plain_scores, aligned) else 8,
         **{flag: flag in flags for flag in FLAGS},
@@ -126,7 +126,7 @@ def forward_config(
     for tile in row.tiles if is_plain else row.with_options:
         elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * (row.head_dim + row.head_dim_v)
         smem_bytes = elements * _BYTES[kind] + SMEM_BESIDE_TILES
-        if tile.min_blocks * (smem_bytes + RESERVED_SMEM) <= limit + RESERVED_SMEM:
+        if fits(tile.min_blocks, smem_bytes, limit):
             return Config(
                 entry=FORWARD_ENTRY,
                 head_dim=row.head_dim,
@@ -176,11 +176,6 @@ def gradient_configs(
     return tuple(configs)
 
 
-def _has_plain_scale(problem: AttentionProblem) -> bool:
-    low, high = PLAIN_SCALES
-    return low <= problem.softmax_scale <= high
-
-
 @lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
     """The forward kernel for a problem, or None."""
@@ -189,7 +184,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     for row in FORWARD.get(kind, ()) if capability in CAPABILITIES else ():
         if widest <= row.head_dim:
             options = problem.bias_dtype, flags_of(problem)
-            return forward_config(row, kind, *options, capability, limit, _has_plain_scale(problem), aligned)
+            return forward_config(row, kind, *options, capability, limit, has_plain_scale(problem), aligned)
     return None
 
 
@@ -201,7 +196,7 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
     for row in BACKWARD.get(kind, ()) if capability in CAPABILITIES else ():
         if widest <= row.head_dim:
             options = problem.bias_dtype, flags_of(problem)
-            return gradient_configs(row, kind, *options, capability, _has_plain_scale(problem), aligned)
+            return gradient_configs(row, kind, *options, capability, has_plain_scale(problem), aligned)
     return ()
 
 

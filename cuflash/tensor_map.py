@@ -23,6 +23,11 @@ _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 
 
+def whole_rows(size: int) -> int:
+    """`size` bytes, up to a multiple of `SWIZZLE_BYTES`."""
+    return -(-size // SWIZZLE_BYTES) * SWIZZLE_BYTES
+
+
 @cache
 def driver() -> ctypes.CDLL:
     """The CUDA driver's own library."""
