@@ -1,0 +1,18 @@
+"""Naive attention and its gradients in NumPy: the oracle that every other path is tested against.
+
+Written to be read beside the formulas, not to be fast: it builds whole score matrices. It imports nothing of this
+package, so that it cannot share a mistake with what it checks; a wheel does not carry it.
+"""
+
+from .dropout import dropout_keep, philox4x32
+from .packed import attention_varlen, attention_varlen_backward
+from .padded import attention, attention_backward
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "dropout_keep",
+    "philox4x32",
+]

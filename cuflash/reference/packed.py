@@ -1,0 +1,111 @@
+"""Attention and its gradients of packed sequences: each by itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .padded import attention, attention_backward
+from .scores import precision_of
+
+Array = NDArray[Any]
+
+
+def _sequences(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[tuple[slice, slice]]:
+    """The rows of every sequence, clamped to the arrays."""
+
+    def slices(cu_seqlens: Any, total: int) -> list[slice]:
+        ends = np.clip(np.asarray(cu_seqlens, np.int64), 0, total).tolist()
+        return [slice(start, max(start, end)) for start, end in pairwise(ends)]
+
+    return list(zip(slices(cu_seqlens_q, total_q), slices(cu_seqlens_k, total_k), strict=True))
+
+
+def _sequence_options(index: int, seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one packed sequence as those of a padded call with batch 1."""
+    own = dict(options, first_batch=index)
+    for name in ("bias", "mask", "block_mask"):
+        if options.get(name) is not None:
+            own[name] = _sequence_extra(np.asarray(options[name]), index, seqlen_q, seqlen_k)
+    for name in ("q_lengths", "kv_lengths"):
+        if options.get(name) is not None:
+            own[name] = np.asarray(options[name])[index : index + 1]
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and np.ndim(slopes) == 2:
+        own["alibi_slopes"] = slopes[index if len(slopes) > 1 else 0]
+    return own
+
+
+def _sequence_extra(x: Array, index: int, seqlen_q: int, seqlen_k: int) -> Array:
+    """The part of a bias, mask or gradient of shape (batch | 1, heads | 1, rows | 1, columns | 1) for one sequence."""
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    batch = slice(index, index + 1) if x.shape[0] > 1 else slice(None)
+    rows = slice(seqlen_q) if x.shape[2] > 1 else slice(None)
+    columns = slice(seqlen_k) if x.shape[3] > 1 else slice(None)
+    return x[batch, :, rows, columns]
+
+
+def attention_varlen(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
+) -> tuple[Array, Array]:
+    """Packed sequences: q (total_q, num_heads_q, head_dim); returns out like q and lse (num_heads_q, total_q).
+
+    Rows outside every sequence are padding: out 0, lse -inf. Extras are indexed locally to each sequence.
+    """
+    work, _ = precision_of(options.get("round_to"), options.get("work", np.float64))
+    out = np.zeros((*q.shape[:2], v.shape[2]), work)
+    lse = np.full((q.shape[1], q.shape[0]), -np.inf, work)
+    for index, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))):
+        own = _sequence_options(index, rows.stop - rows.start, keys.stop - keys.start, options)
+        own_out, own_lse = attention(q[None, rows], k[None, keys], v[None, keys], **own)
+        out[rows], lse[:, rows] = own_out[0], own_lse[0]
+    return out, lse
+
+
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    dlse: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    **options: Any,
+) -> dict[str, Array]:
+    """Gradients of `attention_varlen`, as `attention_backward` gives them."""
+    work, rounding = precision_of(options.get("round_to"), options.get("work", np.float64))
+    grads = {"q": np.zeros(q.shape, work), "k": np.zeros(k.shape, work), "v": np.zeros(v.shape, work)}
+    for name in ("bias", "sink", "alibi_slopes"):
+        if options.get(name) is not None:
+            grads[name] = np.zeros(np.shape(options[name]), work)
+    for index, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))):
+        seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
+        own_grads = attention_backward(
+            dout[None, rows],
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            dlse=None if dlse is None else dlse[None, :, rows],
+            out=None if out is None else out[None, rows],
+            lse=None if lse is None else lse[None, :, rows],
+            **_sequence_options(index, seqlen_q, seqlen_k, options),
+        )
+        grads["q"][rows], grads["k"][keys], grads["v"][keys] = (own_grads[name][0] for name in "qkv")
+        if "bias" in grads:
+            view = grads["bias"].reshape((1,) * (4 - grads["bias"].ndim) + grads["bias"].shape)
+            _sequence_extra(view, index, seqlen_q, seqlen_k)[...] += own_grads["bias"]
+        if "sink" in grads:
+            grads["sink"] += own_grads["sink"]
+        if "alibi_slopes" in grads:
+            target = grads["alibi_slopes"]
+            per_sequence = target.ndim == 2 and len(target) > 1
+            target[index if per_sequence else ...] += own_grads["alibi_slopes"]
+    if "bias" in grads:
+        grads["bias"] = rounding(grads["bias"])
+    return grads
