@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.examples import char_gpt, tape
-from cuflash.examples.char_gpt import CharGPT, Config, Corpus
 
 from cuflash.__main__ import main
+from cuflash.examples import char_gpt, tape
+from cuflash.examples.char_gpt import CharGPT, Config, Corpus
 
 Array = Any
 TINY = Config(width=16, num_layers=2, num_heads=2, context=12, batch=4, steps=3, attention_dtype="float64")

@@ -154,6 +154,7 @@ def test_jax_refuses_a_second_derivative() -> None:
 def test_hips_autograd() -> None:
     autograd = pytest.importorskip("autograd")
     from autograd.test_util import check_grads
+
     from cuflash.examples.autodiff.hips_autograd import attention, attention_with_lse
 
     *qkv, dout = inputs()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from cuflash.examples.gpt2 import training
 from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
 from cuflash.examples.gpt2.ops import CupyOps, NumpyOps

@@ -126,6 +126,7 @@ def test_jax(dtype: str) -> None:
 def test_jax_gradients_under_jit() -> None:
     jax, device = on_gpu()
     import cupy
+
     from cuflash.examples.jax_custom_vjp import attention
 
     arrays = [jax.device_put(x, device) for x in inputs()]
