@@ -60,11 +60,11 @@ def test_counted_bytes_belong_to_their_calls() -> None:
             ):
                 row = {"ID": f"{3 * call + launch}", "Kernel Name": kernel, "Metric Name": metric}
                 rows.append({**row, "Metric Unit": unit, "Metric Value": value})
-    results = paper_io.count(rows)
+    results = paper_io.count("naive", rows)
     assert [(r["method"], r["n"], r["direction"]) for r in results] == [
-        ("naive", 512, "forward"),
-        ("naive", 512, "backward"),
         ("naive", 1024, "forward"),
+        ("naive", 1024, "backward"),
+        ("naive", 2048, "forward"),
     ]
     assert all(r["l2_bytes"] == 2 * (1000 + 2000) and r["dram_bytes"] == 14 for r in results)
     assert paper_io.theorem_bytes(1024, 2 * 64**2) == 8 * 2 * 1024**2

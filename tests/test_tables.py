@@ -104,9 +104,9 @@ def test_committed_tables_are_of_the_committed_files(tables: ModuleType, monkeyp
 
 
 def test_a_section_is_replaced(tables: ModuleType) -> None:
-    begin, end = tables.BEGIN.format("speed"), tables.END.format("speed")
+    begin, end = tables.pages.BEGIN.format("speed"), tables.pages.END.format("speed")
     text = f"before\n{begin}\nold\n{end}\nafter\n"
-    assert tables.with_section(text, "speed", "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
+    assert tables.pages.with_section(text, "speed", "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
 
 
 def test_files_of_other_kinds_are_left_out(tables: ModuleType, tmp_path: Path) -> None:
@@ -114,3 +114,41 @@ def test_files_of_other_kinds_are_left_out(tables: ModuleType, tmp_path: Path) -
     for name, content in others.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     assert tables.load(tmp_path) == []
+
+
+def test_training_and_bytes_moved(tables: ModuleType, tmp_path: Path) -> None:
+    facts: dict[str, Any] = {**FACTS, "versions": {"torch": "2"}}
+    steps = {
+        name: {"step_ms": ms, "attention_ms": 10.0, "attention_share": 0.1, "tokens_per_second": 1.0}
+        | {"speed_of_baseline": 100.0 / ms}
+        for name, ms in (("baseline", 100.0), ("cuflash", 50.0))
+    }
+    for context in (1024, 4096):
+        record = {**facts, "run": {"batch": 2, "context": context}, "results": steps}
+        (tmp_path / f"gpt2_{context}.json").write_text(json.dumps(record))
+    calls = [
+        {
+            "method": method,
+            "n": 1024,
+            "direction": "forward",
+            "l2_bytes": moved,
+            "dram_bytes": 1e6,
+            "theorem_bytes": 4e6,
+        }
+        for method, moved in (("cuflash", 8e6), ("naive", 20e6))
+    ]
+    (tmp_path / "paper_io.json").write_text(json.dumps({**facts, "fast_bytes": 227 * 1024, "results": calls}))
+    attention = {"1024": {"batch": 16, "ms": {"own": 3.0, "cuflash": 1.0}, "differences": [1e-4, 3e-4]}}
+    training = {name: {"ms_a_step": ms, "losses": [9.0, 4.0]} for name, ms in (("own", 30.0), ("cuflash", 20.0))}
+    record = {**facts, "size": "base", "batch": 8, "attention": attention, "training": training}
+    (tmp_path / "mytorch.json").write_text(json.dumps(record))
+
+    measured = tables.measured
+    assert [row[2:4] for row in measured.gpt2_bars(tmp_path)] == [["2.00", "yes"], ["2.00", "no"]]
+    assert "takes 50 ms at 2 x 1024 and 50 ms at 2 x 4096 tokens" in measured.readme_training(tmp_path)
+    assert "| 4096 | 3 | 33.3 ms | -6.7 ms | - | 10.0 ms | 216 TFLOP/s |" in measured.gpt2(tmp_path)
+    assert "| forward | 1024 | 20.0 | 8.0 | 2.5 | 4.0 | 2.0 | 1.0 | 1.0 |" in measured.moved(tmp_path)
+    assert "12 heads of 64 | 3.00 | 1.00 | 3.00 |" in measured.mytorch(tmp_path)
+    assert "base, 8 x 1024 | 30.0 | 20.0 | 1.50 |" in measured.mytorch(tmp_path)
+    assert "at most 3.0e-04 in norm" in measured.mytorch(tmp_path)
+    assert "No count" in measured.moved(tmp_path / "empty") and "Not recorded" in measured.mytorch(tmp_path / "empty")

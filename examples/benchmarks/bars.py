@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pages
+
 Result = dict[str, Any]
 
 NOT_MEASURED = ("not measured", "-", "-")
@@ -30,8 +32,7 @@ class Recorded:
     @property
     def commit(self) -> str:
         """As people write it."""
-        commit, _, dirty = (self.facts["commit"] or "unknown").partition("-")
-        return f"{commit[:7]} with changes" if dirty else str(commit[:7])
+        return pages.short_commit(self.facts)
 
     @property
     def is_mma(self) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
-SEQLENS = (512, 1024, 2048, 4096)
-METHODS = ("naive", "cuflash")
+SEQLENS = (1024, 2048, 4096, 8192)
+METHODS = ("cuflash", "naive")
 DIRECTIONS = ("forward", "backward")
 MARK = "mark_of_a_call"
 # What the multiprocessors read and write through the crossbar behind which L2 lies, their copy engines too; and DRAM.
@@ -27,38 +27,41 @@ METRICS = {
     "dram__bytes.sum": "dram_bytes",
 }
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+# One launch of each kernel, at the clocks and with the cache as they are.
+NCU = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
+NCU += ["--csv", "--print-units", "base"]
 
 
-def calls_under_ncu() -> None:
-    """What ncu watches."""
+def calls_under_ncu(method: str) -> None:
+    """What ncu watches: one call of each length and direction, whose kernels are compiled."""
     import cupy
 
     problem = importlib.import_module("paper").Problem  # beside this file, which is no package
     mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
-    for method in METHODS:
-        for seqlen in SEQLENS:
-            calls = problem(cupy, 1, seqlen, options=False).calls(method)
-            for direction in DIRECTIONS:
-                call = getattr(calls, direction)
-                call()  # compiles
-                cupy.cuda.Device().synchronize()
-                cupy.cuda.profiler.start()
-                mark((1,), (1,), ())
-                call()
-                cupy.cuda.Device().synchronize()
-                cupy.cuda.profiler.stop()
+    for seqlen in SEQLENS:
+        calls = problem(cupy, 1, seqlen, options=False).calls(method)
+        for direction in DIRECTIONS:
+            call = getattr(calls, direction)
+            call()  # compiles
+            cupy.cuda.Device().synchronize()
+            cupy.cuda.profiler.start()
+            mark((1,), (1,), ())
+            call()
+            cupy.cuda.Device().synchronize()
+            cupy.cuda.profiler.stop()
+            print(f"{method}, n {seqlen}, {direction}", file=sys.stderr, flush=True)
 
 
-def count(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+def count(method: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     """The sums of the kernels behind each mark, from ncu's rows: one a kernel and metric."""
-    keys = [(m, n, d) for m in METHODS for n in SEQLENS for d in DIRECTIONS]
+    keys = [(n, d) for n in SEQLENS for d in DIRECTIONS]
     results: list[dict[str, Any]] = []
     launches: set[str] = set()
     for row in rows:
         if MARK in row["Kernel Name"]:
             if row["ID"] not in launches:
                 launches.add(row["ID"])
-                method, n, direction = keys[len(results)]
+                n, direction = keys[len(results)]
                 results.append({"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0})
             continue
         if row["Metric Name"] in METRICS:
@@ -77,24 +80,23 @@ def run(out: Path, facts: dict[str, Any]) -> int:
     import cupy
 
     fast_bytes = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
-    command += ["--metrics", ",".join(METRICS), sys.executable, str(Path(__file__).resolve())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
-        return 1
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    results = count(list(csv.DictReader(io.StringIO("\n".join(lines)))))
     print(f"M = {fast_bytes} bytes of shared memory; MB between L2 and the multiprocessors (DRAM in brackets)")
-    for direction in DIRECTIONS:
-        print(direction)
-        for n in SEQLENS:
-            own = {r["method"]: r for r in results if (r["n"], r["direction"]) == (n, direction)}
-            cells = [f"{m} {own[m]['l2_bytes'] / 1e6:9.1f} ({own[m]['dram_bytes'] / 1e6:8.1f})" for m in METHODS]
-            times = own["naive"]["l2_bytes"] / own["cuflash"]["l2_bytes"]
-            print(f"  n {n:5}: {'  '.join(cells)}  theorem {theorem_bytes(n, fast_bytes) / 1e6:8.1f}  x {times:.1f}")
-    facts = {**facts, "batch": 1, "fast_bytes": fast_bytes, "results": results}
-    (out / "paper_io.json").write_text(json.dumps(facts, indent=1) + "\n")
+    results: list[dict[str, Any]] = []
+    for method in METHODS:  # a process each: what is counted is written before the next begins
+        command = [*NCU, "--metrics", ",".join(METRICS), sys.executable, str(Path(__file__).resolve()), method]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(done.stdout[-2000:], file=sys.stderr)
+            return 1
+        lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+        results += count(method, list(csv.DictReader(io.StringIO("\n".join(lines)))))
+        for r in results[-len(SEQLENS) * len(DIRECTIONS) :]:
+            r["theorem_bytes"] = theorem_bytes(r["n"], fast_bytes)
+            bytes_moved = f"{r['l2_bytes'] / 1e6:9.1f} ({r['dram_bytes'] / 1e6:8.1f})"
+            share = f"{r['l2_bytes'] / r['theorem_bytes']:7.2f} of the theorem's"
+            print(f"{method:8} {r['direction']:8} n {r['n']:5}: {bytes_moved}, {share}")
+        record = {**facts, "batch": 1, "fast_bytes": fast_bytes, "results": results}
+        (out / "paper_io.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(results, fast_bytes, out / "paper_io.png")
     return 0
 
@@ -121,4 +123,4 @@ def draw(results: list[dict[str, Any]], fast_bytes: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    calls_under_ncu()
+    calls_under_ncu(sys.argv[1])

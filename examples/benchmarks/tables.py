@@ -1,6 +1,6 @@
 """Write every table of figures, and the picture, from the JSON files of `results/`.
 
-    python examples/benchmarks/tables.py            # README.md, results/README.md, results/speed.png
+    python examples/benchmarks/tables.py            # README.md, docs/measured.md, results/README.md, results/speed.png
     python examples/benchmarks/tables.py --check    # fail if a table is not what the files say
 
 No figure in these tables is typed by hand, and each table names the commit that it is of.
@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import measured
+import pages
 from bars import (
     BARS,
     DENSE_BAR,
@@ -38,8 +40,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parents[1] / "README.md"
 PAGE = RESULTS / "README.md"
-# What lies between such marks in README.md is written here.
-BEGIN, END = "<!-- begin: {} by tables.py -->", "<!-- end: {} by tables.py -->"
+MEASURED = HERE.parents[1] / "docs" / "measured.md"
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -66,25 +67,6 @@ def load(folder: Path) -> list[Recorded]:
     return merged(recorded)
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def origin(record: Recorded) -> str:
-    """Where a table comes from, in one line."""
-    facts = record.facts
-    versions = facts["versions"]
-    others = ", ".join(
-        f"{label} {versions[name]}"
-        for name, label in (("torch", "torch"), ("nvidia-cudnn-cu13", "cuDNN"), ("flash-attn-3", "FlashAttention-3"))
-        if name in versions
-    )
-    machine = f"{facts['gpu']}, driver {facts['driver']}, NVRTC {facts['nvrtc']}"
-    return f"Commit {record.commit}, {facts['date'][:10]}, {machine}; {others}."
-
-
 def grid(results: Iterable[Result], measure: Any) -> str:
     """A dense suite: TFLOP/s, and the ratio to the peer in brackets, with a cross where it misses the bar."""
     chosen = list(results)
@@ -101,7 +83,7 @@ def grid(results: Iterable[Result], measure: Any) -> str:
         lines.setdefault((cell["head_dim"], cell["causal"]), {})[cell["seqlen_q"]] = text
     for (head_dim, causal), line in sorted(lines.items()):
         rows.append([str(head_dim), "causal" if causal else "full", *(line.get(n, "-") for n in seqlens)])
-    text = markdown(rows)
+    text = pages.table(rows)
     if ratios:
         mean, met = towards(geometric_mean(ratios), 3), sum(ratio >= DENSE_BAR for ratio in ratios)
         text += f"\nGeometric mean of the ratios {mean}; {met} of {len(ratios)} reach {DENSE_BAR}.\n"
@@ -119,7 +101,7 @@ def listing(results: Iterable[Result]) -> str:
         ["of the fastest peer", *(_figure(of_fastest(r), 3) for r in chosen)],
         ["of plain", *(_figure(of_plain(r), 3) for r in chosen)],
     ]
-    return markdown(list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)))
+    return pages.table(list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)))
 
 
 def float32_grid(record: Recorded) -> str:
@@ -137,7 +119,7 @@ def float32_grid(record: Recorded) -> str:
             lines.setdefault((cell["head_dim"], cell["causal"]), {})[r["direction"], kind] = text
     for (head_dim, causal), line in sorted(lines.items()):
         rows.append([str(head_dim), "causal" if causal else "full", *(line.get(kind, "-") for kind in kinds)])
-    return markdown(rows)
+    return pages.table(rows)
 
 
 def errors(results: Iterable[Result]) -> str:
@@ -150,7 +132,7 @@ def errors(results: Iterable[Result]) -> str:
             found = [(r["peers"].get(name, {}).get("errors") or {}).get(result) for name in peers]
             shown = [f"{error['mean']:.2g} / {error['max']:.2g}" if error else "-" for error in found]
             rows.append([r["cell"]["name"], result, *shown])
-    return markdown(rows) if chosen else ""
+    return pages.table(rows) if chosen else ""
 
 
 def _short(seqlen: int) -> str:
@@ -183,15 +165,15 @@ def _groups(record: Recorded) -> dict[tuple[str, str, str], list[Result]]:
     return groups
 
 
-def page(recorded: Sequence[Recorded]) -> str:
+def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
     """The page of all figures."""
-    parts = [PAGE_HEAD, "## The bars\n", bars_table(bars_rows(recorded))]
+    parts = [PAGE_HEAD, "## The bars\n", bars_table(bars_rows(recorded, folder))]
     sections = [(record, *key, results) for record in recorded for key, results in _groups(record).items()]
     sections.sort(key=lambda section: (section[1] != "dense", section[0].is_mma))
     for record, suite, direction, dtype, results in sections:
         files = ", ".join(f"[{file}]({file})" for file in record.files)
         parts.append(f"## {suite}: {direction}, {dtype}{', mma.sync' if record.is_mma else ''}\n")
-        parts.append(f"{origin(record)} From {files}.\n")
+        parts.append(f"{pages.origin(record.facts)} From {files}.\n")
         if suite != "dense":
             parts.append(listing(results))
             continue
@@ -203,14 +185,15 @@ def page(recorded: Sequence[Recorded]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def bars_rows(recorded: Sequence[Recorded]) -> list[list[str]]:
+def bars_rows(recorded: Sequence[Recorded], folder: Path = RESULTS) -> list[list[str]]:
     """Every bar, and whether it is reached."""
-    return [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
+    rows = [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
+    return rows + measured.gpt2_bars(folder)
 
 
 def bars_table(rows: Sequence[list[str]]) -> str:
     """The same as a table."""
-    return markdown([["what", "bar", "measured", "reached", "commit"], *rows])
+    return pages.table([["what", "bar", "measured", "reached", "commit"], *rows])
 
 
 def readme_section(recorded: Sequence[Recorded]) -> str:
@@ -220,14 +203,17 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
         for record in recorded:
             results = _groups(record).get(("dense", direction, "bfloat16"))
             if results and not record.is_mma:
-                parts += [f"**{direction.capitalize()}.** {origin(record)}\n", grid(results, of_fastest)]
+                parts += [f"**{direction.capitalize()}.** {pages.origin(record.facts)}\n", grid(results, of_fastest)]
     for record in recorded:
         if any(r["cell"]["suite"] == "float32" for r in record.results):
-            parts += [f"**float32**, n 4k, exact and with TF32's error. {origin(record)}\n", float32_grid(record)]
-    measured = [row for row in bars_rows(recorded) if row[2:] != [*NOT_MEASURED]]
-    reached = sum(row[3] == "yes" for row in measured)
-    summary = f"What is aimed at, with all options and dtypes: {reached} of {len(measured)} reached"
-    parts.append(f"<details><summary>{summary}</summary>\n\n{bars_table(measured)}\n</details>\n")
+            parts += [
+                f"**float32**, n 4k, exact and with TF32's error. {pages.origin(record.facts)}\n",
+                float32_grid(record),
+            ]
+    rows = [row for row in bars_rows(recorded) if row[2:] != [*NOT_MEASURED]]
+    reached = sum(row[3] == "yes" for row in rows)
+    summary = f"What is aimed at, with all options and dtypes: {reached} of {len(rows)} reached"
+    parts.append(f"<details><summary>{summary}</summary>\n\n{bars_table(rows)}\n</details>\n")
     return "\n".join(parts)
 
 
@@ -258,14 +244,6 @@ def summary_section(recorded: Sequence[Recorded]) -> str:
         )
         text += "torch's memory-efficient kernel"
     return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
-
-
-def with_section(text: str, name: str, section: str) -> str:
-    """`text` with what stands between the marks of `name` replaced."""
-    begin, end = BEGIN.format(name), END.format(name)
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    return f"{before}{begin}\n{section}{end}{after}"
 
 
 def draw(recorded: Sequence[Recorded], path: Path) -> None:
@@ -320,11 +298,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="print the bars of another folder's files, and write nothing")
     arguments = parser.parse_args()
     if arguments.results:
-        print(page(load(arguments.results)))
+        print(page(load(arguments.results), arguments.results))
         return 0
     recorded = load(RESULTS)
-    readme = with_section(README.read_text("utf-8"), "speed", f"\n{readme_section(recorded)}\n")
-    texts = {PAGE: page(recorded), README: with_section(readme, "summary", summary_section(recorded))}
+    texts = {PAGE: page(recorded), README: README.read_text("utf-8"), MEASURED: MEASURED.read_text("utf-8")}
+    sections = {
+        "speed": f"\n{readme_section(recorded)}\n",
+        "summary": summary_section(recorded),
+        "training": measured.readme_training(RESULTS),
+    }
+    for name, section in sections.items():
+        texts[README] = pages.with_section(texts[README], name, section)
+    for name, write in measured.SECTIONS.items():
+        texts[MEASURED] = pages.with_section(texts[MEASURED], name, f"\n{write(RESULTS)}\n")
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
     if arguments.check:
         print("\n".join(f"{path} is not what the files say" for path in stale) or "all tables are as the files say")

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
+from cuflash.bench.report import environment
 
 Array = Any
 Tensor = Any  # mytorch.Tensor
@@ -209,12 +210,15 @@ def main() -> int:
     parser.add_argument("--size", default="base", help="of the model that is trained (default base: GPT-2's 124M)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 in a training step (default 8)")
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--commit", help="of cuflash, where the checkout does not tell")
     args = parser.parse_args()
     if not (args.checkout / TRAINER).is_file():
         print(f"{args.checkout}: expected a checkout of MyTorch, with {TRAINER}", file=sys.stderr)
         return 2
     mytorch = load(args.checkout)
-    report: dict[str, Any] = {"attention": compare(mytorch, args.contexts)}
+    facts = environment(importlib.import_module("cupy"), args.commit, "mytorch_client")
+    report: dict[str, Any] = {**facts, "size": args.size, "batch": args.batch}
+    report["attention"] = compare(mytorch, args.contexts)
     print(f"MyTorch's training script, {args.size}, {args.batch} x 1024 tokens a step, --fused --mixed_precision")
     report["training"] = train(mytorch, args.checkout, args.train, args.size, 1024, args.batch)
     if args.json:

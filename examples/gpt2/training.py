@@ -284,6 +284,7 @@ def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace
     add("--checkpoint-every", type=int, default=200, metavar="STEPS", help="(default %(default)s)")
     add("--compare", type=int, metavar="ROUNDS", help="time the steps with each attention instead, in so many turns")
     add("--json", type=Path, help="file for the figures of --compare")
+    add("--commit", help="of the code that is compared, where the checkout does not tell")
     return parser.parse_args(argv)
 
 
@@ -309,7 +310,7 @@ def main(description: str | None = None, argv: list[str] | None = None) -> int:
         if args.compare:
             results = compare(run, ops, text, args.compare)
             if args.json:
-                facts = environment(ops.xp, None, "train_gpt2")
+                facts = environment(ops.xp, args.commit, "train_gpt2")
                 args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
             return 0
         absent = [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]

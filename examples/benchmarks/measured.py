@@ -1,0 +1,154 @@
+"""What docs/measured.md and README.md say of training and of bytes moved, from the JSON files of `results/`.
+
+`tables.py` writes it. The files are those of ``train_gpt2 --compare --json``, ``mytorch_client.py --json`` and
+``paper.py --io``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pages
+from bars import US, towards
+
+Record = dict[str, Any]
+
+OWN, BASELINE = "own", "baseline"
+GPT2_BARS = {1024: 1.5, 4096: 3.0}  # context: speed of a step as a multiple of the baseline's
+LAYERS, WIDTH = 12, 768  # of GPT-2 small
+PEAK_TFLOPS = 989  # dense, 16 bits, of an H200
+
+
+def read(folder: Path, name: str) -> Record | None:
+    """One file, if it is there."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def gpt2_records(folder: Path) -> list[Record]:
+    """Compared training steps, shorter contexts first."""
+    found = (read(folder, f"gpt2_{context}") for context in GPT2_BARS)
+    return [record for record in found if record]
+
+
+def gpt2_bars(folder: Path) -> list[list[str]]:
+    """A row of the table of bars for each context."""
+    rows = []
+    for record in gpt2_records(folder):
+        run, speed = record["run"], record["results"][US]["speed_of_baseline"]
+        bar = GPT2_BARS[run["context"]]
+        what = f"step of GPT-2 small, {_tokens(run)} tokens: speed of cuBLAS's products and a fused softmax"
+        is_reached = "yes" if speed >= bar else "no"
+        rows.append([what, f"at least {bar:g}", towards(speed, 2), is_reached, pages.short_commit(record)])
+    return rows
+
+
+def _tokens(run: Record) -> str:
+    return f"{run['batch']} x {run['context']}"
+
+
+def readme_training(folder: Path) -> str:
+    """README.md's sentence about a step's time."""
+    records = gpt2_records(folder)
+    ours, theirs = (
+        " and ".join(f"{r['results'][name]['step_ms']:.0f} ms at {_tokens(r['run'])}" for r in records)
+        for name in (US, BASELINE)
+    )
+    return (
+        f"A step on an H200 takes {ours} tokens; with batched cuBLAS products\n"
+        f"and one fused softmax kernel in place of cuflash {theirs}.\n"
+    )
+
+
+def gpt2(folder: Path) -> str:
+    """The steps of GPT-2, and what the bars leave for attention."""
+    records = gpt2_records(folder)
+    steps = [["context", "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
+    bars = [["context", "bar", "asks for a step of", "leaves attention", "that is", "attention takes", "that is"]]
+    for record in records:
+        context, results = record["run"]["context"], record["results"]
+        for name in (BASELINE, US):
+            r = results[name]
+            own, share = f"{r['attention_ms']:.1f}", f"{r['attention_share']:.0%}"
+            speed = towards(r["speed_of_baseline"], 2)
+            line = [str(context), name, f"{r['step_ms']:.1f}", own, share, f"{r['tokens_per_second']:,.0f}", speed]
+            steps.append(line)
+        ours, bar = results[US], GPT2_BARS[context]
+        asked = results[BASELINE]["step_ms"] / bar
+        left = asked - (ours["step_ms"] - ours["attention_ms"])
+        rates = [
+            f"{_attention_tflop(record['run']) / (ms / 1e3):,.0f} TFLOP/s" if ms > 0 else "-"
+            for ms in (left, ours["attention_ms"])
+        ]
+        times = [f"{ms:.1f} ms" for ms in (asked, left, ours["attention_ms"])]
+        bars.append([str(context), f"{bar:g}", *times[:2], rates[0], times[2], rates[1]])
+    faster = " and ".join(
+        towards(r["results"][BASELINE]["attention_ms"] / r["results"][US]["attention_ms"], 1) for r in records
+    )
+    return "\n".join(
+        [
+            pages.origin(records[0]) + "\n",
+            pages.table(steps),
+            f"Attention itself is {faster} times as fast. What the bars ask of it beside the rest of",
+            f"cuflash's step (the tensor cores' dense peak is {PEAK_TFLOPS} TFLOP/s):\n",
+            pages.table(bars),
+        ]
+    )
+
+
+def _attention_tflop(run: Record) -> float:
+    """Causal attention of all layers, forward and backward."""
+    forward = 4 * run["batch"] * run["context"] ** 2 * WIDTH / 2
+    return LAYERS * 3.5 * forward / 1e12
+
+
+def moved(folder: Path) -> str:
+    """Bytes between L2 and the multiprocessors, beside the theorem's."""
+    record = read(folder, "paper_io")
+    if record is None:
+        return "No count has been recorded.\n"
+    rows = [["", "n", "naive", US, "times less", "N² d² / M", "cuflash, of this", "DRAM: naive", US]]
+    keys = dict.fromkeys((r["direction"], r["n"]) for r in record["results"])
+    for direction, n in keys:
+        own = {r["method"]: r for r in record["results"] if (r["direction"], r["n"]) == (direction, n)}
+        ours, naive = own[US], own.get("naive")
+        theorem = ours["theorem_bytes"]
+        line = [direction, str(n), _megabytes(naive, "l2_bytes"), _megabytes(ours, "l2_bytes")]
+        line.append("-" if naive is None else towards(naive["l2_bytes"] / ours["l2_bytes"], 1))
+        line += [f"{theorem / 1e6:,.1f}", f"{ours['l2_bytes'] / theorem:.1f}"]
+        rows.append([*line, _megabytes(naive, "dram_bytes"), _megabytes(ours, "dram_bytes")])
+    return f"{pages.origin(record)} In MB; M is {record['fast_bytes'] // 1024} KiB.\n\n{pages.table(rows)}"
+
+
+def _megabytes(result: Record | None, name: str) -> str:
+    return "-" if result is None else f"{result[name] / 1e6:,.1f}"
+
+
+def mytorch(folder: Path) -> str:
+    """MyTorch's attention beside cuflash in its place."""
+    record = read(folder, "mytorch")
+    if record is None:
+        return "Not recorded yet.\n"
+    rows = [["float16, causal", "its own, ms", "cuflash, ms", "speed"]]
+    for n, result in record["attention"].items():
+        own, ours = (result["ms"][name] for name in (OWN, US))
+        what = f"attention, forward and backward, {result['batch']} x {n}, 12 heads of 64"
+        rows.append([what, f"{own:.2f}", f"{ours:.2f}", towards(own / ours, 2)])
+    training = record["training"]
+    own, ours = (training[name]["ms_a_step"] for name in (OWN, US))
+    what = f"a step of its training script, {record['size']}, {record['batch']} x 1024"
+    rows.append([what, f"{own:.1f}", f"{ours:.1f}", towards(own / ours, 2)])
+    losses = " and ".join(
+        f"{training[name]['losses'][0]:.2f} to {training[name]['losses'][-1]:.2f}" for name in (OWN, US)
+    )
+    steps = len(training[US]["losses"])
+    apart = max(max(result["differences"]) for result in record["attention"].values())
+    return (
+        f"{pages.origin(record)}\n\n{pages.table(rows)}\n"
+        f"Result and gradients differ by at most {apart:.1e} in norm; the loss goes in {steps} steps from {losses}.\n"
+    )
+
+
+SECTIONS = {"gpt2": gpt2, "moved": moved, "mytorch": mytorch}
