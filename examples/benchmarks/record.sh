@@ -3,7 +3,8 @@
 #
 #     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
 #
-# PART is one of the names below. COMMIT where this is no checkout with git.
+# PART is one of the names below. COMMIT where this is no checkout with git. The part mytorch needs a checkout of
+# github.com/priyammaz/MyTorch, whose path is in MYTORCH, the part paper_io needs ncu.
 set -eu
 part=$1 folder=${2:-examples/benchmarks/results} commit=${3:-}
 
@@ -26,6 +27,21 @@ sparse) bench --suite window sparse --peers cuflash plain fa3 --budget-ms 12 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
 host) bench --host ;;
+gpt2)
+    for context in 1024 4096; do
+        python3 -m cuflash.examples.train_gpt2 --compare 3 --context $context --batch $((32768 / context)) \
+            ${commit:+--commit "$commit"} --json "$folder/gpt2_$context.json"
+    done
+    ;;
+paper)
+    rm -f "$folder/paper.json" # whose rows new ones join
+    python3 examples/benchmarks/paper.py ${commit:+--commit "$commit"} --out "$folder" --longest 0.5
+    ;;
+paper_io) python3 examples/benchmarks/paper.py --io ${commit:+--commit "$commit"} --out "$folder" ;;
+mytorch)
+    python3 examples/clients/mytorch_client.py "${MYTORCH:?the path of a checkout of MyTorch}" \
+        ${commit:+--commit "$commit"} --json "$folder/mytorch.json"
+    ;;
 *)
     echo "unknown part: $part" >&2
     exit 2
