@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = command_parser.parse_args(argv[1:])
     try:
         status: int = module.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C
+    except BrokenPipeError:  # the reader has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere at exit
+        return 0
     return status
 
 

@@ -52,22 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
-    parser.add_argument(
-        "--kernel",
-        nargs="+",
-        choices=sorted(
-            {
-                *(c.entry for c, _ in _hopper_table()),
-                *plan_sm80.ENTRIES,
-                plan_sm80_backward.MAIN,
-                plan_wide.FORWARD_ENTRY,
-                plan_wide.DQ,
-                *plan_wide.KEY_KERNELS,
-                *(k for k, *_ in PORTABLE),
-            }
-        ),
-        help="only these kernels",
-    )
+    names = {
+        *(c.entry for c, _ in _hopper_table()),
+        *plan_sm80.ENTRIES,
+        plan_sm80_backward.MAIN,
+        plan_wide.FORWARD_ENTRY,
+        plan_wide.DQ,
+        *plan_wide.KEY_KERNELS,
+        *(k for k, *_ in PORTABLE),
+    }
+    kernels = sorted(names)
+    only = f"only these: {', '.join(kernels)}"
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", choices=kernels, help=only)
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 

@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     print()
     print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
     print()
+    width = max(map(len, chosen))
     for name, reason in chosen.items():
-        print(f"{name:18} {reason}")
+        print(f"{name:{width}} {reason}")
     return 0
 
 

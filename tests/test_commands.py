@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,17 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_code(command, "--no-such-option") == 2
     assert exit_code("info", "--head-dim", "257") == 2
     assert "257" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As ``python -m cuflash info | head -1`` does."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "cuflash", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        words = process.stderr.read()
+    assert process.returncode == 0 and not words
 
 
 def test_info_is_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
