@@ -117,28 +117,38 @@ struct Loader {
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row_k = static_cast<int>(s.row_k);
     bool last = blocks.done();
-    int block = last ? 0 : load_keys(blocks, row_k, head_kv, batch);
+    int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
     load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
     while (!last) {
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       const int values = row_k + block * BLOCK_N;
       last = blocks.done();
-      if (!last) block = load_keys(blocks, row_k, head_kv, batch);
+      if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
       load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
     }
   }
 
   // Loads the current tile of keys, advances, and returns its number.
-  __device__ __forceinline__ int load_keys(Blocks& blocks, int row_k, int head_kv, int batch) {
+  __device__ __forceinline__ int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
     const int block = blocks.block;
-    const bool partial = blocks.partial;
-    blocks.advance();
     if constexpr (HAS_BLOCK_MASK) {
+      const bool masked = needs_mask(blocks, work);
+      blocks.advance();
+      const bool last = blocks.done(), next_masked = !last && needs_mask(blocks, work);
       rings.k.acquire();
-      shared.blocks[rings.k.stage] = block << 2 | blocks.done() << 1 | partial;
+      shared.blocks[rings.k.stage] = GivenBlocks::entry(block, masked, last, next_masked);
+    } else {
+      blocks.advance();
     }
     load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
     return block;
+  }
+
+  // Whether some warpgroup has to mask the current tile of keys.
+  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, const Work& work) const {
+    if (HAS_MASK || HAS_ALIBI || blocks.partial) return true;
+    const Mask mask(p, work.sequence, work.head);
+    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, blocks.block * BLOCK_N, BLOCK_N);
   }
 
   __device__ __forceinline__ void load_bias(const Work& work, int block) {
@@ -218,8 +228,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       const auto prepare = [&](int first_key, bool masked) {
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
-        if (!last) {
-          blocks.take(rings.k.following(), shared.blocks);
+        if constexpr (HAS_BLOCK_MASK) {
+          next_masked = careful || blocks.next_masked;
+        } else if (!last) {
+          blocks.take(rings.k, shared.blocks);
           next_masked = needs_mask();
         }
       };
@@ -246,6 +258,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       // The next scores beside the product of the last weights and their values.
       const auto step = [&](bool masked, bool careful) {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
+        if constexpr (HAS_BLOCK_MASK) blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
         if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();

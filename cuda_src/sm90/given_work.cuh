@@ -55,10 +55,14 @@ struct GivenWork : PartialWork {
 constexpr int NO_WORK = -2;  // in place of a tile
 
 // Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
-// tile of keys which one it is: (tile << 2) | last << 1 | partial.
+// tile of keys which one it is, whether to mask it, and what comes next.
 struct GivenBlocks {
   int block, next, end;
-  bool partial = false;
+  bool masked = false, next_masked = false;
+
+  static __device__ __forceinline__ int entry(int block, bool masked, bool last, bool next_masked) {
+    return block << 3 | next_masked << 2 | last << 1 | masked;
+  }
 
   __device__ __forceinline__ GivenBlocks(const AttentionParams& p, const GivenWork& work)
       : next(0), end(work.empty ? 0 : 1) {
@@ -83,9 +87,10 @@ struct GivenBlocks {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
       const int entry = entries[keys.stage];
-      block = entry >> 2;
+      block = entry >> 3;
+      next_masked = entry >> 2 & 1;
       next = entry >> 1 & 1;
-      partial = entry & 1;
+      masked = entry & 1;
     } else {
       block = next++;
     }

@@ -30,9 +30,9 @@ struct UnitFragment : ScoreFragment {
   // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
   template <class AnyBlocks>
   __device__ __forceinline__ bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
+    if constexpr (HAS_BLOCK_MASK) return blocks.masked;
     const int first_key = blocks.block * BLOCK_N;
-    const Mask mask = own_mask();
-    if (HAS_MASK || blocks.partial || !mask.columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
+    if (HAS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
     // On one side of the diagonal alibi is linear.
     const int nearest = first_row + s.diagonal() - (first_key + BLOCK_N - 1);
     return HAS_ALIBI && nearest < 0 && nearest + rows + BLOCK_N - 2 > 0;
