@@ -236,7 +236,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         }
       };
       // From products to scores in bounds.
-      const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked, bool careful) {
+      const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked) {
         if constexpr (HAS_BIAS_TILES) rings.bias.wait();
         scores.apply(x, shift, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
           if constexpr (HAS_BIAS_TILES) {
@@ -248,7 +248,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
             scores.add_bias(x, row, first_key, masked);
           }
         });
-        if (careful) hidden.find(x);
+        if (masked && careful) hidden.find(x);
         return softmax.bound(x, shift, rescale);
       };
       const auto finish_values = [&] {
@@ -256,7 +256,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         keep(out);
       };
       // The next scores beside the product of the last weights and their values.
-      const auto step = [&](bool masked, bool careful) {
+      const auto step = [&](bool masked) {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
         if constexpr (HAS_BLOCK_MASK) blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
-        const bool grown = bound(x, shift, first_key, masked, careful);
+        const bool grown = bound(x, shift, first_key, masked);
         if constexpr (EARLY_POWERS > 0) {
           // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
           softmax.weigh<0, EARLY_POWERS>(x, shift);
@@ -310,7 +310,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
-        bound(x, shift, first_key, masked, careful);
+        bound(x, shift, first_key, masked);
         softmax.weigh<0, BLOCK_N / 2>(x, shift);
         scores.drop(x, row, first_key);
         pack(weights, x);
@@ -318,12 +318,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       }
       // Copies of the step, so that the common ones are short; the commonest has a loop of its own.
       while (!last) {
-        if (careful) {
-          step(true, true);
-        } else if (next_masked) {
-          step(true, false);
+        if (next_masked) {
+          step(true);
         } else {
-          do step(false, false);
+          do step(false);
           while (!HAS_OPTIONS && !last && !next_masked);
         }
       }
