@@ -51,6 +51,12 @@ def test_growth() -> None:
     assert paper.slope(results, "plain", "cuflash", "both_ms") is None
 
 
+def test_what_counting_needs_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(paper.shutil, "which", lambda name: None)
+    assert paper.main(["--io"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_counted_bytes_belong_to_their_calls() -> None:
     rows = []
     for call in range(3):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -291,9 +292,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--commit", help="of the measured code, where the checkout does not tell")
     add("--out", type=Path, default=HERE / "results")
     args = parser.parse_args(argv)
+    lacks = "ncu (Nsight Compute) is not on the path" if args.io and shutil.which("ncu") is None else None
+    try:
+        xp = importlib.import_module("numpy" if args.device == "cpu" and not args.io else "cupy")
+        free = 2 << 30 if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
+    except (ImportError, RuntimeError) as error:  # no CuPy, no GPU
+        line = str(error).partition("\n")[0]
+        lacks = f"{line}: python -m cuflash info tells what is missing"
+    if lacks:
+        print(f"error: {lacks}", file=sys.stderr)
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    xp = importlib.import_module("numpy" if args.device == "cpu" else "cupy")
-    free = 2 << 30 if xp is np else int(xp.cuda.runtime.memGetInfo()[0])
     facts = {**environment(xp, args.commit, "paper"), "batch": args.batch, "heads": HEADS, "head_dim": HEAD_DIM}
     if args.io:
         # beside this file, which is no package

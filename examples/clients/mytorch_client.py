@@ -215,7 +215,11 @@ def main() -> int:
     if not (args.checkout / TRAINER).is_file():
         print(f"{args.checkout}: expected a checkout of MyTorch, with {TRAINER}", file=sys.stderr)
         return 2
-    mytorch = load(args.checkout)
+    try:
+        mytorch = load(args.checkout)
+    except ImportError as error:
+        print(f"error: {error}: MyTorch needs cupy, triton, torch, safetensors and tqdm", file=sys.stderr)
+        return 2
     facts = environment(importlib.import_module("cupy"), args.commit, "mytorch_client")
     report: dict[str, Any] = {**facts, "size": args.size, "batch": args.batch}
     report["attention"] = compare(mytorch, args.contexts)
