@@ -17,7 +17,8 @@ import pytest
 from cuflash.examples.gpt2 import training
 from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
 from cuflash.examples.gpt2.ops import CupyOps, NumpyOps
-from cuflash.examples.gpt2.training import CHECKPOINT, Run, Text, Trainer, main
+from cuflash.examples.gpt2.text import BPE, TOKENIZER, Text
+from cuflash.examples.gpt2.training import CHECKPOINT, Run, Trainer, main
 
 Array = Any
 OPTIONS = ["--size", "tiny", "--context", "32", "--batch", "2", "--device", "cpu"]
@@ -72,6 +73,24 @@ def test_gpu_agrees_with_the_cpu(attention: str) -> None:
     for name, expected in gradients[0].items():
         error = np.linalg.norm(gradients[1][name] - expected)
         assert error < 0.05 * np.linalg.norm(expected), name
+
+
+@pytest.mark.gpu
+def test_gpu_rows_of_one_token() -> None:
+    """Tokens that come once, often, and never."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 40, (4, 250)).astype(np.int32) * (rng.random((4, 250)) < 0.5)
+    tokens[0, 0] = 63
+    start = rng.normal(size=(64, 256)).astype("float32")
+    rows = rng.integers(-64, 64, (1000, 256)).astype("float32")  # exact in bfloat16
+    results = []
+    for ops in (NumpyOps(), CupyOps(256)):
+        table = ops.xp.asarray(start).copy()
+        ops.add_rows(table, ops.xp.asarray(tokens.astype(np.int32)), ops.xp.asarray(rows).astype(ops.dtype))
+        results.append(table if ops.xp is np else table.get())
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-3)
+    untouched = np.setdiff1d(np.arange(64), tokens)
+    np.testing.assert_array_equal(results[1][untouched], start[untouched])
 
 
 @pytest.mark.gpu
@@ -198,6 +217,16 @@ def test_command_survives_a_kill(tmp_path: Path) -> None:
     losses = json.loads((tmp_path / "run" / "losses.json").read_text())["losses"]
     assert len(losses) == 15 and losses[-1] < losses[0] - 0.5
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+
+
+def test_tokens_of_a_byte_pair_encoding(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    first = Text(None, BPE, tmp_path)
+    assert (tmp_path / TOKENIZER).exists() and first.bytes_per_token > 2
+    again = Text(None, BPE, tmp_path)  # by the encoding that was kept
+    np.testing.assert_array_equal(first.train, again.train)
+    np.testing.assert_array_equal(first.validation, again.validation)
+    assert first.train.max() >= 256
 
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """What a GPT-2 training step does beside attention, on NumPy and on CuPy arrays.
 
 `NumpyOps` says in float32 what each operation means. `CupyOps` does the same in bfloat16: cuBLAS for the matrix
-products, and a kernel of ``kernels.cu`` for what is between two of them. Matrices are (rows, columns), row-major.
+products, and kernels of the ``.cu`` files beside this one for what is between two of them. Matrices are row-major:
+(rows, columns).
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class NumpyOps:
     def embed(self, tokens: Array, of_token: Array, of_position: Array) -> Array:
         """Rows of both tables, added, for `tokens` (batch, seqlen)."""
         return (of_token[tokens] + of_position[: tokens.shape[1]]).reshape(-1, of_token.shape[1])
+
+    def add_rows(self, table: Array, tokens: Array, rows: Array) -> None:
+        """Add each of `rows` to its token's row of `table`, those of one token in one order."""
+        np.add.at(table, tokens.ravel(), rows)
 
     def add_layer_norm(
         self, x: Array, branch: Array | None, bias: Array | None, gain: Array, shift: Array
@@ -145,11 +150,13 @@ class NumpyOps:
         weights[:] = master
 
 
-WARP, VECTOR = 32, 8  # as in kernels.cu
+SOURCES = ("vectors.cuh", "layers.cu", "baseline.cu", "optimizer.cu")  # one text, the first one first
+WARP, VECTOR = 32, 8  # as in vectors.cuh
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 MAX_SUM_PARTS = 128  # parts of a sum over rows, each made by blocks of their own
 PARTIAL_WARPS = 16  # of sum_partials
+ROWS_AT_ONCE = 8  # of add_rows, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
 SCORE_VECTORS = 4
 
@@ -179,7 +186,7 @@ class CupyOps(NumpyOps):
 
     @cached_property
     def _module(self) -> Any:
-        source = Path(__file__).with_name("kernels.cu").read_text()
+        source = "".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
         options = ("--std=c++17", f"-DWIDTH={self.width}", f"-DEPSILON={EPSILON}f")
         return self.xp.RawModule(code=source, options=options)
 
@@ -206,6 +213,12 @@ class CupyOps(NumpyOps):
         threads = self.width // VECTOR
         self._launch("embed", (len(x),), (threads,), x, tokens, of_token, of_position, np.int32(tokens.shape[1]))
         return x
+
+    def add_rows(self, table: Array, tokens: Array, rows: Array) -> None:
+        """See `NumpyOps`."""
+        order = tokens.ravel().argsort(kind="stable")
+        arguments = (table, rows, tokens.ravel()[order], order, np.int32(len(rows)))
+        self._launch("add_rows", (len(rows),), (self.width // VECTOR, ROWS_AT_ONCE), *arguments)
 
     def add_layer_norm(
         self, x: Array, branch: Array | None, bias: Array | None, gain: Array, shift: Array

@@ -1,4 +1,4 @@
-"""Training of GPT-2 on the bytes of a text, and steps with either attention timed: the command train_gpt2."""
+"""Training of GPT-2 on a text, and steps with either attention timed: the command train_gpt2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import numpy as np
 from cuflash.bench.report import environment
 
 from .model import ATTENTIONS, GPT2, TINY, Config
-from .ops import Array, CupyOps, NumpyOps
+from .ops import CupyOps, NumpyOps
+from .text import BPE, BYTES, NUMBERS, Text
 
 SIZES = {"small": Config(), "tiny": TINY}
 CHECKPOINT, LOSSES, PICTURE = "checkpoint.npz", "losses.json", "loss.png"
@@ -28,27 +29,6 @@ SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "decay": 0.1, "clip": 
 WARM_UP, FINAL_RATE = 0.05, 0.1  # fractions: of the steps, and of the rate
 VALIDATION_BATCHES = 4
 WARM_UP_STEPS, STEPS_A_TURN = 3, 2  # of a comparison
-
-
-class Text:
-    """A text as bytes; the last twentieth is held out."""
-
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            content = path.read_bytes()
-        else:
-            from pydoc_data.topics import topics
-
-            content = "\n\n".join(topics.values()).encode()
-        numbers = np.frombuffer(content, np.uint8)
-        self.train, self.validation = np.split(numbers, [len(numbers) * 19 // 20])
-
-    def windows(self, part: Array, seed: tuple[int, ...], batch: int, context: int) -> Array:
-        """`batch` random pieces of context + 1 bytes, a pure function of the seed."""
-        if len(part) <= context:
-            raise ValueError(f"the text is too short: a part of {len(part)} bytes for a context of {context}")
-        starts = np.random.default_rng(seed).integers(0, len(part) - context, (batch, 1))
-        return part[starts + np.arange(context + 1)].astype(np.int32)
 
 
 class Stopwatch:
@@ -119,6 +99,7 @@ class Run:
     attention: str
     deterministic: bool
     seed: int
+    tokens: str = BYTES
 
 
 class Trainer:
@@ -127,6 +108,8 @@ class Trainer:
     def __init__(self, run: Run, ops: NumpyOps, text: Text) -> None:
         self.run, self.ops, self.text = run, ops, text
         config = replace(SIZES[run.size], context=run.context)
+        if config.vocabulary < NUMBERS[run.tokens]:
+            config = replace(config, vocabulary=NUMBERS[run.tokens])
         self.watch = Stopwatch(ops.xp)
         attention: Callable[..., Any] = ATTENTIONS[run.attention]
         if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
@@ -245,14 +228,14 @@ def compare(run: Run, ops: NumpyOps, text: Text, rounds: int) -> dict[str, Any]:
     return results
 
 
-def draw(losses: list[float], path: Path) -> None:
+def draw(losses: list[float], unit: str, path: Path) -> None:
     """The picture of the loss, and of its mean over the last steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)", title="GPT-2 with cuflash on CuPy")
+    axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats a {unit})", title="GPT-2 with cuflash on CuPy")
     width = max(1, len(losses) // 50)
     steps = np.arange(1, len(losses) + 1)
     axes.plot(steps, losses, lw=0.5, alpha=0.5)
@@ -271,8 +254,9 @@ def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace
     )
     add = parser.add_argument
     add("--text", type=Path, help="file to train on (default: Python's own help)")
+    add("--tokens", choices=NUMBERS, default=BYTES, help="bpe: byte pairs, learned from the text (default %(default)s)")
     add("--size", choices=SIZES, default="small", help="small: 124M parameters; tiny: to try it on a CPU")
-    add("--context", type=int, default=1024, help="bytes in a sequence (default %(default)s)")
+    add("--context", type=int, default=1024, help="tokens in a sequence (default %(default)s)")
     add("--batch", type=int, default=32, help="sequences in a step (default %(default)s)")
     add("--steps", type=int, default=1000, help="(default %(default)s)")
     add("--rate", type=float, default=6e-4, help="highest learning rate (default %(default)s)")
@@ -303,12 +287,12 @@ def choose_ops(device: str | None, width: int, deterministic: bool) -> NumpyOps:
 def main(description: str | None = None, argv: list[str] | None = None) -> int:
     """Run the command, which `description` explains."""
     args = parse(description, argv)
-    run = Run(args.size, args.context, args.batch, args.steps, args.rate, args.attention, args.deterministic, args.seed)
+    names = ("size", "context", "batch", "steps", "rate", "attention", "deterministic", "seed", "tokens")
+    run = Run(**{name: getattr(args, name) for name in names})
     try:
         ops = choose_ops(args.device, SIZES[args.size].width, args.deterministic)
-        text = Text(args.text)
         if args.compare:
-            results = compare(run, ops, text, args.compare)
+            results = compare(run, ops, Text(args.text, args.tokens), args.compare)
             if args.json:
                 facts = environment(ops.xp, args.commit, "train_gpt2")
                 args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
@@ -317,6 +301,7 @@ def main(description: str | None = None, argv: list[str] | None = None) -> int:
         if absent:  # said now, not after the last step
             raise ValueError(f'{", ".join(absent)}: not installed, pip install "cuflash[demo]"')
         args.out.mkdir(parents=True, exist_ok=True)
+        text = Text(args.text, args.tokens, args.out)
         trainer = Trainer(run, ops, text)
         if trainer.load(args.out):
             print(f"going on after step {trainer.step} of {args.out / CHECKPOINT}")
@@ -328,10 +313,12 @@ def main(description: str | None = None, argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
         return 130
-    draw(trainer.losses, args.out / PICTURE)
+    draw(trainer.losses, "token" if args.tokens == BPE else "byte", args.out / PICTURE)
     result = {"run": asdict(run), "validation": validation, "losses": trainer.losses}
     (args.out / LOSSES).write_text(json.dumps(result) + "\n")
-    print(f"{trainer.model.master.size:,} parameters; loss of the text held out: {validation:.3f} nats a byte")
+    of_byte = f"{validation / text.bytes_per_token:.3f} nats a byte"
+    of_token = f"{validation:.3f} nats a token, " if args.tokens == BPE else ""
+    print(f"{trainer.model.master.size:,} parameters; loss of the text held out: {of_token}{of_byte}")
     if trainer.watch.steps:
         print(trainer.watch.describe(run.batch * run.context))
     print(f"picture of the loss: {args.out / PICTURE}")

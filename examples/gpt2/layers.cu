@@ -1,76 +1,4 @@
-// The elementwise and row-wise work of a GPT-2 training step, between its matrix products; bfloat16 in memory, float32
-// in registers. The host compiles it with WIDTH, the model's width: a multiple of 256, and EPSILON, of the layer norm.
-
-#include <cuda_bf16.h>
-
-using Element = __nv_bfloat16;
-using Index = long long;
-
-constexpr int WARP = 32;
-constexpr int WARPS = 8;                                // in a block that has a row a warp
-constexpr int AHEAD = 4;                                // loads of a thread under way
-constexpr int PARTIAL_WARPS = 16;                       // of sum_partials
-constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 2;  // of layer_norm_backward, whose threads hold many sums
-constexpr float LOWEST = -1e30f;                        // below every score; e to it is 0
-constexpr int VECTOR = 8;                               // elements in 16 bytes
-constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);    // of a row of the model's width, per lane
-static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
-
-struct Vector {
-  float x[VECTOR];
-};
-
-__device__ Vector unpack(const uint4& raw) {
-  const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
-  Vector v;
-#pragma unroll
-  for (int i = 0; i < VECTOR / 2; ++i) {
-    const float2 pair = __bfloat1622float2(pairs[i]);
-    v.x[2 * i] = pair.x;
-    v.x[2 * i + 1] = pair.y;
-  }
-  return v;
-}
-
-__device__ Vector load(const Element* from) { return unpack(*reinterpret_cast<const uint4*>(from)); }
-
-__device__ void store(Element* to, const Vector& v) {
-  uint4 raw;
-  __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&raw);
-#pragma unroll
-  for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __floats2bfloat162_rn(v.x[2 * i], v.x[2 * i + 1]);
-  *reinterpret_cast<uint4*>(to) = raw;
-}
-
-struct Sum {
-  __device__ static float of(float a, float b) { return a + b; }
-};
-struct Maximum {
-  __device__ static float of(float a, float b) { return fmaxf(a, b); }
-};
-
-template <class Operation>
-__device__ float over_warp(float x) {
-#pragma unroll
-  for (int step = WARP / 2; step > 0; step /= 2) x = Operation::of(x, __shfl_xor_sync(0xffffffffu, x, step));
-  return x;
-}
-
-// Over the threads of a block that share threadIdx.y; with several warps a row there is one row in a block.
-template <class Operation>
-__device__ float over_row(float x) {
-  __shared__ float parts[WARP];
-  x = over_warp<Operation>(x);
-  if (blockDim.x <= WARP) return x;
-  __syncthreads();  // the parts of the reduction before have been read
-  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
-  __syncthreads();
-  x = parts[0];
-  for (int i = 1; i < blockDim.x / WARP; ++i) x = Operation::of(x, parts[i]);
-  return x;
-}
-
-__device__ int lane_column(int i) { return (i * WARP + threadIdx.x) * VECTOR; }
+// The elementwise and row-wise work between the matrix products of a step.
 
 extern "C" __global__ void embed(Element* x, const int* tokens, const Element* of_token, const Element* of_position,
                                  int seqlen) {
@@ -82,6 +10,40 @@ extern "C" __global__ void embed(Element* x, const int* tokens, const Element* o
     const Vector b = load(position + column);
     for (int i = 0; i < VECTOR; ++i) a.x[i] += b.x[i];
     store(x + row * WIDTH + column, a);
+  }
+}
+
+// Adds rows to those of a table; sorted tells of each place in `order` to which. The block at the first place of a
+// token adds all of that token's, the others have nothing to do.
+extern "C" __global__ void add_rows(float* table, const Element* rows, const int* sorted, const Index* order,
+                                    int count) {
+  __shared__ float shares[ROWS_AT_ONCE][WIDTH];
+  const int first = blockIdx.x, token = sorted[first], column = threadIdx.x * VECTOR;
+  if (first > 0 && sorted[first - 1] == token) return;
+  Vector sum = {};
+  for (int place = first + threadIdx.y; place < count && sorted[place] == token; place += AHEAD * ROWS_AT_ONCE) {
+    uint4 raw[AHEAD] = {};  // zeros behind the token's last place
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      const int at = place + ahead * ROWS_AT_ONCE;
+      if (at < count && sorted[at] == token)
+        raw[ahead] = *reinterpret_cast<const uint4*>(rows + order[at] * WIDTH + column);
+    }
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      const Vector v = unpack(raw[ahead]);
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) sum.x[i] += v.x[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) shares[threadIdx.y][column + i] = sum.x[i];
+  __syncthreads();
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < WIDTH; i += blockDim.y * blockDim.x) {
+    float total = table[Index(token) * WIDTH + i];
+#pragma unroll
+    for (int share = 0; share < ROWS_AT_ONCE; ++share) total += shares[share][i];
+    table[Index(token) * WIDTH + i] = total;
   }
 }
 
@@ -333,109 +295,4 @@ extern "C" __global__ void cross_entropy(float* loss, Element* logits, const int
       v.x[i] = weight * (__expf(v.x[i] - lse) - (n * VECTOR + i == target ? 1.0f : 0.0f));
     store(row + n * VECTOR, v);
   }
-}
-
-constexpr int SCORE_VECTORS = 4;  // of a row of scores, per thread
-
-__device__ int score_column(int n) { return (n * blockDim.x + threadIdx.x) * VECTOR; }
-
-// The baseline's softmax of causal scores in place; the row of query i has seqlen keys, those beyond i are hidden.
-extern "C" __global__ void causal_softmax(Element* scores, int seqlen, float scale) {
-  const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int query = row % seqlen;
-  scores += row * seqlen;
-  Vector v[SCORE_VECTORS];
-  float maximum = LOWEST, sum = 0;
-#pragma unroll
-  for (int n = 0; n < SCORE_VECTORS; ++n) {
-    const int column = score_column(n);
-    if (column > query) continue;
-    v[n] = load(scores + column);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-      v[n].x[i] = column + i > query ? LOWEST : scale * v[n].x[i];
-      maximum = fmaxf(maximum, v[n].x[i]);
-    }
-  }
-  maximum = over_row<Maximum>(maximum);
-#pragma unroll
-  for (int n = 0; n < SCORE_VECTORS; ++n) {
-    if (score_column(n) > query) continue;
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) sum += v[n].x[i] = __expf(v[n].x[i] - maximum);
-  }
-  const float inverse = 1.0f / over_row<Sum>(sum);
-#pragma unroll
-  for (int n = 0; n < SCORE_VECTORS; ++n) {
-    const int column = score_column(n);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) v[n].x[i] = column > query ? 0.0f : v[n].x[i] * inverse;
-    if (column < seqlen) store(scores + column, v[n]);
-  }
-}
-
-// Its gradient: scale * weights * (dweights - sum(weights * dweights)), in place of dweights.
-extern "C" __global__ void causal_softmax_backward(Element* dweights, const Element* weights, int seqlen, float scale) {
-  const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int query = row % seqlen;
-  dweights += row * seqlen;
-  weights += row * seqlen;
-  Vector w[SCORE_VECTORS], d[SCORE_VECTORS];
-  float sum = 0;
-#pragma unroll
-  for (int n = 0; n < SCORE_VECTORS; ++n) {
-    const int column = score_column(n);
-    if (column > query) continue;
-    w[n] = load(weights + column);  // 0 beyond the query
-    d[n] = load(dweights + column);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) sum += w[n].x[i] * d[n].x[i];
-  }
-  sum = over_row<Sum>(sum);
-#pragma unroll
-  for (int n = 0; n < SCORE_VECTORS; ++n) {
-    const int column = score_column(n);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) d[n].x[i] = column > query ? 0.0f : scale * w[n].x[i] * (d[n].x[i] - sum);
-    if (column < seqlen) store(dweights + column, d[n]);
-  }
-}
-
-// Each block's share of the sum of squares, in an order that does not change.
-extern "C" __global__ void square_sums(float* partial, const float4* x, Index vectors) {
-  float sum = 0;
-#pragma unroll 4
-  for (Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += Index(gridDim.x) * blockDim.x) {
-    const float4 v = x[i];
-    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-  }
-  sum = over_row<Sum>(sum);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
-
-// AdamW (Loshchilov and Hutter, 2019) on all parameters at once; the first `decayed` are matrices. The gradient's norm
-// is brought down to at most `clip`; its square comes from the device, so that nobody waits.
-extern "C" __global__ void adamw(Element* weights, float4* master, float4* first, float4* second,
-                                 const float4* gradient, const float* squared_norm, Index size, Index decayed,
-                                 float clip, float rate, float beta1, float beta2, float correction1, float correction2,
-                                 float epsilon, float decay) {
-  const Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x;  // of four parameters
-  if (4 * i >= size) return;
-  const float factor = fminf(1.0f, clip * rsqrtf(*squared_norm));
-  float4 gs = gradient[i], ms = first[i], vs = second[i], ws = master[i];
-  float *g = &gs.x, *m = &ms.x, *v = &vs.x, *w = &ws.x;
-  const float kept = 4 * i < decayed ? 1 - rate * decay : 1.0f;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    g[n] *= factor;
-    m[n] += (1 - beta1) * (g[n] - m[n]);
-    v[n] += (1 - beta2) * (g[n] * g[n] - v[n]);
-    w[n] = w[n] * kept - rate * (m[n] * correction1) / (sqrtf(v[n] * correction2) + epsilon);
-  }
-  first[i] = ms;
-  second[i] = vs;
-  master[i] = ws;
-  __nv_bfloat162* rounded = reinterpret_cast<__nv_bfloat162*>(weights) + 2 * i;
-  rounded[0] = __floats2bfloat162_rn(w[0], w[1]);
-  rounded[1] = __floats2bfloat162_rn(w[2], w[3]);
 }

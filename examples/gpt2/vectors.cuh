@@ -1,0 +1,75 @@
+// What the kernels of a GPT-2 training step share: bfloat16 in memory, float32 in registers, 16 bytes at a time. The
+// host compiles this file and those of the kernels as one text, with WIDTH, the model's width: a multiple of 256, and
+// EPSILON, of the layer norm.
+
+#include <cuda_bf16.h>
+
+using Element = __nv_bfloat16;
+using Index = long long;
+
+constexpr int WARP = 32;
+constexpr int WARPS = 8;                                // in a block that has a row a warp
+constexpr int AHEAD = 4;                                // loads of a thread under way
+constexpr int PARTIAL_WARPS = 16;                       // of sum_partials
+constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 2;  // of layer_norm_backward, whose threads hold many sums
+constexpr int ROWS_AT_ONCE = 8;                         // of add_rows, in a block
+constexpr float LOWEST = -1e30f;                        // below every score; e to it is 0
+constexpr int VECTOR = 8;                               // elements in 16 bytes
+constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);    // of a row of the model's width, per lane
+static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
+
+struct Vector {
+  float x[VECTOR];
+};
+
+__device__ Vector unpack(const uint4& raw) {
+  const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
+  Vector v;
+#pragma unroll
+  for (int i = 0; i < VECTOR / 2; ++i) {
+    const float2 pair = __bfloat1622float2(pairs[i]);
+    v.x[2 * i] = pair.x;
+    v.x[2 * i + 1] = pair.y;
+  }
+  return v;
+}
+
+__device__ Vector load(const Element* from) { return unpack(*reinterpret_cast<const uint4*>(from)); }
+
+__device__ void store(Element* to, const Vector& v) {
+  uint4 raw;
+  __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&raw);
+#pragma unroll
+  for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __floats2bfloat162_rn(v.x[2 * i], v.x[2 * i + 1]);
+  *reinterpret_cast<uint4*>(to) = raw;
+}
+
+struct Sum {
+  __device__ static float of(float a, float b) { return a + b; }
+};
+struct Maximum {
+  __device__ static float of(float a, float b) { return fmaxf(a, b); }
+};
+
+template <class Operation>
+__device__ float over_warp(float x) {
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2) x = Operation::of(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+// Over the threads of a block that share threadIdx.y; with several warps a row there is one row in a block.
+template <class Operation>
+__device__ float over_row(float x) {
+  __shared__ float parts[WARP];
+  x = over_warp<Operation>(x);
+  if (blockDim.x <= WARP) return x;
+  __syncthreads();  // the parts of the reduction before have been read
+  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
+  __syncthreads();
+  x = parts[0];
+  for (int i = 1; i < blockDim.x / WARP; ++i) x = Operation::of(x, parts[i]);
+  return x;
+}
+
+__device__ int lane_column(int i) { return (i * WARP + threadIdx.x) * VECTOR; }
