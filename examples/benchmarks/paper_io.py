@@ -1,7 +1,7 @@
 """Bytes between L2 cache and multiprocessors, counted by Nsight Compute, beside the theorem's N^2 d^2 / M.
 
 Theorem 2 of the FlashAttention paper: with M elements of fast memory, exact attention moves O(N^2 d^2 / M) elements,
-plain attention O(N d + N^2). `paper.py --io` runs this file under ncu; a marking kernel precedes each measured call.
+plain attention O(N d + N^2). `paper.py --io` runs this file under ncu, for which every measured call is a range.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
 SEQLENS = (1024, 2048, 4096, 8192)
 METHODS = ("cuflash", "naive")
 DIRECTIONS = ("forward", "backward")
-MARK = "mark_of_a_call"
 # What the multiprocessors read and write through the crossbar behind which L2 lies, their copy engines too; and DRAM.
 METRICS = {
     "l1tex__m_xbar2l1tex_read_bytes.sum": "l2_bytes",
@@ -27,8 +26,9 @@ METRICS = {
     "dram__bytes.sum": "dram_bytes",
 }
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-# One launch of each kernel, at the clocks and with the cache as they are.
-NCU = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
+# Calls run as they always do, at the clocks and with the cache as they are; where not all metrics fit, the whole
+# program runs again.
+NCU = ["ncu", "--replay-mode", "app-range", "--clock-control", "none", "--cache-control", "none"]
 NCU += ["--csv", "--print-units", "base"]
 
 
@@ -37,7 +37,6 @@ def calls_under_ncu(method: str) -> None:
     import cupy
 
     problem = importlib.import_module("paper").Problem  # beside this file, which is no package
-    mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
     for seqlen in SEQLENS:
         calls = problem(cupy, 1, seqlen, options=False).calls(method)
         for direction in DIRECTIONS:
@@ -45,7 +44,6 @@ def calls_under_ncu(method: str) -> None:
             call()  # compiles
             cupy.cuda.Device().synchronize()
             cupy.cuda.profiler.start()
-            mark((1,), (1,), ())
             call()
             cupy.cuda.Device().synchronize()
             cupy.cuda.profiler.stop()
@@ -53,20 +51,15 @@ def calls_under_ncu(method: str) -> None:
 
 
 def count(method: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """The sums of the kernels behind each mark, from ncu's rows: one a kernel and metric."""
-    keys = [(n, d) for n in SEQLENS for d in DIRECTIONS]
-    results: list[dict[str, Any]] = []
-    launches: set[str] = set()
+    """The sums of the metrics of each call, from ncu's rows: one a range and metric."""
+    results = [
+        {"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0}
+        for n in SEQLENS
+        for direction in DIRECTIONS
+    ]
     for row in rows:
-        if MARK in row["Kernel Name"]:
-            if row["ID"] not in launches:
-                launches.add(row["ID"])
-                n, direction = keys[len(results)]
-                results.append({"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0})
-            continue
-        if row["Metric Name"] in METRICS:
-            value = float(row["Metric Value"].replace(",", ""))
-            results[-1][METRICS[row["Metric Name"]]] += value * UNITS[row["Metric Unit"]]
+        value = float(row["Metric Value"].replace(",", ""))
+        results[int(row["ID"])][METRICS[row["Metric Name"]]] += value * UNITS[row["Metric Unit"]]
     return results
 
 

@@ -149,12 +149,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def train(
     mytorch: Any, checkout: Path, names: list[str], size: str, context: int, batch: int
-) -> dict[str, dict[str, Any]]:
-    """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses.
+
+    What there is after each is yielded.
+    """
     from pydoc_data.topics import topics
 
     text = np.frombuffer("\n\n".join(topics.values()).encode(), np.uint8).astype(np.uint16)
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("train.bin", "val.bin"):
             text.tofile(Path(folder) / name)
@@ -170,7 +173,7 @@ def train(
             results[name] = {"ms_a_step": milliseconds, "tokens_per_second": tokens, "losses": losses}
             words = " ".join(f"{loss:.3f}" for loss in losses)
             print(f"  {name:8} {milliseconds:7.1f} ms a step, {tokens:9,.0f} tokens/s, losses {words}", flush=True)
-    return results
+            yield results
 
 
 def run_script(mytorch: Any, script: Path, arguments: list[str]) -> tuple[float, list[float]]:
@@ -222,11 +225,16 @@ def main() -> int:
         return 2
     facts = environment(importlib.import_module("cupy"), args.commit, "mytorch_client")
     report: dict[str, Any] = {**facts, "size": args.size, "batch": args.batch}
-    report["attention"] = compare(mytorch, args.contexts)
+
+    def keep(**figures: Any) -> None:  # as they come: a run that is cut short leaves what it had
+        report.update(figures)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    keep(attention=compare(mytorch, args.contexts))
     print(f"MyTorch's training script, {args.size}, {args.batch} x 1024 tokens a step, --fused --mixed_precision")
-    report["training"] = train(mytorch, args.checkout, args.train, args.size, 1024, args.batch)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    for training in train(mytorch, args.checkout, args.train, args.size, 1024, args.batch):
+        keep(training=training)
     return 0
 
 
