@@ -52,7 +52,7 @@ def calls_under_ncu(method: str) -> None:
 
 def count(method: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     """The sums of the metrics of each call, from ncu's rows: one a range and metric."""
-    results = [
+    results: list[dict[str, Any]] = [
         {"method": method, "n": n, "direction": direction, "l2_bytes": 0.0, "dram_bytes": 0.0}
         for n in SEQLENS
         for direction in DIRECTIONS
