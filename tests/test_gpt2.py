@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from cuflash.examples.gpt2 import training
+from cuflash.examples.gpt2.gpu_ops import CupyOps
 from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
-from cuflash.examples.gpt2.ops import CupyOps, NumpyOps
+from cuflash.examples.gpt2.ops import NumpyOps, Rounded, Weight
 from cuflash.examples.gpt2.text import BPE, TOKENIZER, Text
 from cuflash.examples.gpt2.training import CHECKPOINT, Run, Trainer, main
 
@@ -55,10 +56,11 @@ def test_gradients_of_every_parameter(attention: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_gpu_agrees_with_the_cpu(attention: str) -> None:
+@pytest.mark.parametrize(("attention", "eight"), [("cuflash", False), ("cuflash", True), ("baseline", False)])
+def test_gpu_agrees_with_the_cpu(attention: str, eight: bool) -> None:
     config = replace(TINY, context=1280)  # rows of scores that need several warps, the last one in part
-    models = [GPT2(config, ops, ATTENTIONS[attention], seed=0) for ops in (NumpyOps(), CupyOps(TINY.width))]
+    gpu = CupyOps(TINY.width, eight=eight)
+    models = [GPT2(config, ops, ATTENTIONS[attention], seed=0) for ops in (NumpyOps(), gpu)]
     rng = np.random.default_rng(0)
     start = models[0].weights + 0.1 * rng.normal(size=models[0].weights.shape).astype("float32")
     windows = rng.integers(0, 256, (2, 1281))
@@ -72,7 +74,7 @@ def test_gpu_agrees_with_the_cpu(attention: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     for name, expected in gradients[0].items():
         error = np.linalg.norm(gradients[1][name] - expected)
-        assert error < 0.05 * np.linalg.norm(expected), name
+        assert error < (0.2 if eight else 0.05) * np.linalg.norm(expected), name  # E5M2 has 2 bits behind the point
 
 
 @pytest.mark.gpu
@@ -133,13 +135,35 @@ def test_gpu_products(search: bool) -> None:
     ops.matmul(a, b, out=wide[:, 1], add=True)
     assert_close(wide[:, 1], exact + 1)
     assert float(wide[:, ::2].sum()) == 2 * 256 * 128
-    z, active = ops.matmul_gelu(a, b, bias)
+    z, active = ops.project_gelu(Rounded(a), Weight(b), bias)
     expected = (exact + bias.astype(np.float32)).get()
     assert_close(z, cupy.asarray(expected))
-    assert_close(active, cupy.asarray(expected * NumpyOps._gelu_sigmoid(expected)))
+    assert_close(active.full, cupy.asarray(expected * NumpyOps._gelu_sigmoid(expected)))
     stack, factors = array(3, 128, 64), array(3, 64, 128)
     expected = cupy.matmul(stack.astype(np.float32), factors.astype(np.float32))
     assert_close(ops.matmul(stack, factors), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_products_of_eight_bits() -> None:
+    """They are those of the rounded numbers, to the bits of the result."""
+    from ml_dtypes import float8_e4m3fn, float8_e5m2
+
+    ops = CupyOps(256, eight=True)
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(shape, np.float32) for shape in ((512, 256), (256, 768), (512, 768)))
+    dy /= 512
+    arrays = [ops.xp.asarray(a).astype(ops.dtype) for a in (x, 0.1 * w, dy)]
+    weight = ops.weight(arrays[1])
+    ops.refresh(weight)
+    factor = ops.rounded(arrays[0])
+    gradient = ops.bias_gradient(arrays[2], ops.xp.empty(768, np.float32))
+    x, w, dy = (a.astype(np.float32).get() for a in arrays)
+    x, w = ((scale * a).astype(float8_e4m3fn).astype(np.float32) / scale for a, scale in ((x, 8), (w, 64)))
+    scale = 32 * 1024
+    dy = (scale * dy).astype(float8_e5m2).astype(np.float32) / scale
+    for ours, expected in ((ops.project(factor, weight), x @ w), (ops.project_back(gradient, weight), dy @ w.T)):
+        np.testing.assert_allclose(ours.astype(np.float32).get(), expected, atol=0.01 * np.abs(expected).max())
 
 
 def trainer() -> Trainer:

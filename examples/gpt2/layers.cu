@@ -47,10 +47,11 @@ extern "C" __global__ void add_rows(float* table, const Element* rows, const int
   }
 }
 
-// x + branch + bias, which replaces x, and its layer norm. Without a branch x stays. One warp a row.
-extern "C" __global__ void add_layer_norm(Element* y, float2* statistics, Element* sum, const Element* x,
-                                          const Element* branch, const Element* bias, const Element* gain,
-                                          const Element* shift, int rows) {
+// x + branch + bias, which replaces x, and its layer norm, perhaps in 8 bits too. Without a branch x stays. One warp a
+// row.
+extern "C" __global__ void add_layer_norm(Element* y, Eight* eight, float scale, float2* statistics, Element* sum,
+                                          const Element* x, const Element* branch, const Element* bias,
+                                          const Element* gain, const Element* shift, int rows) {
   const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;
   Vector v[ROW_VECTORS];
@@ -82,6 +83,7 @@ extern "C" __global__ void add_layer_norm(Element* y, float2* statistics, Elemen
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) v[n].x[i] = (v[n].x[i] - mean) * inverse * g.x[i] + s.x[i];
     store(y + row * WIDTH + lane_column(n), v[n]);
+    store_eight<__NV_E4M3>(eight, row * WIDTH + lane_column(n), v[n], scale);
   }
 }
 
@@ -114,8 +116,8 @@ struct Row {
 // and of the branch's bias, which is that of x summed over rows, in partial[block][3][WIDTH]. A warp has a row at a
 // time, and the next one under way; dx may be dy, of which each element is read before it is written.
 extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOCKS)
-    layer_norm_backward(Element* dx, float* partial, const Element* dy, const Element* x, const float2* statistics,
-                        const Element* gain, const Element* dsum, int rows) {
+    layer_norm_backward(Element* dx, Eight* eight, float scale, float* partial, const Element* dy, const Element* x,
+                        const float2* statistics, const Element* gain, const Element* dsum, int rows) {
   Vector of_gain[ROW_VECTORS] = {}, of_shift[ROW_VECTORS] = {}, of_bias[ROW_VECTORS] = {};
   const Index step = Index(gridDim.x) * blockDim.y;
   Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -148,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOC
         of_bias[n].x[i] += out.x[i];
       }
       store(dx + row * WIDTH + lane_column(n), out);
+      store_eight<__NV_E5M2>(eight, row * WIDTH + lane_column(n), out, scale);
     }
   }
   // One warp after the other adds its share, so that the sum has one order.
@@ -180,7 +183,8 @@ __device__ float gelu_sigmoid(float x) {
 // Sums over rows. A warp has WARP * VECTOR columns, the warps of a block every blockDim.y-th row of its part of all
 // rows; partial[part][column]. With GELU's argument z, dy is the gradient of its result and becomes that of z.
 template <bool GELU>
-__device__ void sum_rows(float* partial, Element* dy, const Element* z, int rows, int columns) {
+__device__ void sum_rows(float* partial, Element* dy, Eight* eight, float scale, const Element* z, int rows,
+                         int columns) {
   __shared__ float shares[WARPS][WARP * VECTOR + 1];
   const int column = (blockIdx.x * WARP + threadIdx.x) * VECTOR;
   Vector sum = {};
@@ -210,6 +214,7 @@ __device__ void sum_rows(float* partial, Element* dy, const Element* z, int rows
           }
           store(dy + row * columns + column, d);
         }
+        store_eight<__NV_E5M2>(eight, row * columns + column, d, scale);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) sum.x[i] += d.x[i];
       }
@@ -227,12 +232,14 @@ __device__ void sum_rows(float* partial, Element* dy, const Element* z, int rows
   }
 }
 
-extern "C" __global__ void bias_gradient(float* partial, Element* dy, int rows, int columns) {
-  sum_rows<false>(partial, dy, nullptr, rows, columns);
+extern "C" __global__ void bias_gradient(float* partial, Element* dy, Eight* eight, float scale, int rows,
+                                         int columns) {
+  sum_rows<false>(partial, dy, eight, scale, nullptr, rows, columns);
 }
 
-extern "C" __global__ void gelu_backward(float* partial, Element* dy, const Element* z, int rows, int columns) {
-  sum_rows<true>(partial, dy, z, rows, columns);
+extern "C" __global__ void gelu_backward(float* partial, Element* dy, Eight* eight, float scale, const Element* z,
+                                         int rows, int columns) {
+  sum_rows<true>(partial, dy, eight, scale, z, rows, columns);
 }
 
 // The sums of partial[part][target][column] over the parts, for up to three targets: blockIdx.y, those that are null
@@ -256,7 +263,8 @@ extern "C" __global__ void sum_partials(float* out0, float* out1, float* out2, c
 
 // -log softmax(logits)[target]; the logits become the gradient of the mean loss. One block a row, which waits in shared
 // memory for the sum of its exponentials, so that the logits are read once.
-extern "C" __global__ void cross_entropy(float* loss, Element* logits, const int* targets, int columns, float weight) {
+extern "C" __global__ void cross_entropy(float* loss, Element* logits, Eight* eight, float scale, const int* targets,
+                                         int columns, float weight) {
   extern __shared__ uint4 kept[];
   Element* row = logits + Index(blockIdx.x) * columns;
   const uint4* vectors = reinterpret_cast<const uint4*>(row);
@@ -294,5 +302,6 @@ extern "C" __global__ void cross_entropy(float* loss, Element* logits, const int
     for (int i = 0; i < VECTOR; ++i)
       v.x[i] = weight * (__expf(v.x[i] - lse) - (n * VECTOR + i == target ? 1.0f : 0.0f));
     store(row + n * VECTOR, v);
+    store_eight<__NV_E5M2>(eight, Index(blockIdx.x) * columns + n * VECTOR, v, scale);
   }
 }

@@ -16,9 +16,10 @@ import numpy as np
 
 import cuflash
 
-from .ops import Array, NumpyOps
+from .ops import Array, NumpyOps, Rounded
 
 Backward = Callable[[Array], Array]
+WayBack = Callable[[Rounded], Rounded]
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class GPT2:
         self.weights = self.master.astype(ops.dtype)
         self.gradients = ops.xp.zeros_like(self.master)
         self.w, self.dw = self.views(self.weights), self.views(self.gradients)
+        layers = (name for name in matrices if name not in ("tokens", "positions"))
+        self.factors = {name: ops.weight(self.w[name]) for name in layers}
+        self.factors["tokens"] = ops.weight(self.w["tokens"].T)
 
     @staticmethod
     def _of(matrices: Mapping[str, tuple[int, ...]], layer: int) -> dict[str, tuple[int, ...]]:
@@ -153,38 +157,43 @@ class GPT2:
 
     def _layer(self, layer: int, x: Array, branch: Array | None, bias: str, shape: tuple[int, int]) -> Any:
         """One block: its residual stream and last branch, not yet added, and the way back."""
-        ops, w, dw = self.ops, self.w, self.dw
+        ops, w, dw, factors = self.ops, self.w, self.dw, self.factors
         width, heads = self.config.width, self.config.num_heads
         gain1, shift1, gain2, shift2 = (f"{name}_{layer}" for name in ("gain1", "shift1", "gain2", "shift2"))
         qkv_bias, merge_bias, expand_bias = (f"{name}_bias{layer}" for name in ("qkv", "merge", "expand"))
 
         x1, y1, statistics1 = ops.add_layer_norm(x, branch, w.get(bias), w[gain1], w[shift1])
-        qkv = ops.matmul(y1, w[f"qkv{layer}"], bias=w[qkv_bias])
+        qkv = ops.project(y1, factors[f"qkv{layer}"], w[qkv_bias])
         out, attention_backward = self.attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
-        merged = ops.matmul(out.reshape(-1, width), w[f"merge{layer}"])
+        rows = ops.rounded(out.reshape(-1, width))
+        merged = ops.project(rows, factors[f"merge{layer}"])
         x2, y2, statistics2 = ops.add_layer_norm(x1, merged, w[merge_bias], w[gain2], w[shift2])
-        hidden, active = ops.matmul_gelu(y2, w[f"expand{layer}"], w[expand_bias])
-        result = ops.matmul(active, w[f"contract{layer}"])
+        hidden, active = ops.project_gelu(y2, factors[f"expand{layer}"], w[expand_bias])
+        result = ops.project(active, factors[f"contract{layer}"])
 
-        def backward(dx: Array) -> Array:
-            dactive = ops.matmul(dx, w[f"contract{layer}"].T)
-            ops.matmul(active.T, dx, out=dw[f"contract{layer}"])
+        def backward(dx: Rounded) -> Rounded:
+            dactive = ops.project_back(dx, factors[f"contract{layer}"])
+            ops.matmul(active.full.T, dx.full, out=dw[f"contract{layer}"])
             dhidden = ops.gelu_backward(dactive, hidden, dw[expand_bias])
-            dy2 = ops.matmul(dhidden, w[f"expand{layer}"].T)
-            ops.matmul(y2.T, dhidden, out=dw[f"expand{layer}"])
-            dx2 = ops.layer_norm_backward(dy2, x2, statistics2, w[gain2], dx, (dw[gain2], dw[shift2], dw[merge_bias]))
-            dout = ops.matmul(dx2, w[f"merge{layer}"].T)
-            ops.matmul(out.reshape(-1, width).T, dx2, out=dw[f"merge{layer}"])
+            dy2 = ops.project_back(dhidden, factors[f"expand{layer}"])
+            ops.matmul(y2.full.T, dhidden.full, out=dw[f"expand{layer}"])
+            of_norm2 = (dw[gain2], dw[shift2], dw[merge_bias])
+            dx2 = ops.layer_norm_backward(dy2, x2, statistics2, w[gain2], dx.full, of_norm2)
+            dout = ops.project_back(dx2, factors[f"merge{layer}"])
+            ops.matmul(rows.full.T, dx2.full, out=dw[f"merge{layer}"])
             dqkv = attention_backward(dout.reshape(out.shape)).reshape(-1, 3 * width)
-            ops.bias_gradient(dqkv, dw[qkv_bias])
-            dy1 = ops.matmul(dqkv, w[f"qkv{layer}"].T)
-            ops.matmul(y1.T, dqkv, out=dw[f"qkv{layer}"])
-            return ops.layer_norm_backward(dy1, x1, statistics1, w[gain1], dx2, (dw[gain1], dw[shift1], dw.get(bias)))
+            rounded = ops.bias_gradient(dqkv, dw[qkv_bias])
+            dy1 = ops.project_back(rounded, factors[f"qkv{layer}"])
+            ops.matmul(y1.full.T, dqkv, out=dw[f"qkv{layer}"])
+            of_norm1 = (dw[gain1], dw[shift1], dw.get(bias))
+            return ops.layer_norm_backward(dy1, x1, statistics1, w[gain1], dx2.full, of_norm1)
 
         return x2, result, backward
 
-    def _forward(self, tokens: Array) -> tuple[Array, list[Backward], Backward]:
+    def _forward(self, tokens: Array) -> tuple[Array, list[WayBack], WayBack]:
         ops, w, dw = self.ops, self.w, self.dw
+        for factor in self.factors.values():
+            ops.refresh(factor)
         x, branch, bias = ops.embed(tokens, w["tokens"], w["positions"]), None, ""
         way_back = []
         for layer in range(self.config.num_layers):
@@ -193,27 +202,29 @@ class GPT2:
             bias = f"contract_bias{layer}"
         x, y, statistics = ops.add_layer_norm(x, branch, w[bias], w["gain"], w["shift"])
 
-        def head_backward(dlogits: Array) -> Array:
-            ops.matmul(dlogits.T, y, out=dw["tokens"])
-            dy = ops.matmul(dlogits, w["tokens"])
+        def head_backward(dlogits: Rounded) -> Rounded:
+            ops.matmul(dlogits.full.T, y.full, out=dw["tokens"])
+            dy = ops.project_back(dlogits, self.factors["tokens"])
             return ops.layer_norm_backward(dy, x, statistics, w["gain"], None, (dw["gain"], dw["shift"], dw[bias]))
 
-        return ops.matmul(y, w["tokens"].T), way_back, head_backward
+        return ops.project(y, self.factors["tokens"]), way_back, head_backward
 
     def loss(self, windows: Array) -> Array:
         """Mean loss in nats of each token of `windows` (batch, seqlen + 1) but the first, given those before."""
         logits, _, _ = self._forward(self._contiguous(windows[:, :-1]))
-        return self.ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())
+        return self.ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())[0]
 
     def loss_and_gradients(self, windows: Array) -> Array:
         """The same, and all of `gradients` are written."""
         ops, dw = self.ops, self.dw
         tokens = self._contiguous(windows[:, :-1])
-        dlogits, way_back, head_backward = self._forward(tokens)
-        loss = ops.cross_entropy(dlogits, self._contiguous(windows[:, 1:]).ravel())
-        dx = head_backward(dlogits)
+        logits, way_back, head_backward = self._forward(tokens)
+        loss, dlogits = ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())
+        rounded = head_backward(dlogits)
+        del logits, dlogits
         while way_back:
-            dx = way_back.pop()(dx)  # and with it go the block's activations
+            rounded = way_back.pop()(rounded)  # and with it go the block's activations
+        dx = rounded.full
         ops.add_rows(dw["tokens"], tokens, dx)
         seqlen, width = tokens.shape[1], self.config.width
         dw["positions"][seqlen:] = 0

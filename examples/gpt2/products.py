@@ -17,6 +17,8 @@ Array = Any
 # Numbers of the C interface (cublasLt.h)
 COMPUTE_32F = 68
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_STRIDE = 3, 4, 7, 8, 11, 12  # of a product
+FAST_SUMS = 25  # of a product of 8 bits: with fewer bits than float32
+E4M3, E5M2 = 28, 29  # types of 8 bits, which arrays here have as uint8 and int8
 BATCH_COUNT, BATCH_STRIDE = 5, 6  # of a matrix's layout
 WORKSPACE_BYTES, ALIGNMENTS = 1, (5, 6, 7, 8)  # of what is asked for: alignments of A, B, C and D
 NOTHING, BIAS, GELU_AUX_BIAS = 1, 4, 164  # what follows the product
@@ -75,12 +77,14 @@ class Products:
 
         self._cupy = cupy
         runtime = cupy.cuda.runtime
-        self._types = {"bfloat16": runtime.CUDA_R_16BF, "float32": runtime.CUDA_R_32F}
+        self._types = {"bfloat16": runtime.CUDA_R_16BF, "float32": runtime.CUDA_R_32F, "uint8": E4M3, "int8": E5M2}
         self._search = search
         self._library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
         self._handle = self._made("cublasLtCreate")
         self._workspace = cupy.empty(WORKSPACE, np.uint8)
-        self._factors = np.array([1, 0], np.float32)  # read from the host
+        self._factors = {
+            1.0: np.array([1, 0, 1], np.float32)
+        }  # of the product and of what is there; read from the host
         self._plans: dict[Any, Plan] = {}
 
     def __call__(
@@ -91,11 +95,12 @@ class Products:
         add: bool = False,
         bias: Array | None = None,
         before_gelu: Array | None = None,
+        scale: float = 1.0,
     ) -> Array:
         """Of matrices or stacks of them; one of the last two axes of an operand is contiguous, and the last of `out`.
 
-        With `add` the product is added to `out`. `bias` is added to each row; with `before_gelu`, which takes that sum,
-        GELU by tanh follows.
+        The product is multiplied by `scale`; with `add` it is added to `out`. `bias` is added to each row; with
+        `before_gelu`, which takes that sum, GELU by tanh follows.
         """
         if out is None:
             out = self._cupy.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
@@ -116,7 +121,7 @@ class Products:
         if new and self._search and not add:
             candidates = self._candidates(plan.product, plan.layouts, [m.alignment for m in (left, right, result)])
             plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands))
-        self._run(plan, plan.choice, operands, add)
+        self._run(plan, plan.choice, operands, add, scale)
         return out
 
     def _matrix(self, x: Array) -> Matrix:
@@ -134,6 +139,8 @@ class Products:
         settings = ((TRANSPOSE_A, left.transposed), (TRANSPOSE_B, right.transposed), (EPILOGUE, epilogue))
         for attribute, value in settings:
             self._set("MatmulDesc", product, attribute, ctypes.c_int32(value))
+        if left.kind == right.kind == E4M3:
+            self._set("MatmulDesc", product, FAST_SUMS, ctypes.c_int8(1))
         layouts = tuple(self._layout(matrix) for matrix in (left, right, result))
         alignments = [matrix.alignment for matrix in (left, right, result)]
         if epilogue == GELU_AUX_BIAS:  # its stride decides which kernels there are
@@ -178,13 +185,14 @@ class Products:
         spans[-1][1].synchronize()
         return min(self._cupy.cuda.get_elapsed_time(*events) for events in spans[1:])
 
-    def _run(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool) -> None:
-        one = self._factors.ctypes.data
-        beta = one if add else one + self._factors.itemsize
+    def _run(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool, scale: float = 1.0) -> None:
+        factors = self._factors.setdefault(scale, np.array([scale, 0, 1], np.float32))
+        alpha = factors.ctypes.data
+        beta = alpha + (2 if add else 1) * factors.itemsize
         left, right, result = (ctypes.c_void_p(x.data.ptr) for x in operands)
         of_left, of_right, of_result = plan.layouts
         self._call(
-            *("cublasLtMatmul", self._handle, plan.product, ctypes.c_void_p(one), left, of_left, right, of_right),
+            *("cublasLtMatmul", self._handle, plan.product, ctypes.c_void_p(alpha), left, of_left, right, of_right),
             *(ctypes.c_void_p(beta), result, of_result, result, of_result, ctypes.byref(choice)),
             *(ctypes.c_void_p(self._workspace.data.ptr), ctypes.c_size_t(WORKSPACE)),
             ctypes.c_void_p(self._cupy.cuda.get_current_stream().ptr),

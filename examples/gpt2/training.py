@@ -19,8 +19,9 @@ import numpy as np
 
 from cuflash.bench.report import environment
 
+from .gpu_ops import CupyOps
 from .model import ATTENTIONS, GPT2, TINY, Config
-from .ops import CupyOps, NumpyOps
+from .ops import NumpyOps
 from .text import BPE, BYTES, NUMBERS, Text
 
 SIZES = {"small": Config(), "tiny": TINY}
@@ -100,6 +101,7 @@ class Run:
     deterministic: bool
     seed: int
     tokens: str = BYTES
+    fp8: bool = False
 
 
 class Trainer:
@@ -109,7 +111,7 @@ class Trainer:
         self.run, self.ops, self.text = run, ops, text
         config = replace(SIZES[run.size], context=run.context)
         if config.vocabulary < NUMBERS[run.tokens]:
-            config = replace(config, vocabulary=NUMBERS[run.tokens])
+            config = replace(config, vocabulary=Config.vocabulary)
         self.watch = Stopwatch(ops.xp)
         attention: Callable[..., Any] = ATTENTIONS[run.attention]
         if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
@@ -261,6 +263,7 @@ def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace
     add("--steps", type=int, default=1000, help="(default %(default)s)")
     add("--rate", type=float, default=6e-4, help="highest learning rate (default %(default)s)")
     add("--attention", choices=ATTENTIONS, default="cuflash")
+    add("--fp8", action="store_true", help="products with weights in 8 bits: from compute capability 8.9 on")
     add("--deterministic", action="store_true", help="gradients summed in one order: runs repeat to the bit, slower")
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0)
@@ -272,25 +275,27 @@ def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace
     return parser.parse_args(argv)
 
 
-def choose_ops(device: str | None, width: int, deterministic: bool) -> NumpyOps:
+def choose_ops(device: str | None, width: int, deterministic: bool, eight: bool) -> NumpyOps:
     """On the GPU if there is one and `device` allows it."""
     if device != "cpu":
         try:
-            return CupyOps(width, search=not deterministic)
+            return CupyOps(width, search=not deterministic, eight=eight)
         except (ImportError, OSError, RuntimeError) as error:  # no CuPy, no cuBLAS, no GPU
             if device == "gpu":
                 line = str(error).partition("\n")[0]
                 raise ValueError(f"{line}: python -m cuflash info tells what is missing") from error
+    if eight:
+        raise ValueError("--fp8: expected a GPU")
     return NumpyOps()
 
 
 def main(description: str | None = None, argv: list[str] | None = None) -> int:
     """Run the command, which `description` explains."""
     args = parse(description, argv)
-    names = ("size", "context", "batch", "steps", "rate", "attention", "deterministic", "seed", "tokens")
+    names = ("size", "context", "batch", "steps", "rate", "attention", "deterministic", "seed", "tokens", "fp8")
     run = Run(**{name: getattr(args, name) for name in names})
     try:
-        ops = choose_ops(args.device, SIZES[args.size].width, args.deterministic)
+        ops = choose_ops(args.device, SIZES[args.size].width, args.deterministic, args.fp8)
         if args.compare:
             results = compare(run, ops, Text(args.text, args.tokens), args.compare)
             if args.json:

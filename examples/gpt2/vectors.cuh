@@ -3,8 +3,10 @@
 // EPSILON, of the layer norm.
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 using Element = __nv_bfloat16;
+using Eight = unsigned char;  // a number in 8 bits, E4M3 or E5M2
 using Index = long long;
 
 constexpr int WARP = 32;
@@ -42,6 +44,21 @@ __device__ void store(Element* to, const Vector& v) {
 #pragma unroll
   for (int i = 0; i < VECTOR / 2; ++i) pairs[i] = __floats2bfloat162_rn(v.x[2 * i], v.x[2 * i + 1]);
   *reinterpret_cast<uint4*>(to) = raw;
+}
+
+// Numbers of 8 bits: activations and weights in E4M3, gradients in E5M2, each times a power of two that the host knows.
+// What is too large becomes the largest number. Nothing is written through a null pointer.
+template <__nv_fp8_interpretation_t KIND>
+__device__ void store_eight(Eight* to, Index at, const Vector& v, float scale) {
+  if (to == nullptr) return;
+  uint2 raw;
+  __nv_fp8x2_storage_t* pairs = reinterpret_cast<__nv_fp8x2_storage_t*>(&raw);
+#pragma unroll
+  for (int i = 0; i < VECTOR / 2; ++i) {
+    const float2 pair = make_float2(scale * v.x[2 * i], scale * v.x[2 * i + 1]);
+    pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, KIND);
+  }
+  *reinterpret_cast<uint2*>(to + at) = raw;
 }
 
 struct Sum {
