@@ -28,9 +28,14 @@ def read(folder: Path, name: str) -> Record | None:
 
 
 def gpt2_records(folder: Path) -> list[Record]:
-    """Compared training steps, shorter contexts first."""
-    found = (read(folder, f"gpt2_{context}") for context in GPT2_BARS)
+    """Compared training steps, those in bfloat16 alone before those with products in 8 bits."""
+    found = (read(folder, f"gpt2_{context}{kind}") for kind in ("", "_fp8") for context in GPT2_BARS)
     return [record for record in found if record]
+
+
+def _products(run: Record) -> str:
+    """What the products with weights are of."""
+    return "8 bits" if run.get("fp8") else "bfloat16"
 
 
 def gpt2_bars(folder: Path) -> list[list[str]]:
@@ -39,7 +44,7 @@ def gpt2_bars(folder: Path) -> list[list[str]]:
     for record in gpt2_records(folder):
         run, speed = record["run"], record["results"][US]["speed_of_baseline"]
         bar = GPT2_BARS[run["context"]]
-        what = f"step of GPT-2 small, {_tokens(run)} tokens: speed of cuBLAS's products and a fused softmax"
+        what = f"step of GPT-2 small, {_tokens(run)} tokens, layers in {_products(run)}: speed of attention by cuBLAS"
         is_reached = "yes" if speed >= bar else "no"
         rows.append([what, f"at least {bar:g}", towards(speed, 2), is_reached, pages.short_commit(record)])
     return rows
@@ -51,7 +56,7 @@ def _tokens(run: Record) -> str:
 
 def readme_training(folder: Path) -> str:
     """README.md's sentence about a step's time."""
-    records = gpt2_records(folder)
+    records = [record for record in gpt2_records(folder) if not record["run"].get("fp8")]
     ours, theirs = (
         " and ".join(f"{r['results'][name]['step_ms']:.0f} ms at {_tokens(r['run'])}" for r in records)
         for name in (US, BASELINE)
@@ -65,15 +70,27 @@ def readme_training(folder: Path) -> str:
 def gpt2(folder: Path) -> str:
     """The steps of GPT-2, and what the bars leave for attention."""
     records = gpt2_records(folder)
-    steps = [["context", "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
-    bars = [["context", "bar", "asks for a step of", "leaves attention", "that is", "attention takes", "that is"]]
+    steps = [["layers in", "context", "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
+    bars = [
+        [
+            "layers in",
+            "context",
+            "bar",
+            "asks for a step of",
+            "leaves attention",
+            "that is",
+            "attention takes",
+            "that is",
+        ]
+    ]
     for record in records:
         context, results = record["run"]["context"], record["results"]
+        head = [_products(record["run"]), str(context)]
         for name in (BASELINE, US):
             r = results[name]
             own, share = f"{r['attention_ms']:.1f}", f"{r['attention_share']:.0%}"
             speed = towards(r["speed_of_baseline"], 2)
-            line = [str(context), name, f"{r['step_ms']:.1f}", own, share, f"{r['tokens_per_second']:,.0f}", speed]
+            line = [*head, name, f"{r['step_ms']:.1f}", own, share, f"{r['tokens_per_second']:,.0f}", speed]
             steps.append(line)
         ours, bar = results[US], GPT2_BARS[context]
         asked = results[BASELINE]["step_ms"] / bar
@@ -83,9 +100,10 @@ def gpt2(folder: Path) -> str:
             for ms in (left, ours["attention_ms"])
         ]
         times = [f"{ms:.1f} ms" for ms in (asked, left, ours["attention_ms"])]
-        bars.append([str(context), f"{bar:g}", *times[:2], rates[0], times[2], rates[1]])
+        bars.append([*head, f"{bar:g}", *times[:2], rates[0], times[2], rates[1]])
     faster = " and ".join(
-        towards(r["results"][BASELINE]["attention_ms"] / r["results"][US]["attention_ms"], 1) for r in records
+        towards(r["results"][BASELINE]["attention_ms"] / r["results"][US]["attention_ms"], 1)
+        for r in records[: len(GPT2_BARS)]
     )
     return "\n".join(
         [

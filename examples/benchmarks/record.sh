@@ -28,9 +28,11 @@ shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
 host) bench --host ;;
 gpt2)
-    for context in 1024 4096; do
-        python3 -m cuflash.examples.train_gpt2 --compare 3 --context $context --batch $((32768 / context)) \
-            ${commit:+--commit "$commit"} --json "$folder/gpt2_$context.json"
+    for kind in "" _fp8; do
+        for context in 1024 4096; do
+            python3 -m cuflash.examples.train_gpt2 --compare 3 --context $context --batch $((32768 / context)) \
+                ${kind:+--fp8} ${commit:+--commit "$commit"} --json "$folder/gpt2_$context$kind.json"
+        done
     done
     ;;
 paper)
