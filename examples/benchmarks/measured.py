@@ -70,19 +70,9 @@ def readme_training(folder: Path) -> str:
 def gpt2(folder: Path) -> str:
     """The steps of GPT-2, and what the bars leave for attention."""
     records = gpt2_records(folder)
-    steps = [["layers in", "context", "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
-    bars = [
-        [
-            "layers in",
-            "context",
-            "bar",
-            "asks for a step of",
-            "leaves attention",
-            "that is",
-            "attention takes",
-            "that is",
-        ]
-    ]
+    what = ["layers in", "context"]
+    steps = [[*what, "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
+    bars = [[*what, "bar", "asks for a step of", "leaves attention", "that is", "attention takes", "that is"]]
     for record in records:
         context, results = record["run"]["context"], record["results"]
         head = [_products(record["run"]), str(context)]
@@ -120,6 +110,18 @@ def _attention_tflop(run: Record) -> float:
     """Causal attention of all layers, forward and backward."""
     forward = 4 * run["batch"] * run["context"] ** 2 * WIDTH / 2
     return LAYERS * 3.5 * forward / 1e12
+
+
+def loss(folder: Path) -> str:
+    """How training went, in bfloat16 and with products in 8 bits."""
+    rows = [["layers in", "first loss", "mean of the last ten", "of the text held out"]]
+    for name in ("gpt2_loss", "gpt2_loss_fp8"):
+        record = read(folder, name)
+        if record is not None:
+            losses = record["losses"]
+            last = sum(losses[-10:]) / 10
+            rows.append([_products(record["run"]), f"{losses[0]:.2f}", f"{last:.3f}", f"{record['validation']:.3f}"])
+    return pages.table(rows)
 
 
 def moved(folder: Path) -> str:
@@ -169,4 +171,4 @@ def mytorch(folder: Path) -> str:
     )
 
 
-SECTIONS = {"gpt2": gpt2, "moved": moved, "mytorch": mytorch}
+SECTIONS = {"gpt2": gpt2, "loss": loss, "moved": moved, "mytorch": mytorch}
