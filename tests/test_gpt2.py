@@ -218,6 +218,8 @@ def test_what_is_not_installed_is_said_first(
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     assert main(argv=[*OPTIONS, "--out", str(tmp_path / "run")]) == 2
     assert "matplotlib, tqdm: not installed" in capsys.readouterr().err
+    assert main(argv=[*OPTIONS, "--fp8", "--out", str(tmp_path / "run")]) == 2
+    assert "--fp8: expected a GPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

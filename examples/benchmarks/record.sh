@@ -37,7 +37,7 @@ gpt2)
     ;;
 paper)
     rm -f "$folder/paper.json" # whose rows new ones join
-    python3 examples/benchmarks/paper.py ${commit:+--commit "$commit"} --out "$folder" --longest 0.5
+    python3 examples/benchmarks/paper.py ${commit:+--commit "$commit"} --out "$folder" --longest 1
     ;;
 paper_io) python3 examples/benchmarks/paper.py --io ${commit:+--commit "$commit"} --out "$folder" ;;
 mytorch)
