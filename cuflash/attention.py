@@ -273,7 +273,7 @@ def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
 
 
 def _forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
-    known = metadata("forward, lse" if return_lse else "forward", inputs, options) if out is None else None
+    known = metadata("forward, lse" if return_lse else "forward", inputs, options, (out,))
     results = repeated(known)
     if results is not None:
         return tuple(results) if return_lse else results[0]
@@ -290,7 +290,9 @@ def _backward(
     grads: Sequence[str] | None,
 ) -> Gradients:
     """The gradients, from dout, the result, lse and dlse."""
-    known = metadata(f"backward, {grads}", (*further, *inputs), options) if out is None else None
+    known = None
+    if out is None or isinstance(out, (tuple, list)):
+        known = metadata(f"backward, {grads}", (*further, *inputs), options, out or ())
     results = repeated(known)
     if results is not None:
         return tuple(results)
@@ -301,7 +303,7 @@ def _backward(
 
 
 def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
-    known = metadata("forward, lse", inputs, options) if out is None else None
+    known = metadata("forward, lse", inputs, options, (out,))
     results = repeated(known)
     if results is not None:
         result, lse = results

@@ -58,6 +58,11 @@ class OnDevice(Generic[Made]):
         else:
             self._made = make()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no stream needs to wait for them any longer."""
+        return self._complete is None
+
     def get(self) -> Made:
         """The arrays, ready for use on the current stream."""
         if self._complete is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,16 @@ from cuflash.block_store import (
     words_from_bools,
 )
 
+if TYPE_CHECKING:
+    from cuflash.kernels import Device
+
 Array = Any
 MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
 
 # Elements for which a user's function is called at once: its integer temporaries then stay in a core's cache.
 FUNCTION_ELEMENTS = 1 << 17
 _HOST = -1  # in place of a device's number
+_serials = count()
 
 
 class BlockMask(Patterns):
@@ -71,6 +76,8 @@ class BlockMask(Patterns):
         self._host = store if isinstance(store, Store) else None
         self._on_device = {} if isinstance(store, Store) else {device: store}
         self._lists: dict[tuple[int, int, int], OnDevice[TileLists]] = {}
+        self._addresses: dict[Any, list[int]] = {}
+        self.serial = next(_serials)  # no other mask of this process has it, alive or not
         self._density: float | None = None
 
     @classmethod
@@ -305,6 +312,20 @@ class BlockMask(Patterns):
                 xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n)
             )
         return lists.get()
+
+    def addresses(self, tiles: tuple[tuple[int, int], ...], device: Device) -> list[int]:
+        """Where the store, and lists that were made for `tiles`, lie on the current device, ready on this stream."""
+        known = self._addresses.get((device, tiles))
+        if known is None:
+            xp = device.namespace
+            number = _HOST if xp is np else xp.cuda.runtime.getDevice()
+            lists = [self._lists[(number, *tile)] for tile in tiles]
+            arrays = [*self.arrays(xp), *(x for made in lists for x in made.get())]
+            known = [device.pointer(x) for x in arrays]
+            store = self._on_device.get(number)
+            if all(made.is_complete for made in lists) and (store is None or store.is_complete):
+                self._addresses[device, tiles] = known
+        return known
 
     def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
         """What the tile of rows [i0, i1) and columns [j0, j1), which lies in the array, shows.

@@ -58,7 +58,7 @@ class Call:
         cu_seqlens_q and cu_seqlens_k of packed sequences.
     """
 
-    __slots__ = ("_is_repeatable", "_names", "inputs", "library", "operands", "problem")
+    __slots__ = ("_is_repeatable", "_options", "_own", "inputs", "library", "operands", "problem")
 
     def __init__(
         self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
@@ -86,7 +86,8 @@ class Call:
         self.inputs = _arrays(inputs, keywords)
         self.operands = make_operands(self.inputs, Options(**keywords))
         self._is_repeatable = checked.is_repeatable
-        self._names = [*inputs, *(name for name in keywords if name in self.inputs)]
+        self._own = inputs
+        self._options = {name: self.inputs[name] for name in keywords if name in self.inputs}
 
     def adopt(self, name: str, x: Any) -> Array | None:
         """A further argument of this call, checked to be of the same library and device."""
@@ -116,7 +117,9 @@ class Call:
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
             recording = self._backend.forward(problem, self.operands, target, lse)
             if call is not None and self._is_repeatable and recording is not None:
-                recording.keep(call, self._names, {"out": target, "lse": lse})
+                given = {} if out is None else {"out": target}
+                arguments = {**self._own, **given, **self._options}
+                recording.keep(call, arguments, {"out": target, "lse": lse}, given)
             return (self.release(target) if out is None else out), lse
 
     def backward(
@@ -156,8 +159,10 @@ class Call:
             recording = self._backend.backward(problem, self.operands, *rows, lse, dlse, full)
             are_as_given = rows[0] is dout and rows[1] is forward_out
             if call is not None and self._is_repeatable and are_as_given and recording is not None:
-                further = ("dout", "out", "lse", *(() if dlse is None else ("dlse",)))
-                recording.keep(call, [*further, *self._names], {f"d{name}": targets.get(name) for name in names})
+                asked = {f"d{name}": x for name, x in given.items()}
+                arguments = {"dout": dout, "out": forward_out, "lse": lse, "dlse": dlse, **self._own, **asked}
+                arguments = {name: x for name, x in arguments.items() if x is not None} | self._options
+                recording.keep(call, arguments, {f"d{name}": targets.get(name) for name in names}, asked)
             return tuple(
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names
@@ -226,13 +231,9 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     library = interop.library_of("q", inputs["q"])
     arrays = interop.adopt_all(library, _arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
-    # A block mask's arrays and a seed are no arguments whose addresses are all there is to know.
-    is_repeatable = (
-        keywords.get("block_mask") is None
-        and keywords.get("dropout_seed") is None
-        and problem.dropout_p == 0
-        and all(name in ("bias", "mask") or with_contiguous_rows(x) is x for name, x in arrays.items())
-    )
+    # Of an array that is copied the address is not all there is to know.
+    are_as_given = {"bias", "mask", "dropout_seed"}
+    is_repeatable = all(name in are_as_given or with_contiguous_rows(x) is x for name, x in arrays.items())
     return _Checked(problem, library, is_repeatable)
 
 

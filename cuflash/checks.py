@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
 
 Array = Any
+MAX_SEED = 2**64 - 1
 
 
 def _kind(x: object) -> str:
@@ -182,7 +183,7 @@ def check_seed(seed: Any, dropout_p: float) -> None:
         if dropout_p > 0:
             raise ValueError(f"dropout_seed: expected {form}, as dropout_p = {dropout_p} > 0, got None")
     elif _is_int(seed):
-        if not 0 <= int(seed) < 2**64:
+        if not 0 <= int(seed) <= MAX_SEED:
             raise ValueError(f"dropout_seed: expected an int in [0, 2**64), got {seed}")
     elif not hasattr(seed, "dtype") or not hasattr(seed, "shape"):
         raise TypeError(f"dropout_seed: expected {form}, got {_kind(seed)}")

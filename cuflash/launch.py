@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from cuflash.plan import KERNEL_FILES, function_of
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 from cuflash.tensor_map import ALIGNMENT
+
+if TYPE_CHECKING:
+    from cuflash.block_mask import BlockMask
 
 Words = memoryview  # of 8 bytes each
 _SEED_WORD = word_of("dropout_key")
@@ -201,9 +204,13 @@ class Work:
         self.device = device
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
-        self._operands = operands
+        self._block_mask = operands.block_mask
+        seed: Any = operands.dropout_seed
+        is_number = seed is None or isinstance(seed, (int, np.integer))
+        self._seed = None if seed is None or not is_number else int(seed)
+        self._seed_array = {} if is_number else {"dropout_seed": seed}
         self._stream = device.stream()
-        self.recording = Recording(device, self.arrays | (others or {}), self._stream)
+        self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory; it holds anything at first."""
@@ -224,30 +231,28 @@ class Work:
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Enqueue a kernel on arrays by name."""
-        seed: Any = self._operands.dropout_seed
-        key: tuple[Any, ...] = (kernel, self.problem, self.device)
-        if self._operands.block_mask is not None and kernel.visits_tiles:
-            arrays = arrays | self._block_arrays(kernel)
-        if seed is not None and not isinstance(seed, (int, np.integer)):
-            arrays = {**arrays, "dropout_seed": seed}
-            seed = None
-        key += (tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()]))
+        arrays = arrays | self._seed_array
+        if self._block_mask is not None and kernel.visits_tiles:
+            arrays |= self._block_arrays(kernel, self._block_mask)
+        layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])
+        key = kernel, self.problem, self.device, *layout
         launch = _launches.get(key)
         if launch is None:
             if len(_launches) >= MOST_KEPT:
                 _launches.clear()
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
         addresses = [self.device.pointer(x) for x in arrays.values()]
-        launch.enqueue(addresses, zip(launch.pointer_words, range(len(addresses)), strict=True), seed, self._stream)
+        places = zip(launch.pointer_words, range(len(addresses)), strict=True)
+        launch.enqueue(addresses, places, self._seed, self._stream)
         self.recording.add(launch, arrays)
 
-    def _block_arrays(self, kernel: Kernel) -> Arrays:
+    def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
-        block_mask, xp = self._operands.block_mask, self.device.namespace
-        assert block_mask is not None
-        get = partial(kernels.get, device=self.device)
-        lists = block_mask.tile_lists(kernel.config.block_m, kernel.config.block_n, get, xp)
+        xp = self.device.namespace
+        tile = kernel.config.block_m, kernel.config.block_n
+        lists = block_mask.tile_lists(*tile, partial(kernels.get, device=self.device), xp)
         slots, bits = block_mask.arrays(xp)
+        self.recording.use_lists(tile, (slots, bits), lists)
         return {
             "block_list": lists.col_index if kernel.of_keys else lists.row_index,
             "block_count": lists.col_count if kernel.of_keys else lists.row_count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,3 +60,31 @@ class _Addresses:
 
 def _phantom(x: Array) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else np.asarray(_Addresses(x))
+
+
+class Distances(NamedTuple):
+    """From one array's address to another's where two arrays of their metadata have no byte in common."""
+
+    before: int  # this or less: the first ends where the second begins
+    behind: int  # this or more
+    known: int  # between the two, such as slices of one buffer have
+
+    @classmethod
+    def between(cls, target: Array, other: Array) -> Distances:
+        """Of two arrays that have no byte in common."""
+        (low, high), (other_low, other_high) = _extent(target), _extent(other)
+        return cls(other_low - high, other_high - low, _address(target) - _address(other))
+
+    def allow(self, distance: int) -> bool:
+        """Whether arrays at this distance are known to have no byte in common."""
+        return distance >= self.behind or distance <= self.before or distance == self.known
+
+
+def _extent(x: Array) -> tuple[int, int]:
+    """The bytes that an array covers, from its address on."""
+    reaches = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + x.dtype.itemsize
+
+
+def _address(x: Array) -> int:
+    return int(_phantom(x).__array_interface__["data"][0])

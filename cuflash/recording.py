@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cuflash import capture
+from cuflash.checks import MAX_SEED
 from cuflash.config import MOST_KEPT
+from cuflash.overlap import Distances
 from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
+    from cuflash.block_mask import BlockMask
     from cuflash.kernels import Device
 
 Array = Any
@@ -32,16 +35,42 @@ class Launch(Protocol):
 
 
 class Metadata(NamedTuple):
-    """A call's arguments: all that the checks look at as a dictionary key, and where its arrays are."""
+    """A call's arguments: all that the checks look at as a dictionary key, and what may differ beside it."""
 
     key: tuple[Any, ...]
     addresses: Addresses
+    targets: Sequence[Array | None]
+    seed: int | None
+    block_mask: BlockMask | None
 
 
-def metadata(what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any]) -> Metadata | None:
-    """The metadata of a call of kind `what` on CuPy arrays; None if it cannot be repeated by addresses alone."""
-    key, addresses = [what], []
-    for x in arrays:
+def metadata(
+    what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
+) -> Metadata | None:
+    """The metadata of a call of kind `what` on CuPy arrays; None if it cannot be repeated by addresses alone.
+
+    The addresses are those of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
+    """
+    key, addresses, extras = [what], [], []
+    seed, block_mask = None, None
+    for name, x in keywords.items():
+        kind = type(x)
+        if name == "dropout_seed" and (kind is int or isinstance(x, np.integer)):
+            if not 0 <= x <= MAX_SEED:
+                return None
+            seed = int(x)
+            key += (name, kind)
+        elif kind in _VALUES or isinstance(x, np.generic):
+            key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
+        elif kind is tuple:
+            key += (name, repr(x))
+        elif name == "block_mask" and hasattr(x, "serial"):
+            block_mask = x
+            key += (name, x.serial)
+        else:
+            key.append(name)
+            extras.append(x)
+    for x in (*arrays, *targets, *extras):
         if x is None:
             key.append(None)
         elif type(x).__module__ == "cupy":
@@ -49,73 +78,77 @@ def metadata(what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, A
             key.append((x.shape, x.strides, x.dtype, memory.device_id))
             addresses.append(memory.ptr)
         elif host_device is not None and type(x) is np.ndarray:
-            key.append((x.shape, x.strides, x.dtype))
+            key.append((x.shape, x.strides, x.dtype, x.flags.writeable))
             addresses.append(host_device.pointer(x))
         else:
             return None
-    for name, x in keywords.items():
-        kind = type(x)
-        if kind in _VALUES or isinstance(x, np.generic):
-            key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
-        elif kind is tuple:
-            key += (name, repr(x))
-        else:
-            found = metadata(name, (x,), {})
-            if found is None:
-                return None
-            key.append(found.key)
-            addresses += found.addresses
-    return Metadata(tuple(key), addresses)
+    return Metadata(tuple(key), addresses, targets, seed, block_mask)
+
+
+class Plan(NamedTuple):
+    """What a repetition does; arrays are places in the list of all addresses.
+
+    Attributes
+    ----------
+    results : tuple
+        Of the call in their order: (shape, dtype) of a new array, the index of a target, None for what is not wanted.
+        The new arrays' addresses follow those of the arguments.
+    tiles : tuple of (int, int)
+        The tiles for which lists of the block mask follow; its store comes first.
+    scratch_sizes : tuple of int
+        Bytes of the scratch memory, whose addresses are the last.
+    steps : tuple of (Launch, pairs)
+        See `Launch`.
+    apart : tuple of (int, int, Distances)
+        Targets, and the arrays that they must have no memory in common with.
+    """
+
+    results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
+    tiles: tuple[tuple[int, int], ...]
+    scratch_sizes: tuple[int, ...]
+    steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
+    apart: tuple[tuple[int, int, Distances], ...]
 
 
 class Repeat:
-    """Launches on arrays that are given by their addresses, with results and scratch memory of their own.
+    """Launches on arrays that are given by their addresses, with results and scratch memory of their own."""
 
-    Parameters
-    ----------
-    device : Device
-    results : sequence of (shape, dtype)
-        Of the call, whose addresses follow those of the arguments; None for one that was not wanted.
-    scratch_sizes : sequence of int
-        Bytes of the scratch memory, whose addresses follow.
-    steps : sequence of (Launch, pairs)
-        See `Launch`.
-    """
+    __slots__ = ("_device", "_plan")
 
-    __slots__ = ("_device", "_results", "_scratch_sizes", "_steps")
-
-    def __init__(
-        self,
-        device: Device,
-        results: Sequence[tuple[tuple[int, ...], Any] | None],
-        scratch_sizes: Sequence[int],
-        steps: Sequence[tuple[Launch, tuple[tuple[int, int], ...]]],
-    ) -> None:
+    def __init__(self, device: Device, plan: Plan) -> None:
         self._device = device
-        self._results = tuple(results)
-        self._scratch_sizes = tuple(scratch_sizes)
-        self._steps = tuple(steps)
+        self._plan = plan
 
-    def __call__(self, addresses: Addresses) -> list[Array | None] | None:
+    def __call__(self, call: Metadata) -> list[Array | None] | None:
         """The results; None, and nothing is done, if the current device or these addresses may need other kernels."""
         device = self._device
         if not device.is_current():
             return None
+        wanted, tiles, scratch_sizes, steps, apart = self._plan
+        addresses = call.addresses
+        for target, other, distances in apart:
+            if not distances.allow(addresses[target] - addresses[other]):
+                return None
         results: list[Array | None] = []
-        for wanted in self._results:
-            if wanted is None:
+        for result in wanted:
+            if result is None:
                 results.append(None)
+            elif isinstance(result, int):
+                results.append(call.targets[result])
             else:
-                x = device.empty(*wanted)
+                x = device.empty(*result)
                 results.append(x)
                 addresses.append(device.pointer(x))
         if not are_aligned(addresses):
             return None
+        if tiles:
+            assert call.block_mask is not None
+            addresses += call.block_mask.addresses(tiles, device)
         stream = device.stream()
         # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
         scratch = []
-        captured = self._scratch_sizes and device.capture(stream)
-        for size in self._scratch_sizes:
+        captured = scratch_sizes and device.capture(stream)
+        for size in scratch_sizes:
             if captured:
                 block = capture.take(captured, stream, size, device.lasting)
                 addresses.append(block.address)
@@ -124,8 +157,8 @@ class Repeat:
                 address, memory = device.scratch(size)
                 addresses.append(address)
                 scratch.append(memory)
-        for launch, places in self._steps:
-            launch.enqueue(addresses, places, None, stream)
+        for launch, places in steps:
+            launch.enqueue(addresses, places, call.seed, stream)
         # Later work of the same stream may have the scratch memory from here on.
         if captured:
             capture.give_back(captured, stream, scratch)
@@ -140,7 +173,7 @@ def repeated(call: Metadata | None) -> list[Array | None] | None:
     if call is None:
         return None
     known = _repeats.get(call.key)
-    return None if known is None else known(call.addresses)
+    return None if known is None else known(call)
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
@@ -171,6 +204,8 @@ class Recording:
         self._blocks: list[capture.Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
+        self._tiles: list[tuple[int, int]] = []
+        self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
@@ -188,28 +223,47 @@ class Recording:
         if self._capture:
             capture.give_back(self._capture, self._stream, self._blocks)
 
+    def use_lists(self, tile: tuple[int, int], store: Sequence[Array], lists: Sequence[Array]) -> None:
+        """Note that a launch reads the store of the call's block mask and its lists for tiles of this size."""
+        if tile not in self._tiles:
+            self._tiles.append(tile)
+        begin = len(store) + len(lists) * self._tiles.index(tile)
+        self._of_mask += (*enumerate(store), *enumerate(lists, begin))
+
     def add(self, launch: Launch, arrays: dict[str, Array]) -> None:
         """Note a launch."""
         self._steps.append((launch, arrays))
 
-    def keep(self, call: Metadata, arguments: Sequence[str], results: Mapping[str, Array | None]) -> None:
+    def keep(
+        self,
+        call: Metadata,
+        arguments: Mapping[str, Array],
+        results: Mapping[str, Array | None],
+        targets: Mapping[str, Array | None],
+    ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
         Parameters
         ----------
         call : Metadata
-        arguments : sequence of str
-            Names of the arrays whose addresses `call` has, in their order.
+        arguments : dict
+            The arrays whose addresses `call` has, by name and in their order.
         results : dict
             What it returns, None where that is not wanted.
+        targets : dict
+            As `call` has them: those results that the caller gave, None among them where he gave none.
         """
-        order = [*arguments, *(name for name, x in results.items() if x is not None)]
+        new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
+        order = [*arguments, *new]
         # By name first: two arrays of this call may be one, and of the next not.
         places = {(name, id(self._arrays[name])): i for i, name in enumerate(order) if name in self._arrays}
-        scratch = {id(x): len(order) + i for i, x in enumerate(self._scratch)}
+        begin = len(order) + len(dict(self._of_mask))
+        others = {id(x): len(order) + i for i, x in self._of_mask} | {
+            id(x): i for i, x in enumerate(self._scratch, begin)
+        }
         steps = []
         for launch, arrays in self._steps:
-            found = [places.get((name, id(x)), scratch.get(id(x), -1)) for name, x in arrays.items()]
+            found = [places.get((name, id(x)), others.get(id(x), -1)) for name, x in arrays.items()]
             if -1 in found:
                 return
             steps.append((launch, tuple(zip(launch.pointer_words, found, strict=True))))
@@ -217,5 +271,18 @@ class Recording:
             return
         if len(_repeats) >= MOST_KEPT:
             _repeats.clear()
-        wanted = [None if x is None else (x.shape, x.dtype) for x in results.values()]
-        _repeats[call.key] = Repeat(self._device, wanted, [x.nbytes for x in self._scratch], steps)
+        written = {name: i for i, name in enumerate(targets) if results[name] is not None and name not in new}
+        wanted = [None if x is None else written.get(name, (x.shape, x.dtype)) for name, x in results.items()]
+        scratch_sizes = [x.nbytes for x in self._scratch]
+        apart = _pairs_apart(arguments, tuple(written))
+        plan = Plan(tuple(wanted), tuple(self._tiles), tuple(scratch_sizes), tuple(steps), tuple(apart))
+        _repeats[call.key] = Repeat(self._device, plan)
+
+
+def _pairs_apart(arguments: Mapping[str, Array], written: Sequence[str]) -> Iterator[tuple[int, int, Distances]]:
+    """Every pair of arguments of which one is written: their places, and how far from each other they may be."""
+    places = {name: place for place, (name, x) in enumerate(arguments.items()) if x.size}
+    for target in filter(places.__contains__, written):
+        place = places.pop(target)
+        for other, other_place in places.items():
+            yield place, other_place, Distances.between(arguments[target], arguments[other])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, gaussian_case
+from cases import Case, OnDevice, gaussian_case
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
@@ -76,7 +78,11 @@ def packed(seed: int, dtype: str) -> Case:
 
 def run(case: Case, **backward: Any) -> None:
     """One forward and backward call, held against the reference."""
-    on_device = case.on(HOST)
+    run_on(case.on(HOST), **backward)
+
+
+def run_on(on_device: OnDevice, **backward: Any) -> None:
+    case = on_device.case
     out, lse = on_device.forward()
     case.assert_forward(out, lse)
     case.assert_gradients(on_device.backward(out, lse, **backward))
@@ -92,6 +98,83 @@ def test_a_second_call_looks_nothing_up(name: str, dtype: str, launches: list[st
     launches.clear()
     run(make(1))
     assert launches == []
+
+
+@pytest.mark.parametrize(
+    "seeds", [(7, 2**64 - 1), (np.array([7], np.uint64), np.array([8], np.uint64))], ids=["int", "array"]
+)
+def test_seeds_and_block_masks_repeat(seeds: tuple[Any, Any], dtype: str, launches: list[str]) -> None:
+    """Other numbers, another seed, the same mask; another mask of the same shape is another call."""
+    mask = np.tri(17, 20, 3, dtype=bool)
+    options = {"dropout_p": 0.3, "block_mask": mask}
+    on_device = example(0, dtype, dropout_seed=seeds[0], **options).on(HOST)
+    run_on(on_device)
+    assert launches
+    launches.clear()
+    again = example(1, dtype, dropout_seed=seeds[1], **options).on(HOST)
+    same_mask = {**again.options, "block_mask": on_device.options["block_mask"]}
+    run_on(replace(again, options=same_mask))
+    assert launches == []
+    run_on(example(2, dtype, dropout_seed=seeds[0], **{**options, "block_mask": ~mask}).on(HOST))
+    assert launches
+
+
+def test_a_wrong_seed_is_no_repetition(dtype: str) -> None:
+    case = example(0, dtype)
+    for seed, error in (
+        (1, None),
+        (2**64, ValueError),
+        (-1, ValueError),
+        (True, TypeError),
+        (2.0, TypeError),
+        (2, None),
+    ):
+        with nullcontext() if error is None else pytest.raises(error, match="dropout_seed"):
+            cuflash.attention(case.q, case.k, case.v, dropout_seed=seed)
+
+
+def test_results_in_given_arrays(dtype: str, launches: list[str]) -> None:
+    """Arrays of their own, slices of one buffer, and some given, some not."""
+    for seed in (0, 1):
+        case = gaussian_case(seed, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
+        on_device = case.on(HOST)
+        target = np.full_like(case.q, np.nan)
+        out, lse = on_device.raw_forward(out=target, return_lse=True)
+        assert out is target
+        case.assert_forward(out, lse)
+        fused = np.full((2, 20, 3, 2, 16), np.nan, case.dtype)
+        for own in (tuple(fused[:, :, i] for i in range(3)), (None, np.full_like(case.k, np.nan), None)):
+            grads = on_device.raw_backward(out, lse, out=own)
+            assert all(y is None or x is y for x, y in zip(grads, own, strict=True))
+            case.assert_gradients(on_device.named(grads))
+        unwanted = np.full_like(case.k, np.nan)
+        _, dk, _ = on_device.raw_backward(out, lse, out=(None, unwanted, None), grads=("q", "v"))
+        assert dk is None and np.isnan(unwanted).all()
+        assert bool(launches) == (seed == 0)
+        launches.clear()
+
+
+def test_given_arrays_may_overlap_after_all(dtype: str) -> None:
+    """What was safe to write at one address is not at another."""
+    case = gaussian_case(0, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
+    buffer = np.zeros((4, *case.q.shape), case.dtype)
+    q, k, v, target = buffer
+    for x, values in ((q, case.q), (k, case.k), (v, case.v)):
+        x[...] = values
+    for _ in range(2):
+        out, lse = cuflash.attention(q, k, v, out=target, return_lse=True)
+        case.assert_forward(out, lse)
+        with pytest.raises(ValueError, match="out: expected no overlap.*with v"):
+            cuflash.attention(q, k, v, out=v)
+        shifted = np.ndarray(q.shape, q.dtype, buffer, offset=target.nbytes // 2, strides=q.strides)
+        with pytest.raises(ValueError, match="out: expected no overlap"):
+            cuflash.attention(q, k, v, out=shifted)
+        with pytest.raises(ValueError, match="overlap"):
+            cuflash.attention_backward(case.dout, q, k, v, out, lse, out=(target, None, None))
+        dq, dk, dv = np.empty((3, *q.shape), case.dtype)
+        cuflash.attention_backward(case.dout, q, k, v, out, lse, out=(dq, dk, dv))
+        with pytest.raises(ValueError, match=r"out, dk: expected no overlap"):
+            cuflash.attention_backward(case.dout, q, k, v, out, lse, out=(dq, dq, dv))
 
 
 def test_other_gradients_are_other_calls(dtype: str, launches: list[str]) -> None:
