@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash import bench, reference
-from cuflash.bench import check, host, peers, report, suites
+from cuflash.bench import check, peers, report, suites
 from cuflash.bench.cells import BACKWARD, FORWARD, Cell
 from cuflash.bench.inputs import Inputs
 from cuflash.bench.options import arguments
@@ -122,11 +122,3 @@ def test_table_shows_who_is_absent() -> None:
     lines = report.table([result, alone], "ms").splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["plain", "2", "4", "2.00"]
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["plain", "2", "-", "-"]
-
-
-def test_host_costs_before_the_launch() -> None:
-    costs = host.host_costs(np)
-    assert set(costs) == {"forward_before_launch", "backward_before_launch"}
-    # A repeated call is to cost tens of microseconds; ten times that is a cache that does not serve.
-    assert costs["forward_before_launch"] < 300
-    assert costs["backward_before_launch"] < 1000

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 import warnings
@@ -21,7 +20,6 @@ import numpy as np
 
 from cuflash.bench import check, peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, Cell
-from cuflash.bench.host import print_host_costs
 from cuflash.bench.inputs import Inputs
 from cuflash.bench.options import arguments
 from cuflash.bench.report import Result
@@ -29,7 +27,7 @@ from cuflash.bench.suites import SUITES, Grid, cells_of
 from cuflash.bench.timing import Stopwatch
 from cuflash.numpy_threads import BLAS_THREADS
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "namespace", "run"]
 
 # Calls that a deterministic backward has to repeat bit by bit.
 REPEATS = 50
@@ -58,22 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
-    add("--host", action="store_true", help="instead, the microseconds that a repeated small call costs the host")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what `args` ask for; 1 if a result of cuflash was wrong or missing."""
-    xp = _namespace(args.device)
+    xp = namespace(args.device)
     if xp is None:
         _say("no GPU that CuPy can use: see python -m cuflash info")
         return 2
     facts = report.environment(xp, args.commit)
     _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
-    if args.host:
-        costs = print_host_costs(xp)
-        if args.json:
-            args.json.write_text(json.dumps({**facts, "host_us": costs}, indent=1) + "\n")
-        return 0
     grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
     budget = args.budget_ms or (1000.0 if xp is np else 60.0)
     stopwatch = Stopwatch(xp, budget)
@@ -192,7 +184,7 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[
     return [cell for name in names for cell in cells_of(name, grid)]
 
 
-def _namespace(device: str | None) -> ModuleType | None:
+def namespace(device: str | None) -> ModuleType | None:
     """CuPy if it sees a GPU and `device` allows it, else NumPy; None if a GPU is asked for and there is none."""
     if device == "cpu":
         return np

@@ -26,7 +26,7 @@ deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms
 sparse) bench --suite window sparse --peers cuflash plain fa3 --budget-ms 12 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
-host) bench --host ;;
+host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.json" ;;
 gpt2)
     for kind in "" _fp8; do
         for context in 1024 4096; do
