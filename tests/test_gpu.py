@@ -148,21 +148,27 @@ def test_graph_capture_and_replay(gpu: Device, stream: Any, name: str) -> None:
 
 
 def test_scratch_memory_of_a_graph_is_its_own(gpu: Device, stream: Any) -> None:
-    """After one warm-up many calls are captured; what is allocated later survives the replay."""
+    """After one warm-up many calls are captured; what is allocated later survives the replay.
+
+    What the calls return is the caller's to keep, the backward functions with what they hold among it.
+    """
     cupy.get_default_memory_pool().free_all_blocks()
     bound = gaussian_case(1, "float16", (100, 130), dims=(64, 64)).on(gpu)
     q, k, v = bound.qkv
 
-    def run() -> list[Any]:
-        chained = [q]
+    def run() -> tuple[list[Any], list[Any]]:
+        x, results, functions = q, [], []
         for _ in range(5):
-            out, backward = cuflash.attention_vjp(chained[-1], k, v)
-            chained += [out, backward(out)[0]]
-        return chained
+            out, backward = cuflash.attention_vjp(x, k, v)
+            grads = backward(out)
+            x = grads[0]
+            results += [out, *grads]
+            functions.append(backward)
+        return results, functions
 
-    expected = [cupy.asnumpy(x) for x in run()]
+    expected = [cupy.asnumpy(x) for x in run()[0]]
     stream.begin_capture()
-    captured = run()
+    captured, _functions = run()
     graph = stream.end_capture()
     sizes = [2**n for n in range(9, 22)] * 8
     others = [cupy.full(size, 7, np.uint8) for size in sizes]
