@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import glob
 import importlib
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cuflash.platforms import blas_libraries
 
 T = TypeVar("T")
 
@@ -38,12 +40,10 @@ _THREAD_FUNCTIONS = (
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """How to read and set the number of threads of NumPy's BLAS; None if it is none that we know."""
-    extension = importlib.import_module("numpy._core._multiarray_umath").__file__
-    # A symbol of a library that the extension module links to is found through it; on Windows only in its own file.
-    beside = os.path.join(os.path.dirname(os.path.dirname(np.__file__)), "numpy.libs", "*openblas*")
-    for path in (extension, *sorted(glob.glob(beside))):
+    extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
+    for path in blas_libraries(Path(np.__file__).parent, Path(extension)):
         try:
-            library = ctypes.CDLL(path)
+            library = ctypes.CDLL(str(path))
         except OSError:
             continue
         for getter, setter in _THREAD_FUNCTIONS:

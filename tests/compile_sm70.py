@@ -25,10 +25,15 @@ def main() -> int:
         return compile_in(Path(folder))
 
 
+def python_of(environment: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+
 def compile_in(folder: Path) -> int:
     """Build the environment and compile in it."""
     venv.create(folder, with_pip=True)
-    python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    python = python_of(folder)
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[cuda12]"], check=True)
     return subprocess.run([python, "-m", "cuflash", "compile", "--arch", "sm_70"], cwd=folder, check=False).returncode
 
