@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,28 +50,31 @@ class Persistent(Further):
         self._device = device
         self._words = tuple([word_of(name) for name, _ in tiles_of])
         self._tiled = [_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of]
-        self._maps: dict[tuple[int, ...], Words] = {}
+        self._maps = KeptMaps(self._make_maps)
+
+    def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
+        tiled = zip(addresses, self._tiled, strict=True)
+        return [self._device.tensor_map(address, *description) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
         """Write the maps of the arrays whose addresses the struct has, and the address of a counter into it."""
         self._counter.put(words, stream)
-        addresses = tuple([words[word] for word in self._words])
-        maps = self._maps.get(addresses)
-        if maps is None:
-            if len(self._maps) >= MAX_MAPS:
-                self._maps.clear()
-            maps = self._maps[addresses] = as_words(
-                [
-                    self._device.tensor_map(address, *tiled)
-                    for address, tiled in zip(addresses, self._tiled, strict=True)
-                ]
-            )
+        maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps
 
 
-def as_words(maps: Sequence[Array]) -> Words:
-    """Tensor maps, one behind the other."""
-    return np.concatenate(maps).view(np.uint64).data
+class KeptMaps(dict[Any, Words]):
+    """The tensor maps of a launch, one behind the other, by whatever `make` makes them of; no more than `MAX_MAPS`."""
+
+    def __init__(self, make: Callable[[Any], Sequence[Array]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Words:
+        if len(self) >= MAX_MAPS:
+            self.clear()
+        maps = self[key] = np.concatenate(self._make(key)).view(np.uint64).data
+        return maps
 
 
 class _Tiled(NamedTuple):

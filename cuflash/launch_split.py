@@ -12,7 +12,7 @@ from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, pla
 from cuflash.config import FLOAT_BYTES, HALF_BYTES
 from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_params import Arrays
-from cuflash.launch_sm90 import MAP_BYTES, MAX_MAPS, TileCounter, as_words
+from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
 from cuflash.params import word_of
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES, whole_rows
@@ -80,21 +80,13 @@ class WorkSpace:
         self.size = size
         self.operands = operands.view(f"V{_OPERANDS.itemsize}")
         self.grid = (blocks, len(tensors))
-        self._maps: dict[int, Words] = {}
+        # Of the operands, by the work space's address and the rows of the tiles that TMA reads of each.
+        self.maps = KeptMaps(self._make_maps)
 
-    def maps(self, address: int, boxes: Sequence[int]) -> Words:
-        """Maps of the operands in work space at `address`, for tiles of `boxes` rows."""
-        maps = self._maps.get(address)
-        if maps is None:
-            if len(self._maps) >= MAX_MAPS:
-                self._maps.clear()
-            maps = self._maps[address] = as_words(
-                [
-                    self._map(address + offset, extents, rows)
-                    for (offset, extents), rows in zip(self._tensors, boxes, strict=True)
-                ]
-            )
-        return maps
+    def _make_maps(self, address_and_boxes: tuple[int, Sequence[int]]) -> list[Array]:
+        address, boxes = address_and_boxes
+        tensors = zip(self._tensors, boxes, strict=True)
+        return [self._map(address + offset, extents, rows) for (offset, extents), rows in tensors]
 
     def _map(self, address: int, extents: tuple[int, ...], rows: int) -> Array:
         strides = tuple(math.prod(extents[: axis + 1]) * HALF_BYTES for axis in range(3))
@@ -110,7 +102,7 @@ class OnOperands(Further):
     space : WorkSpace
     with_space : bool
         Whether the work space's address is an argument of its own, too.
-    boxes : sequence of int
+    boxes : tuple of int
         Rows of the tiles that TMA reads of each operand.
     counter : TileCounter, optional
     """
@@ -120,7 +112,7 @@ class OnOperands(Further):
         grid: tuple[int, ...],
         space: WorkSpace,
         with_space: bool,
-        boxes: Sequence[int] = (),
+        boxes: tuple[int, ...] = (),
         counter: TileCounter | None = None,
     ) -> None:
         maps = [np.zeros(1, f"V{MAP_BYTES}")] * len(boxes)
@@ -133,7 +125,7 @@ class OnOperands(Further):
         if self._with_space:
             words[begins[1]] = address
         if self._boxes:
-            maps = self._space.maps(address, self._boxes)
+            maps = self._space.maps[address, self._boxes]
             words[begins[-len(self._boxes)] : begins[-len(self._boxes)] + len(maps)] = maps
         if self._counter is not None:
             self._counter.put(words, stream)
