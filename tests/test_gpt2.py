@@ -81,8 +81,8 @@ class EightBits(NumpyOps):
 @pytest.mark.parametrize(("attention", "eight"), [("cuflash", False), ("cuflash", True), ("baseline", False)])
 def test_gpu_agrees_with_the_cpu(attention: str, eight: bool) -> None:
     config = replace(TINY, context=1280)  # rows of scores that need several warps, the last one in part
-    gpu = CupyOps(TINY.width, eight=eight)
-    models = [GPT2(config, ops, ATTENTIONS[attention], seed=0) for ops in (EightBits() if eight else NumpyOps(), gpu)]
+    operations = (NumpyOps(), CupyOps(TINY.width, eight=eight), EightBits())[: 3 if eight else 2]
+    models = [GPT2(config, ops, ATTENTIONS[attention], seed=0) for ops in operations]
     rng = np.random.default_rng(0)
     start = models[0].weights + 0.1 * rng.normal(size=models[0].weights.shape).astype("float32")
     windows = rng.integers(0, 256, (2, 1281))
@@ -94,9 +94,10 @@ def test_gpu_agrees_with_the_cpu(attention: str, eight: bool) -> None:
         losses.append(float(model.loss_and_gradients(xp.asarray(windows))))
         gradients.append(model.views(model.gradients if xp is np else model.gradients.get()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    for name, expected in gradients[0].items():
-        error = np.linalg.norm(gradients[1][name] - expected)
-        assert error < (0.1 if eight else 0.05) * np.linalg.norm(expected), name
+    for name, exact in gradients[0].items():
+        error, *of_rounding = (np.linalg.norm(other[name] - exact) / np.linalg.norm(exact) for other in gradients[1:])
+        # The last bit of a bfloat16 decides where its 8 bits go: the errors are as large as NumPy's, but not the same.
+        assert error < (1.1 * of_rounding[0] + 0.02 if eight else 0.05), name
 
 
 @pytest.mark.gpu
