@@ -145,7 +145,10 @@ def test_training_and_bytes_moved(tables: ModuleType, tmp_path: Path) -> None:
 
     measured = tables.measured
     assert [row[2:4] for row in measured.gpt2_bars(tmp_path)] == [["2.00", "yes"], ["2.00", "no"]]
-    assert "takes 50 ms at 2 x 1024 and 50 ms at 2 x 4096 tokens" in measured.readme_training(tmp_path)
+    assert "takes 50 and 50 ms on an H200, at 2 x 1024 and 2 x 4096 tokens;" in measured.readme_training(tmp_path)
+    eight = {**facts, "run": {"batch": 2, "context": 1024, "fp8": True}, "results": steps}
+    (tmp_path / "gpt2_1024_fp8.json").write_text(json.dumps(eight))
+    assert measured.gpt2_bars(tmp_path)[0][2] == "2.00 (2.00 with --fp8)"
     assert "| bfloat16 | 4096 | 3 | 33.3 ms | -6.7 ms | - | 10.0 ms | 216 TFLOP/s |" in measured.gpt2(tmp_path)
     assert "| forward | 1024 | 20.0 | 8.0 | 2.5 | 4.0 | 2.0 | 1.0 | 1.0 |" in measured.moved(tmp_path)
     assert "12 heads of 64 | 3.00 | 1.00 | 3.00 |" in measured.mytorch(tmp_path)

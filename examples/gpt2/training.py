@@ -271,7 +271,7 @@ def parse(description: str | None, argv: list[str] | None) -> argparse.Namespace
     add("--checkpoint-every", type=int, default=200, metavar="STEPS", help="(default %(default)s)")
     add("--compare", type=int, metavar="ROUNDS", help="time the steps with each attention instead, in so many turns")
     add("--json", type=Path, help="file for the figures of --compare")
-    add("--commit", help="of the code that is compared, where the checkout does not tell")
+    add("--commit", help="of the code, to be recorded where the checkout does not tell")
     return parser.parse_args(argv)
 
 
@@ -319,7 +319,8 @@ def main(description: str | None = None, argv: list[str] | None = None) -> int:
         print(f"\nstopped; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
         return 130
     draw(trainer.losses, "token" if args.tokens == BPE else "byte", args.out / PICTURE)
-    result = {"run": asdict(run), "validation": validation, "losses": trainer.losses}
+    facts = environment(ops.xp, args.commit, "train_gpt2")
+    result = {**facts, "run": asdict(run), "validation": validation, "losses": trainer.losses}
     (args.out / LOSSES).write_text(json.dumps(result) + "\n")
     of_byte = f"{validation / text.bytes_per_token:.3f} nats a byte"
     of_token = f"{validation:.3f} nats a token, " if args.tokens == BPE else ""
