@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,18 @@ from cpu_device.instructions import CASES, HELPERS, SMEM_BYTES, WORDS_OUT, Case
 from cuflash import kernels
 
 Array = np.ndarray[Any, Any]
+FURTHER = Path(device.__file__).parent  # instructions that no kernel uses
 needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def source_of(arch: str) -> str:
     """The kernels of all instructions of an architecture."""
-    header = "sm90/ptx.cuh" if arch == "sm_90a" else "sm80/ptx.cuh"
+    folders = ("sm80", "sm90") if arch == "sm_90a" else ("sm80",)
+    used = kernels.inlined(f"{folders[-1]}/ptx.cuh")
+    others = "".join((FURTHER / folder / "ptx.cuh").read_text().replace("#pragma once", "") for folder in folders)
     own = "".join(case.kernel for case in CASES if case.arch == arch)
-    return f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n{kernels.inlined(header)}\n{HELPERS}{own}"
+    return f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n{used}\n{others}\n{HELPERS}{own}"
 
 
 def inputs(case: Case) -> Array:

@@ -44,14 +44,6 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// Announces bytes without arriving.
-__device__ __forceinline__ void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
-}
-// Arrives at a barrier of any block of the cluster; `cluster_address` comes from cluster_address().
-__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned cluster_address) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
-}
 // Whether the phase of this parity has ended; may wait a while before it says no.
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
   unsigned done;
@@ -61,20 +53,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned mbarrier, unsigned pa
                : "memory");
   return done;
 }
-// The same, also acquiring what other blocks of the cluster released by arriving.
-__device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
-  unsigned done;
-  asm volatile(
-      "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-      : "=r"(done)
-      : "r"(mbarrier), "r"(parity)
-      : "memory");
-  return done;
-}
-// Cooperative arrivals of cp.async: the barrier gets an arrival when this thread's earlier cp.async have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned mbarrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
-}
 
 // ---- Fences
 
@@ -83,42 +61,10 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 // The same for global memory.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- TMA: tiles of a tensor of 3 to 5 dimensions; the innermost coordinate comes first. One thread issues.
-
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+// ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 
 // tma_load: the box at the coordinates into shared memory; elements out of bounds are zeros and count as bytes.
-// tma_load_multicast: into each block of the cluster whose bit is set in `ctas`, at the same offset, each with its
-// own mbarrier. tma_store, tma_reduce_add (float32 sums): out of shared memory, elements out of bounds are dropped.
-__device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
-                                         int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-__device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
-}
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
+// tma_store: out of shared memory, elements out of bounds are dropped.
 __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
                                          int c2, int c3) {
   asm volatile(
@@ -127,55 +73,10 @@ __device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, 
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
 __device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
-}
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
-                                         int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
-      "%7}], [%2];" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-__device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
-                                          int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
-                                               int c4) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
-          map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
 }
 
 // Flat copies: addresses and sizes are multiples of 16 bytes.
@@ -184,21 +85,9 @@ __device__ __forceinline__ void bulk_load(unsigned shared, const void* global, u
                "l"(global), "r"(bytes), "r"(mbarrier)
                : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* global, unsigned shared, unsigned bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
-               : "memory");
-}
-// From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
-__device__ __forceinline__ void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes,
-                                                  unsigned cluster_mbarrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   cluster_shared),
-               "r"(shared), "r"(bytes), "r"(cluster_mbarrier)
                : "memory");
 }
 // Stores and reductions of this thread since the last commit make a group. _read: waits until the sources of all but
@@ -232,33 +121,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a0,
                "r"(a1), "r"(a2), "r"(a3)
                : "memory");
 }
-__device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x2_trans(unsigned address, unsigned a0, unsigned a1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
-               : "memory");
-}
 
-// ---- Clusters
-
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// The address in the cluster's window of what lies at `shared` in block `rank`.
-__device__ __forceinline__ unsigned cluster_address(unsigned shared, unsigned rank) {
-  unsigned address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
-  return address;
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// ---- A warp, the grid
+// ---- A warp
 
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect() {
@@ -274,11 +138,6 @@ __device__ __forceinline__ void set_registers_fewer() {
 template <int REGISTERS>
 __device__ __forceinline__ void set_registers_more() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-// Programmatic dependent launch: waits for the grid before this one; lets the grid after this one start.
-__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_dependents_launch() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- Matrix products of a warpgroup: d = (accumulate ? d : 0) + a b, a 64 x 16, b 16 x N, 16-bit elements.
