@@ -7,13 +7,7 @@ constexpr int THREADS = 256;
 // Lanes of a row, each with vectors of 16 bytes.
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
-  if (DETERMINISTIC && p.dq_turns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
-  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
-  const Sequence& s = work.sequence;
-  if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0, tile = query_tile(p, s, work.head, work.tile);
-
+__device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
   if (p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
 #pragma unroll
@@ -21,30 +15,49 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
       if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
   }
-
   if (DETERMINISTIC && p.dq_turns != nullptr && threadIdx.x < DQ_PARTS) *dq_turn_at(p, tile, threadIdx.x) = 0;
+}
 
+extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
+  if (DETERMINISTIC && p.dq_turns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
+  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
+  const Sequence& s = work.sequence;
+  if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
+  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0, tile = query_tile(p, s, work.head, work.tile);
+
+  // All vectors of some rows are read before the first is used.
+  constexpr int ROWS_AT_ONCE = THREADS / LANES, STEPS = BLOCK_M / ROWS_AT_ONCE, HELD = STEPS < 4 ? STEPS : 4;
   const int first = threadIdx.x % LANES * VECTOR;
 #pragma unroll
-  for (int step = 0; step < BLOCK_M; step += THREADS / LANES) {
-    const int row = step + threadIdx.x / LANES, i = work.tile * BLOCK_M + row;
-    const i64 at = s.row_q + i;
-    const float lse = i < s.len_q ? *p.lse.at(batch, at, work.head) : -infinity();
-    float sum = 0;
-    if (i < s.len_q && first < p.head_dim_v) {
+  for (int step = 0; step < STEPS; step += HELD) {
+    Vector dout[HELD], out[HELD];
+    float lse[HELD];
+#pragma unroll
+    for (int held = 0; held < HELD; held++) {
+      const int i = work.tile * BLOCK_M + (step + held) * ROWS_AT_ONCE + threadIdx.x / LANES;
+      const i64 at = s.row_q + i;
+      const bool used = i < s.len_q && first < p.head_dim_v;
       // Head dims and strides are multiples of 16 bytes, as TMA wants them.
-      const Vector dout = *reinterpret_cast<const Vector*>(p.dout.at(batch, at, work.head) + first);
-      const Vector out = *reinterpret_cast<const Vector*>(p.out.at(batch, at, work.head) + first);
-#pragma unroll
-      for (int e = 0; e < VECTOR; e++) sum += to_accum(dout.e[e]) * to_accum(out.e[e]);
+      dout[held] = used ? *reinterpret_cast<const Vector*>(p.dout.at(batch, at, work.head) + first) : Vector{};
+      out[held] = used ? *reinterpret_cast<const Vector*>(p.out.at(batch, at, work.head) + first) : Vector{};
+      lse[held] = i < s.len_q ? *p.lse.at(batch, at, work.head) : -infinity();
     }
+    if (step == 0) clear_sums(p, tile);
 #pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
-    if (threadIdx.x % LANES != 0) continue;
-    if (p.dlse.data != nullptr && i < s.len_q) sum -= *p.dlse.at(batch, at, work.head);
-    if (lse == -infinity()) sum = 0;  // padded rows and rows that saw nothing may hold anything
-    p.row_lse[tile * BLOCK_M + row] = lse == -infinity() ? infinity() : lse * LSE_BASE;
-    p.row_delta[tile * BLOCK_M + row] = sum;
-    if (p.delta.data != nullptr && i < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
+    for (int held = 0; held < HELD; held++) {
+      const int row = (step + held) * ROWS_AT_ONCE + threadIdx.x / LANES, i = work.tile * BLOCK_M + row;
+      const i64 at = s.row_q + i;
+      float sum = 0;
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) sum += to_accum(dout[held].e[e]) * to_accum(out[held].e[e]);
+#pragma unroll
+      for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+      if (threadIdx.x % LANES != 0) continue;
+      if (p.dlse.data != nullptr && i < s.len_q) sum -= *p.dlse.at(batch, at, work.head);
+      if (lse[held] == -infinity()) sum = 0;  // padded rows and rows that saw nothing may hold anything
+      p.row_lse[tile * BLOCK_M + row] = lse[held] == -infinity() ? infinity() : lse[held] * LSE_BASE;
+      p.row_delta[tile * BLOCK_M + row] = sum;
+      if (p.delta.data != nullptr && i < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
+    }
   }
 }
