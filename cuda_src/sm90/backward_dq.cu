@@ -15,8 +15,7 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
 #pragma unroll
   for (float4& x : dq) x = make_float4(0, 0, 0, 0);
   if (first_row < s.len_q) {
-    const auto* sum =
-        reinterpret_cast<const float4*>(dq_sum_at(p, query_tile(p, s, work.head, work.tile), part));
+    const auto* sum = reinterpret_cast<const float4*>(dq_sum_at(p, query_tile(p, s, work.head, work.tile), part));
 #pragma unroll
     for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = sum[i * WARP];
   }
@@ -34,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
       for (int i = 0; i < 4; i++) {
         const float4 x = dq[4 * group + i];
         // Padding is chosen, not multiplied: it may be NaN.
-        words[i] = row >= s.len_q ? 0
-                                  : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
+        words[i] = row >= s.len_q ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
       }
       transpose_quad(words);
       const int first = group * 32 + lane() % 4 * VECTOR;
