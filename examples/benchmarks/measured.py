@@ -140,7 +140,7 @@ def moved(folder: Path) -> str:
     record = read(folder, "paper_io")
     if record is None:
         return "No count has been recorded.\n"
-    rows = [["", "n", "naive", US, "times less", "N² d² / M", "cuflash, of this", "DRAM: naive", US]]
+    rows = [["", "n", "naive", US, "times less", "N² d² / M", "cuflash, times this", "DRAM: naive", "DRAM: cuflash"]]
     keys = dict.fromkeys((r["direction"], r["n"]) for r in record["results"])
     for direction, n in keys:
         own = {r["method"]: r for r in record["results"] if (r["direction"], r["n"]) == (direction, n)}
