@@ -182,7 +182,7 @@ def _adopt_torch(name: str, x: Any) -> Array:
     if x.requires_grad and torch.is_grad_enabled():
         raise TypeError(
             f"{name}: expected a tensor that does not require grad, as cuflash records no graph: see "
-            "examples/torch_autograd.py, an autograd.Function around attention_vjp, or pass tensor.detach()"
+            "examples/autodiff/torch_autograd.py, an autograd.Function around attention_vjp, or pass tensor.detach()"
         )
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense torch tensor, got layout {x.layout}")
@@ -227,7 +227,7 @@ def _adopt_jax(name: str, x: Any) -> Array:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             f"{name}: expected a concrete JAX array, got a tracer: inside jit or grad use the custom_vjp of "
-            "examples/jax_custom_vjp.py"
+            "examples/autodiff/jax_custom_vjp.py"
         )
     # On the CPU NumPy sees JAX's own memory through __array__, bfloat16 included.
     return np.asarray(x) if x.__dlpack_device__()[0] == 1 else _from_dlpack(name, x)

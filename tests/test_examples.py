@@ -17,8 +17,8 @@ Array = Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
-    "torch_autograd": "torch",
-    "jax_custom_vjp": "jax",
+    "autodiff/torch_autograd": "torch",
+    "autodiff/jax_custom_vjp": "jax",
     "autodiff/hips_autograd": "autograd",
     "autodiff/mygrad_op": "mygrad",
     "autodiff/thinc_layer": "thinc",
@@ -47,7 +47,7 @@ def test_runs_as_a_script(name: str, library: str) -> None:
 
 def test_torch_gradcheck() -> None:
     torch = pytest.importorskip("torch")
-    from cuflash.examples.torch_autograd import attention
+    from cuflash.examples.autodiff.torch_autograd import attention
 
     q, k, v, _ = (torch.tensor(x, requires_grad=True) for x in inputs(shape=(1, 5, 2, 3)))
     k, v = k[:, :5, :1], v[:, :5, :1]
@@ -65,7 +65,7 @@ def test_torch_gradcheck() -> None:
 
 def test_torch_agrees_and_spares_unwanted_gradients() -> None:
     torch = pytest.importorskip("torch")
-    from cuflash.examples.torch_autograd import attention
+    from cuflash.examples.autodiff.torch_autograd import attention
 
     arrays = inputs("float32")
     q, k, v, dout = map(torch.tensor, arrays)
@@ -82,7 +82,7 @@ def test_torch_agrees_and_spares_unwanted_gradients() -> None:
 
 def test_torch_gradient_through_lse_alone() -> None:
     torch = pytest.importorskip("torch")
-    from cuflash.examples.torch_autograd import attention
+    from cuflash.examples.autodiff.torch_autograd import attention
 
     q, k, v, _ = map(torch.tensor, inputs())
     q.requires_grad_()
@@ -96,7 +96,7 @@ def test_torch_gradient_through_lse_alone() -> None:
 
 def test_torch_refuses_a_second_derivative() -> None:
     torch = pytest.importorskip("torch")
-    from cuflash.examples.torch_autograd import attention
+    from cuflash.examples.autodiff.torch_autograd import attention
 
     q, k, v, _ = (torch.tensor(x, requires_grad=True) for x in inputs())
     loss = attention(q, k, v).sum()
@@ -109,13 +109,13 @@ def test_torch_refuses_a_second_derivative() -> None:
 def test_torch_error_names_the_example() -> None:
     torch = pytest.importorskip("torch")
     q, k, v, _ = (torch.tensor(x, requires_grad=True) for x in inputs())
-    with pytest.raises(TypeError, match=r"examples/torch_autograd\.py"):
+    with pytest.raises(TypeError, match=r"examples/autodiff/torch_autograd\.py"):
         cuflash.attention(q, k, v)
 
 
 def test_jax_agrees_under_jit() -> None:
     jax = pytest.importorskip("jax")
-    from cuflash.examples.jax_custom_vjp import attention
+    from cuflash.examples.autodiff.jax_custom_vjp import attention
 
     arrays = inputs("float32")
 
@@ -129,7 +129,7 @@ def test_jax_agrees_under_jit() -> None:
 
 def test_jax_arrays_of_many_megabytes() -> None:
     jax = pytest.importorskip("jax")
-    from cuflash.examples.jax_custom_vjp import attention
+    from cuflash.examples.autodiff.jax_custom_vjp import attention
 
     q = jax.numpy.ones((16, 256, 4, 64))  # large enough that JAX would compute it on its own threads
     gradient = jax.jit(jax.grad(lambda v: attention(q, q, v).sum()))(q)
@@ -138,7 +138,7 @@ def test_jax_arrays_of_many_megabytes() -> None:
 
 def test_jax_refuses_a_second_derivative() -> None:
     jax = pytest.importorskip("jax")
-    from cuflash.examples.jax_custom_vjp import attention
+    from cuflash.examples.autodiff.jax_custom_vjp import attention
 
     q, k, v, _ = inputs("float32")
 

@@ -96,7 +96,7 @@ def test_torch_on_its_own_stream() -> None:
 
 def test_torch_gradcheck() -> None:
     torch = pytest.importorskip("torch")
-    from cuflash.examples.torch_autograd import attention
+    from cuflash.examples.autodiff.torch_autograd import attention
 
     qkv = [torch.randn(1, 5, 2, 3, dtype=torch.float64, device="cuda", requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(lambda *x: attention(*x, causal=True, return_lse=True), qkv)
@@ -127,7 +127,7 @@ def test_jax_gradients_under_jit() -> None:
     jax, device = on_gpu()
     import cupy
 
-    from cuflash.examples.jax_custom_vjp import attention
+    from cuflash.examples.autodiff.jax_custom_vjp import attention
 
     arrays = [jax.device_put(x, device) for x in inputs()]
     gradients = jax.jit(jax.grad(lambda *x: (attention(*x, causal=True) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)

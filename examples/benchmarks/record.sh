@@ -41,7 +41,7 @@ paper)
     ;;
 paper_io) python3 examples/benchmarks/paper.py --io ${commit:+--commit "$commit"} --out "$folder" ;;
 mytorch)
-    python3 examples/clients/mytorch_client.py "${MYTORCH:?the path of a checkout of MyTorch}" \
+    python3 examples/clients/mytorch_client.py "${MYTORCH:?the path of a checkout of MyTorch}" --batch 32 \
         ${commit:+--commit "$commit"} --json "$folder/mytorch.json"
     ;;
 *)
