@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cuflash import bench, reference
-from cuflash.bench import check, peers, report, suites
-from cuflash.bench.cells import BACKWARD, FORWARD, Cell
+from cuflash.bench import check, peers, report
+from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
 from cuflash.bench.inputs import Inputs
 from cuflash.bench.options import arguments
 
@@ -76,9 +76,9 @@ def test_flops_count_visible_pairs() -> None:
     assert diagonal.flops(FORWARD) == pytest.approx(full / 48)
 
 
-@pytest.mark.parametrize("suite", suites.SUITES)
+@pytest.mark.parametrize("suite", SUITES)
 def test_suites(suite: str) -> None:
-    chosen = suites.SUITES[suite](suites.Grid())
+    chosen = SUITES[suite](Grid())
     assert chosen
     assert len({cell.name for cell in chosen}) == len(chosen)
     for cell in chosen:
@@ -86,7 +86,7 @@ def test_suites(suite: str) -> None:
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(suites.SUITES, "cpu", lambda grid: CELLS)
+    monkeypatch.setitem(SUITES, "cpu", lambda grid: CELLS)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     files = {name: tmp_path / "results" / name for name in ("run.json", "run.png")}
@@ -109,7 +109,7 @@ def test_a_wrong_result_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
         return calls._replace(forward=lambda: 1.01 * calls.forward())
 
     monkeypatch.setattr(peers, "cpu_peers", lambda: {peers.US: wrong})
-    monkeypatch.setitem(suites.SUITES, "cpu", lambda grid: [PLAIN])
+    monkeypatch.setitem(SUITES, "cpu", lambda grid: [PLAIN])
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     assert bench.run(parser.parse_args(["--device", "cpu", "--rounds", "1", "--budget-ms", "1"])) == 1

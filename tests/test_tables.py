@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cuflash.bench import report, suites
-from cuflash.bench.cells import BACKWARD, FORWARD
+from cuflash.bench import report
+from cuflash.bench.cells import BACKWARD, FORWARD, Grid, cells_of
 
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
 FACTS = {
@@ -42,7 +42,7 @@ def record(folder: Path, results: list[report.Result]) -> None:
 
 
 def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
-    cells = suites.cells_of("dense", suites.Grid(head_dims=(64,), seqlens=(512, 1024)))
+    cells = cells_of("dense", Grid(head_dims=(64,), seqlens=(512, 1024)))
     ours = (1.0, 1.0, 1.0, 1.0303)  # the last is 0.9706 of the peer's speed
     errors = {"out": {"max": 2e-3, "mean": 1e-4, "of_largest": 1e-3}}
     record(
@@ -69,7 +69,7 @@ def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
 
 
 def test_both_kinds_of_kernels_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
-    (cell,) = suites.cells_of("dense", suites.Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
+    (cell,) = cells_of("dense", Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
     for name, peer, is_mma in (("hopper", "fa3", False), ("mma", "flash", True)):
         facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
         report.write_json(
@@ -81,9 +81,9 @@ def test_both_kinds_of_kernels_of_one_commit(tables: ModuleType, tmp_path: Path)
 
 
 def test_shares_and_repeats(tables: ModuleType, tmp_path: Path) -> None:
-    grid = suites.Grid(head_dims=(128,), masks=("full",))
-    (cell,) = (c for c in suites.cells_of("deterministic", grid) if c.seqlen_q == 8192)
-    (sparse,) = (c for c in suites.cells_of("sparse", grid) if c.density == 0.02)
+    grid = Grid(head_dims=(128,), masks=("full",))
+    (cell,) = (c for c in cells_of("deterministic", grid) if c.seqlen_q == 8192)
+    (sparse,) = (c for c in cells_of("sparse", grid) if c.density == 0.02)
     sparse = dataclasses.replace(sparse, density=None)  # building the mask takes a while
     results = [
         report.Result(cell, BACKWARD, {"cuflash": [2.0], "plain": [1.9]}, same_bits=49),

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from cuflash.bench import check, peers, report
-from cuflash.bench.cells import BACKWARD, FORWARD, Cell
+from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
 from cuflash.bench.inputs import Inputs
 from cuflash.bench.options import arguments
 from cuflash.bench.report import Result
-from cuflash.bench.suites import SUITES, Grid, cells_of
 from cuflash.bench.timing import Stopwatch
 from cuflash.numpy_threads import BLAS_THREADS
 
