@@ -50,7 +50,7 @@ class CupyOps(NumpyOps):
             raise ValueError(f"width: expected a multiple of {WARP * VECTOR} on a GPU, got {width}")
         self.xp = cupy
         self.dtype = np.dtype(ml_dtypes.bfloat16)
-        if eight and cupy.cuda.Device().compute_capability < "89":
+        if eight and int(cupy.cuda.Device().compute_capability) < 89:
             raise ValueError("products of 8 bits: expected a GPU of compute capability 8.9 or more")
         self.width, self.eight = width, eight
         self._functions: dict[str, Any] = {}
