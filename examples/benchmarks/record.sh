@@ -35,6 +35,18 @@ gpt2)
         done
     done
     ;;
+loss)
+    run=$(mktemp -d -p "${SCRATCH:-/tmp}") # checkpoints of 1.5 GB
+    library=$(python3 -c 'import os; print(os.path.dirname(os.__file__))')
+    cat "$library"/*.py "$library"/*/*.py >"$run/text"
+    for kind in "" _fp8; do
+        python3 -m cuflash.examples.train_gpt2 --text "$run/text" --context 1024 --batch 16 --steps 200 --out "$run$kind" \
+            ${kind:+--fp8} ${commit:+--commit "$commit"}
+        cp "$run$kind/losses.json" "$folder/gpt2_loss$kind.json"
+        cp "$run$kind/loss.png" "$folder/gpt2_loss$kind.png"
+        rm "$run$kind/checkpoint.npz"
+    done
+    ;;
 paper)
     rm -f "$folder/paper.json" # whose rows new ones join
     python3 examples/benchmarks/paper.py ${commit:+--commit "$commit"} --out "$folder" --longest 1
