@@ -1,4 +1,5 @@
-// Weights P and the gradient dS of the scores on a warp's fragment of 16 keys x BLOCK_M queries, from the saved lse.
+// Weights P and the gradient dS of the scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, from the
+// saved lse.
 #pragma once
 #include "blocks.cuh"
 #include "fragment.cuh"
@@ -6,7 +7,7 @@
 #include "score.cuh"
 #include "sm80/ptx.cuh"
 
-constexpr int FRAGMENT = BLOCK_M / 2;  // elements of a thread
+constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
 // lse is in base 2 except beside a bias: that may be finfo.min, whose product with log2(e) overflows.
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
@@ -76,7 +77,8 @@ struct KeptWeights {
   }
 };
 
-// 16 keys from first_key on and a tile's queries. What options need is read where it is used: registers are scarce.
+// 16 keys from first_key on and queries from first_row on. What options need is read where it is used: registers are
+// scarce.
 struct GradientFragment {
   const AttentionParams& p;
   const Sequence& s;
@@ -137,9 +139,9 @@ struct GradientFragment {
     }
     if constexpr (HAS_BLOCK_MASK) {
       // The 16 keys of a warp stand in one word of each query.
-      constexpr int ROWS = BLOCK_M < CANONICAL ? BLOCK_M : CANONICAL;
+      constexpr int ROWS = FRAGMENT_QUERIES < CANONICAL ? FRAGMENT_QUERIES : CANONICAL;
 #pragma unroll
-      for (int first = 0; first < BLOCK_M; first += ROWS) {
+      for (int first = 0; first < FRAGMENT_QUERIES; first += ROWS) {
         const int slot = mask.slot_at(row + first, key);
 #pragma unroll
         for (int e = first / 2; e < (first + ROWS) / 2; e++) {

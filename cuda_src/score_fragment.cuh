@@ -1,4 +1,5 @@
-// Score, mask and dropout on a warp's fragment of 16 queries and BLOCK_N keys. `row` is the thread's first query.
+// Score, mask and dropout on a warp's fragment of 16 queries and N * 2 keys, BLOCK_N or a part of them. `row` is the
+// thread's first query.
 #pragma once
 #include "blocks.cuh"
 #include "fragment.cuh"
@@ -23,11 +24,12 @@ struct ScoreFragment {
   }
 
   // Turns products into scores, -inf where hidden.
-  __device__ __forceinline__ void apply(Accum (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+  template <int N>
+  __device__ __forceinline__ void apply(Accum (&x)[N], int row, int first_key, bool masked) const {
     const int column = first_key + fragment_column();
     if constexpr (!PLAIN_SCORES) {
 #pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) x[e] = score.value(x[e], row + row_offset(e), column + column_offset(e));
+      for (int e = 0; e < N; e++) x[e] = score.value(x[e], row + row_offset(e), column + column_offset(e));
     }
     if (!masked) return;
 #pragma unroll
@@ -37,7 +39,7 @@ struct ScoreFragment {
       const int begin = range.begin - column, end = i < mask.len_q ? range.end - column : 0;
       u32 word = 0;
 #pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+      for (int e = 2 * r; e < N; e += 4) {
         if (HAS_BLOCK_MASK && column_offset(e) % MASK_WORD == 0) {
           word = mask.block_word(i, first_key + column_offset(e)) >> fragment_column();
         }
@@ -53,10 +55,11 @@ struct ScoreFragment {
     }
   }
 
-  __device__ __forceinline__ void drop(Accum (&weights)[BLOCK_N / 2], int row, int first_key) const {
+  template <int N>
+  __device__ __forceinline__ void drop(Accum (&weights)[N], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
 #pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e += 8) {
+      for (int e = 0; e < N; e += 8) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           const u32 kept = dropout.keep(row, first_key + fragment_column() + column_offset(e + side));

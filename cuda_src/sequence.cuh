@@ -80,17 +80,25 @@ __device__ __forceinline__ Work packed_work(const AttentionParams& p, int block,
   return w;
 }
 
-// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2.
+// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2. Where a
+// diagonal makes tiles differ, as many images as fill a GPU go together, their longest tiles first: the last to run are
+// short.
+constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
-__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, int num_heads, bool longest_first) {
-  const u32 id = blockIdx.x;
-  const int slot = id % p.num_tiles;
-  const u32 rest = id / p.num_tiles;
-  const int head = rest % num_heads;
-  if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, head);
+__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first) {
+  const u32 id = blockIdx.x, num_tiles = p.num_tiles;
+  u32 image = id / num_tiles, slot = id % num_tiles;
+  if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, image % num_heads);
+  if (longest_first) {
+    const u32 together = num_tiles < TILES_TOGETHER ? TILES_TOGETHER / num_tiles : 1;
+    const u32 first = image / together * together, left = num_heads * p.batch - first;
+    const u32 count = left < together ? left : together, place = id - first * num_tiles;
+    image = first + place % count;
+    slot = TILES_OF_KEYS ? place / count : num_tiles - 1 - place / count;
+  }
   Work w;
-  w.head = head;
-  w.tile = longest_first ? p.num_tiles - 1 - slot : slot;
-  w.sequence = sequence_of(p, rest / num_heads);
+  w.head = image % num_heads;
+  w.tile = slot;
+  w.sequence = sequence_of(p, image / num_heads);
   return w;
 }

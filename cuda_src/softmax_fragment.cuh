@@ -61,31 +61,54 @@ struct FragmentSoftmax {
     return softmax;
   }
 
+  // The largest of a thread's scores in each row.
+  template <int N>
+  static __device__ __forceinline__ void find_tops(const Accum (&x)[N], Accum (&top)[2]) {
+    top[0] = x[0], top[1] = x[2];
+#pragma unroll
+    for (int e = 0; e < N; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+  }
+
+  __device__ __forceinline__ bool exceeded(const Accum (&top)[2]) const {
+    return top[0] > reference[0] + room || top[1] > reference[1] + room;
+  }
+
+  // Takes a row's new maximum for its reference if it is far above: earlier results are to be multiplied by rescale.
+  __device__ __forceinline__ void raise(int r, Accum maximum, Accum& rescale) {
+    if (!(maximum > reference[r] + room)) return;
+    rescale = power_of_2((reference[r] - maximum) * to_base_2);
+    reference[r] = maximum;
+    sum[r] *= rescale;
+  }
+
   // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
   // stay in bounds, as most do, needs no maximum of a whole row.
-  __device__ __forceinline__ bool step(Accum (&x)[BLOCK_N / 2], Accum (&rescale)[2]) {
-    Accum top[2] = {x[0], x[2]};
-#pragma unroll
-    for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+  template <int N>
+  __device__ __forceinline__ bool step(Accum (&x)[N], Accum (&rescale)[2]) {
+    Accum top[2];
+    find_tops(x, top);
     rescale[0] = rescale[1] = 1;
-    const bool grown = __any_sync(ALL_LANES, top[0] > reference[0] + room || top[1] > reference[1] + room);
+    const bool grown = __any_sync(ALL_LANES, exceeded(top));
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
-        if (!(maximum > reference[r] + room)) continue;
-        rescale[r] = power_of_2((reference[r] - maximum) * to_base_2);
-        reference[r] = maximum;
-        sum[r] *= rescale[r];
+        raise(r, reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); }), rescale[r]);
       }
     }
+    weigh(x);
+    return grown;
+  }
+
+  // Turns scores into weights by the references.
+  template <int N>
+  __device__ __forceinline__ void weigh(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
       const Accum offset = base * to_base_2;
       Accum row_sum = 0;
 #pragma unroll
-      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+      for (int e = 2 * r; e < N; e += 4) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           Accum& w = x[e + side];
@@ -95,7 +118,6 @@ struct FragmentSoftmax {
       }
       sum[r] += row_sum;
     }
-    return grown;
   }
 
   // The same in two halves, for scores of which shift[r] has been left out in row r, so that weights can be found a few

@@ -45,7 +45,9 @@ __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, in
       const int column = group * 32 + lane() % 4 * VECTOR;
       if (i >= rows) continue;
       if (vectors && column + VECTOR <= head_dim) {
-        *reinterpret_cast<Vector*>(target + column) = piece.vector;
+        // In one store: the compiler would make four of an assignment.
+        __stcs(reinterpret_cast<uint4*>(target + column),
+               make_uint4(piece.words[0], piece.words[1], piece.words[2], piece.words[3]));
       } else {
 #pragma unroll
         for (int e = 0; e < VECTOR; e++) {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuflash.config import FLAGS, HALF_BYTES, MOST_KEPT, KernelConfig
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, has_plain_scale, smem_limit
 from cuflash.problem import AttentionProblem
 
@@ -17,15 +17,25 @@ SMEM_BESIDE_TILES = 256
 _RESERVED_SMEM = 1024
 
 
+Capability = tuple[int, int]
+ANY: Capability = (99, 0)  # beyond all
+
+
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, warps, buffers of keys and values, and blocks that share a multiprocessor."""
+    """Queries and keys of a tile, warps, buffers of keys and values, blocks that share a multiprocessor.
+
+    Of `key_warps` warps that have the same queries each has a part of the keys, and of the columns of the result.
+    GPUs from `below` on would have too few registers.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int = 1
     min_blocks: int = 1
+    key_warps: int = 1
+    below: Capability = ANY
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,11 @@ FORWARD = (
     Row(
         64,
         64,
-        (Tile(128, 64, 4, stages=2, min_blocks=2), Tile(128, 64, 4)),
+        (
+            Tile(128, 128, 4, stages=2, min_blocks=2, below=(10, 0)),
+            Tile(128, 64, 4, stages=2, min_blocks=2),
+            Tile(128, 64, 4),
+        ),
         (Tile(64, 32, 4, min_blocks=2),),
     ),
     Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
@@ -67,12 +81,12 @@ FORWARD = (
         ),
         (Tile(64, 32, 4, min_blocks=2), Tile(64, 32, 4)),
     ),
-    Row(192, 128, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-    Row(192, 192, (Tile(64, 64, 4, min_blocks=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    Row(192, 128, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    Row(192, 192, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     Row(
         256,
         256,
-        (Tile(64, 64, 4, min_blocks=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
+        (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
         (Tile(64, 32, 4), Tile(32, 32, 2)),
     ),
 )
@@ -85,6 +99,7 @@ class Config(KernelConfig):
     num_warps: int
     stages: int
     min_blocks: int
+    key_warps: int
     product_depth: int  # of one mma.sync
     async_copies: bool  # cp.async, else through registers
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
@@ -94,9 +109,6 @@ class Config(KernelConfig):
     def threads(self) -> int:
         """Threads of a block."""
         return self.num_warps * WARP
-
-
-Capability = tuple[int, int]
 
 
 def dtypes(capability: Capability) -> tuple[str, ...]:
@@ -109,7 +121,8 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
 def _forward_smem(tile: Tile, row: Row) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
-    return elements * HALF_BYTES + SMEM_BESIDE_TILES
+    shared = tile.block_m * (tile.block_n * HALF_BYTES + tile.key_warps * FLOAT_BYTES) if tile.key_warps > 1 else 0
+    return elements * HALF_BYTES + shared + SMEM_BESIDE_TILES
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
@@ -130,7 +143,7 @@ def forward_config(
     """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
     plain_scores = plain_scores and are_products(flags)
     tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
-    tile = next(tile for tile in tiles if fits(tile.min_blocks, _forward_smem(tile, row), limit))
+    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, _forward_smem(t, row), limit))
     ampere = capability >= (8, 0)
     return Config(
         entry="forward_sm80",
@@ -144,6 +157,7 @@ def forward_config(
         num_warps=tile.warps,
         stages=tile.stages,
         min_blocks=tile.min_blocks,
+        key_warps=tile.key_warps,
         product_depth=16 if ampere else 8,
         async_copies=ampere,
         aligned=aligned,

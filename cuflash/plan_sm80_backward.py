@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, smem_limit
-from cuflash.plan_sm80 import SMEM_BESIDE_TILES, WARP, Capability, dtypes, fits
+from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, dtypes, fits
 from cuflash.problem import AttentionProblem
 
 
@@ -26,8 +26,18 @@ class Tile:
         Buffers of queries.
     min_blocks : int
         Thread blocks that share a multiprocessor.
-    below : Capability
-        GPUs from this one on have too few registers: their compiler spills.
+    score_stages : int
+        Buffers of the gradients of scores: with two, as many as of queries, a step has one barrier.
+    query_warps : int
+        Warps that have the same keys, each a part of the queries of a tile and of the columns of dk and dv.
+    query_parts : int
+        Parts of a warp's queries, computed one behind the other.
+    bulk_adds, dq_buffer : bool
+        Whether all that a warp has of dq is added at once (from sm_90 on), and out of a buffer of its own.
+    short : bool
+        Whether it is for short walks only.
+    below : tuple of int
+        GPUs from this on would have too few registers for it.
     """
 
     block_m: int
@@ -37,7 +47,13 @@ class Tile:
     together: bool
     stages: int = 1
     min_blocks: int = 1
-    below: Capability = (99, 0)
+    score_stages: int = 1
+    query_warps: int = 1
+    query_parts: int = 1
+    bulk_adds: bool = False
+    dq_buffer: bool = False
+    short: bool = False
+    below: Capability = ANY
 
 
 @dataclass(frozen=True)
@@ -58,33 +74,74 @@ class Row:
     with_options: tuple[Tile, ...]
 
 
+# From here on some kernels take more registers.
+_LARGER = (10, 0)
 # The first row that is wide enough is taken.
 BACKWARD = (
     Row(
         64,
         64,
-        (Tile(32, 128, 4, 1, True, min_blocks=2), Tile(32, 64, 4, 1, True)),
-        (Tile(32, 64, 4, 1, True, min_blocks=2), Tile(32, 64, 4, 1, True)),
+        (
+            Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, score_stages=2, query_parts=2, below=_LARGER),
+            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
+            Tile(64, 64, 4, 2, True, query_warps=2),
+        ),
+        (Tile(32, 64, 4, 1, True, min_blocks=2, query_warps=2), Tile(32, 64, 4, 1, True, query_warps=2)),
     ),
     Row(
         128,
         128,
-        (Tile(64, 128, 8, 2, True, stages=2), Tile(64, 64, 4, 2, True), Tile(32, 64, 4, 1, True)),
-        (Tile(32, 64, 4, 1, False),),
+        (
+            Tile(
+                64,
+                64,
+                4,
+                2,
+                True,
+                min_blocks=2,
+                query_warps=2,
+                bulk_adds=True,
+                dq_buffer=True,
+                short=True,
+                below=_LARGER,
+            ),
+            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, bulk_adds=True, dq_buffer=True),
+            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2),
+            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
+            Tile(64, 64, 8, 2, True, query_warps=2),
+            Tile(32, 64, 4, 1, True, query_warps=2),
+        ),
+        (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
     ),
     Row(
         192,
         192,
-        (Tile(64, 128, 8, 1, False), Tile(64, 64, 4, 2, False), Tile(32, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
-        (Tile(32, 64, 4, 1, False, below=(10, 0)), Tile(16, 32, 2, 1, False)),
+        (
+            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2, bulk_adds=True),
+            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2),
+            Tile(64, 64, 8, 1, True, query_warps=2),
+            Tile(32, 64, 4, 1, False),
+            Tile(16, 32, 2, 1, False),
+        ),
+        (Tile(32, 32, 4, 1, True, query_warps=2, below=_LARGER), Tile(16, 32, 2, 1, False)),
     ),
     Row(
         256,
         256,
-        (Tile(64, 128, 8, 2, False), Tile(32, 64, 4, 1, False), Tile(16, 64, 4, 1, False), Tile(16, 32, 2, 1, False)),
-        (Tile(16, 64, 4, 1, False),),
+        (
+            Tile(64, 64, 8, 2, True, stages=2, score_stages=2, query_warps=4, bulk_adds=True),
+            Tile(64, 64, 8, 1, True, query_warps=4),
+            Tile(32, 64, 4, 1, False),
+            Tile(16, 64, 4, 1, False),
+            Tile(16, 32, 2, 1, False),
+        ),
+        (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
     ),
 )
+# Queries that a tile of keys walks, up to which blocks that share a multiprocessor are faster than larger tiles.
+_SHORT = 2048
+# GPUs from here on add in memory what a warp has in shared memory, or vectors.
+_LARGE_ADDS = (9, 0)
 MAIN, ROWS, DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq"
 ENTRIES = (MAIN, ROWS, DQ)
 
@@ -97,9 +154,14 @@ class Config(KernelConfig):
     dq_fragments: int
     stages: int
     min_blocks: int
+    score_stages: int
+    query_warps: int
+    query_parts: int
     product_depth: int  # of one mma.sync
     async_copies: bool  # cp.async, else through registers
     vector_adds: bool  # four floats are added in memory at once
+    bulk_adds: bool  # all that a warp has is
+    dq_buffer: bool  # it waits for that in a buffer of its own
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
     plain_scores: bool  # a score is a product of q and k times a scale
     computes_dk: bool  # and dq
@@ -112,14 +174,23 @@ class Config(KernelConfig):
 
 
 def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
-    of_key = row.head_dim + (row.head_dim_v + tile.block_m if computes_dk else 0)
-    of_query = HALF_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES
-    return tile.block_n * HALF_BYTES * of_key + tile.stages * tile.block_m * of_query + SMEM_BESIDE_TILES
+    of_key = row.head_dim + (row.head_dim_v if computes_dk else 0)
+    of_query = tile.stages * HALF_BYTES * (row.head_dim + row.head_dim_v) + tile.score_stages * 2 * FLOAT_BYTES
+    weights = tile.query_warps > 1 and (tile.together or not computes_dk)  # which warps share, as gradients
+    of_score = HALF_BYTES * (weights + (tile.score_stages if computes_dk else 0))
+    of_query += tile.block_n * of_score + (FLOAT_BYTES * row.head_dim if tile.dq_buffer else 0)
+    elements = tile.block_n * HALF_BYTES * of_key + tile.block_m * of_query
+    return elements + SMEM_BESIDE_TILES
 
 
-def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: int) -> Tile | None:
+def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: int, is_short: bool) -> Tile | None:
     fitting = (
-        tile for tile in tiles if fits(tile.min_blocks, _smem_bytes(tile, row, True), limit) and capability < tile.below
+        t
+        for t in tiles
+        if capability < t.below
+        and (capability >= _LARGE_ADDS or not t.bulk_adds)
+        and (is_short or not t.short)
+        and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
     )
     return next(fitting, None)
 
@@ -132,10 +203,11 @@ def configs(
     capability: Capability,
     limit: int,
     aligned: bool = True,
+    is_short: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `config.FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
-    tile = _fitting(row.tiles if plain else row.with_options, row, capability, limit)
+    tile = _fitting(row.tiles if plain else row.with_options, row, capability, limit, is_short)
     if tile is None:
         return ()
     ampere = capability >= (8, 0)
@@ -154,9 +226,14 @@ def configs(
             dq_fragments=tile.dq_fragments,
             stages=tile.stages,
             min_blocks=tile.min_blocks,
+            score_stages=tile.score_stages,
+            query_warps=tile.query_warps,
+            query_parts=tile.query_parts,
             product_depth=16 if ampere else 8,
             async_copies=ampere,
-            vector_adds=capability >= (9, 0),
+            vector_adds=capability >= _LARGE_ADDS,
+            bulk_adds=tile.bulk_adds,
+            dq_buffer=tile.dq_buffer,
             aligned=aligned,
             plain_scores=are_products(flags),
             computes_dk=computes_dk,
@@ -168,13 +245,22 @@ def configs(
     )
 
 
+def _is_short(problem: AttentionProblem) -> bool:
+    """Whether a tile of keys walks few queries, on average."""
+    rows = problem.seqlen_q // max(problem.batch, 1) if problem.packed else problem.seqlen_q
+    walked = rows // 2 if problem.window_right is not None else rows
+    return walked * problem.group_size <= _SHORT
+
+
 @lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Config, ...]:
     """The kernels for a problem; none where mma.sync does not take its dtype or no tile fits."""
     if problem.dtype not in dtypes(capability):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    return configs(row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned)
+    return configs(
+        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
+    )
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -193,8 +279,9 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            for flags in ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS):
-                for config in configs(row, dtype, None, flags, capability, limit):
+            kinds = [(flags, True, False) for flags in ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)]
+            if any(tile.short for tile in row.tiles):
+                kinds += [((), True, True), (("has_window",), True, True)]
+            for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):
+                for config in configs(row, dtype, None, flags, capability, limit, aligned, is_short):
                     yield config, dtype
-            for config in configs(row, dtype, None, FLAGS, capability, limit, aligned=False):
-                yield config, dtype

@@ -1,15 +1,21 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A thread block has BLOCK_N keys and walks the
-// queries that see them. A warp computes transposed scores of its FRAGMENTS * 16 keys, so that weights and their
-// gradients stay in registers as left factors of dv and dk; dq takes the gradients of all warps through shared memory,
-// and is added up in global memory. Without dk (and dq) or dv the other has all registers.
+// queries that see them. A warp computes transposed scores of its FRAGMENTS * 16 keys and some queries, so that weights
+// and their gradients stay in registers as left factors of dv and dk. QUERY_WARPS warps have the same keys, each other
+// queries and other columns of dv and dk: what the others computed comes through shared memory. So does what dq takes,
+// the gradients of all warps; it is added up in global memory. Without dk (and dq) or dv the other has all registers.
+constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
 #include "../query_walk.cuh"
-#include "../write_fragment.cuh"
 #include "gradient_rows.cuh"
+#include "write_rows.cuh"
 
-constexpr int FRAGMENTS = BLOCK_N / (NUM_WARPS * 16);
-constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM : 32,
-              DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V : 32;  // arrays have a size
+constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
+constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
+              DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
+constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
+// dq waits for its addition where the queries of its step were, and the next go there later.
+constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
+constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
 using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
 using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
 using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
@@ -21,44 +27,71 @@ struct SharedStorage {
   alignas(128) unsigned char v[COMPUTES_DK ? ValueTile::BYTES : 16];
   alignas(128) unsigned char q[STAGES * QueryTile::BYTES];
   alignas(128) unsigned char dout[STAGES * DoutTile::BYTES];
-  alignas(128) unsigned char ds[COMPUTES_DK ? ScoreTile::BYTES : 16];
-  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M];
+  alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
+  alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? SCORE_STAGES * ScoreTile::BYTES : 16];
+  alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
+  float lse[SCORE_STAGES][BLOCK_M], delta[SCORE_STAGES][BLOCK_M];
   Work work;  // read again where needed: registers are scarce
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
-static_assert(BLOCK_N == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
+static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
+static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
+static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of all that is shared");
+static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
 __device__ __forceinline__ i64 batch_of(const AttentionParams& p, const Sequence& s) {
   return p.cu_seqlens_q == nullptr ? s.batch : 0;
 }
 
-// Starts to load a tile of queries and what belongs to it.
-__device__ __forceinline__ void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage, int head,
-                                             int first_row) {
+// The tile of queries where the walk is.
+struct Step {
+  int head, block;
+  bool partial;
+
+  __device__ __forceinline__ explicit Step(const QueryWalk& walk)
+      : head(walk.head), block(walk.blocks.block), partial(walk.blocks.partial) {}
+  __device__ __forceinline__ int first_row() const { return block * BLOCK_M; }
+};
+
+// Starts to load it.
+__device__ __forceinline__ void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage,
+                                             const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
   QueryTile{ptx::shared_address(shared.q) + stage * QueryTile::BYTES}.load(
-      Rows(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim), first_row);
+      Rows(p.q.at(batch, s.row_q, step.head), p.q.row_stride, s.len_q, p.head_dim), step.first_row());
   DoutTile{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES}.load(
-      Rows(p.dout.at(batch, s.row_q, head), p.dout.row_stride, s.len_q, p.head_dim_v), first_row);
+      Rows(p.dout.at(batch, s.row_q, step.head), p.dout.row_stride, s.len_q, p.head_dim_v), step.first_row());
+}
+
+// Starts to load what belongs to it.
+__device__ __forceinline__ void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage,
+                                          const Step& step) {
+  const Sequence& s = shared.work.sequence;
+  const i64 batch = batch_of(p, s);
   if (threadIdx.x < BLOCK_M) {
-    const i64 row = s.row_q + smaller(first_row + threadIdx.x, s.len_q - 1);
-    copy_float(&shared.lse[stage][threadIdx.x], p.lse.at(batch, row, head));
-    copy_float(&shared.delta[stage][threadIdx.x], p.delta.at(batch, row, head));
+    const i64 row = s.row_q + smaller(step.first_row() + threadIdx.x, s.len_q - 1);
+    copy_float(&shared.lse[stage][threadIdx.x], p.lse.at(batch, row, step.head));
+    copy_float(&shared.delta[stage][threadIdx.x], p.delta.at(batch, row, step.head));
   }
 }
 
-// Waits for such a tile. A thread turns the lse that it has copied into what weights are computed with: inf where a
-// query sees nothing, and has none.
-__device__ __forceinline__ void finish_queries(SharedStorage& shared, u32 stage, int first_row) {
+__device__ __forceinline__ void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage,
+                                          const Step& step) {
+  if constexpr (!DQ_IN_QUERIES) load_queries(p, shared, stage, step);
+  load_rows(p, shared, stage, step);
+}
+
+// Waits for both; complete for all behind a barrier. A thread turns the lse that it has copied into what weights are
+// computed with: inf where a query sees nothing, and has none.
+__device__ __forceinline__ void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   wait_for_copies();
   if (threadIdx.x < BLOCK_M) {
     float& lse = shared.lse[stage][threadIdx.x];
-    const bool sees = first_row + static_cast<int>(threadIdx.x) < shared.work.sequence.len_q && lse != -infinity();
-    lse = sees ? lse * LSE_BASE : infinity();
+    const int row = step.first_row() + static_cast<int>(threadIdx.x);
+    lse = row < shared.work.sequence.len_q && lse != -infinity() ? lse * LSE_BASE : infinity();
   }
-  __syncthreads();
 }
 
 // A key that no query sees may hold NaN, and 0 * NaN would count in dq: its row becomes 0. Where keys are hidden one by
@@ -82,16 +115,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_sm80(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  if (threadIdx.x == 0) shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, false);
+  if (threadIdx.x == 0) shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
   __syncthreads();
   const Sequence& s = shared.work.sequence;
   const int tile_key = shared.work.tile * BLOCK_N;
   if (tile_key >= s.rows_k) return;
 
-  const int warp = threadIdx.x / WARP, warp_key = warp * FRAGMENTS * 16;
+  const int warp = threadIdx.x / WARP, warp_key = warp / QUERY_WARPS * FRAGMENTS * 16, query_warp = warp % QUERY_WARPS;
   const KeyTile keys{ptx::shared_address(shared.k)}, own_keys = keys.from_row(warp_key);
   const ValueTile values{ptx::shared_address(shared.v)}, own_values = values.from_row(warp_key);
-  const ScoreTile gradients{ptx::shared_address(shared.ds)};
+  const ScoreTile shared_weights{ptx::shared_address(shared.weights)};
   float dk[COMPUTES_DK ? FRAGMENTS : 1][DK_COLUMNS / 2], dv[COMPUTES_DV ? FRAGMENTS : 1][DV_COLUMNS / 2];
 #pragma unroll
   for (auto& x : dk) clear(x);
@@ -99,116 +132,164 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   for (auto& x : dv) clear(x);
 
   QueryWalk walk(p, shared.work);
-  if (!walk.done()) {
+  Step step(walk);
+  bool exists = !walk.done();
+  if (exists) {
     const i64 batch = batch_of(p, s);
-    const int first_seen = Mask(p, s, walk.head).columns(0).begin;  // keys before it are hidden from all
+    const int first_seen = Mask(p, s, step.head).columns(0).begin;  // keys before it are hidden from all
     keys.load(Rows(p.k.at(batch, s.row_k, shared.work.head), p.k.row_stride, s.len_k, p.head_dim), tile_key,
               first_seen);
     if constexpr (COMPUTES_DK) {
       values.load(Rows(p.v.at(batch, s.row_k, shared.work.head), p.v.row_stride, s.len_k, p.head_dim_v), tile_key,
                   first_seen);
     }
-    load_queries(p, shared, 0, walk.head, walk.first_row());
+    load_queries(p, shared, 0, step);
+    load_rows(p, shared, 0, step);
     commit_copies();
-    if constexpr (HIDES_ANYWHERE && COMPUTES_DK) {
-      finish_copies();
-      clear_hidden_keys(p, shared, keys);
-    }
-  }
-  for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
-    const int head = walk.head, first_row = walk.first_row(), tile = walk.blocks.block;
-    const bool masked = HAS_MASK || HAS_BIAS || walk.blocks.partial ||
-                        !Mask(p, s, head).columns_inside(first_row, BLOCK_M, tile_key + warp_key, FRAGMENTS * 16);
-    const QueryTile queries{ptx::shared_address(shared.q) + stage * QueryTile::BYTES};
-    const DoutTile douts{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES};
-    finish_queries(shared, stage, first_row);
     walk.advance();
-    if constexpr (STAGES == 2) {
-      if (!walk.done()) load_queries(p, shared, stage ^ 1, walk.head, walk.first_row());
+    finish_queries(shared, 0, step);
+    __syncthreads();
+    if constexpr (HIDES_ANYWHERE && COMPUTES_DK) {
+      clear_hidden_keys(p, shared, keys);
+      __syncthreads();
+    }
+    if constexpr (ONE_BARRIER) {
+      if (!walk.done()) load_step(p, shared, 1, Step(walk));
       commit_copies();
     }
+  }
+  for (u32 stage = 0; exists; stage ^= STAGES - 1) {
+    const bool partial = HAS_MASK || HAS_BIAS || step.partial;
+    const QueryTile queries{ptx::shared_address(shared.q) + stage * QueryTile::BYTES};
+    const DoutTile douts{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES};
+    const u32 score_stage = ONE_BARRIER ? stage : 0;
+    const ScoreTile gradients{ptx::shared_address(shared.ds) + score_stage * ScoreTile::BYTES};
 
-    float x[FRAGMENTS][FRAGMENT];
-    u32 weights[FRAGMENTS][FRAGMENT / 2];
+    if constexpr (STAGES == 2 && !ONE_BARRIER) {
+      if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
+    }
+
+#pragma unroll 1
+    for (int part = 0; part < QUERY_PARTS; part++) {
+      const int query = (part * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
+      const bool masked =
+          partial ||
+          !Mask(p, s, step.head).columns_inside(first_row, FRAGMENT_QUERIES, tile_key + warp_key, FRAGMENTS * 16);
+      float x[FRAGMENTS][FRAGMENT];
+      u32 weights[FRAGMENTS][FRAGMENT / 2];
 #pragma unroll
-    for (auto& fragment : x) clear(fragment);
-    multiply_rows(x, own_keys, queries);
-    if constexpr (COMPUTES_DK) {
-      float dp[FRAGMENTS][FRAGMENT];
-#pragma unroll
-      for (auto& fragment : dp) clear(fragment);
-      multiply_rows(dp, own_values, douts);
-      u32 ds[FRAGMENTS][FRAGMENT / 2];
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        const GradientFragment scores(p, s, head, first_row, tile_key + warp_key + 16 * f);
-        const KeptWeights kept = scores.kept();
-        SoftcapFragment softcap;
-        softcap.take(scores.score(), x[f]);
-        scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage]}, masked);
-        const float* delta = shared.delta[stage] + fragment_column();
-#pragma unroll
-        for (int e = 0; e < FRAGMENT; e++) {
-          dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
-          if (masked) clear_hidden(dp[f][e], x[f][e]);
-        }
-        softcap.apply(dp[f]);
-        if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);
-        pack(ds[f], dp[f]);
-        gradients.from_row(warp_key + 16 * f).store_fragment(ds[f]);
-      }
-      if constexpr (COMPUTES_DV) multiply_weights(dv, weights, douts);
-      multiply_weights(dk, ds, queries);
-      __syncthreads();  // all of ds is there, and the queries are read
-      if constexpr (STAGES == 1) {
-        if (!walk.done()) load_queries(p, shared, 0, walk.head, walk.first_row());
+      for (auto& fragment : x) clear(fragment);
+      multiply_rows<true>(x, own_keys, queries.from_row(query));
+      if (DQ_IN_QUERIES && part == 0) {
+        if (lane() == 0) ptx::bulk_wait_group_read<0>();
+        __syncwarp();  // the rows that a warp loads are those of its dq
+        if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
         commit_copies();
       }
+      if constexpr (COMPUTES_DK) {
+        float dp[FRAGMENTS][FRAGMENT];
+#pragma unroll
+        for (auto& fragment : dp) clear(fragment);
+        multiply_rows<false>(dp, own_values, douts.from_row(query));
+        u32 ds[FRAGMENTS][FRAGMENT / 2];
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
+          const KeptWeights kept = scores.kept();
+          SoftcapFragment softcap;
+          softcap.take(scores.score(), x[f]);
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked);
+          const float* delta = shared.delta[score_stage] + query + fragment_column();
+#pragma unroll
+          for (int e = 0; e < FRAGMENT; e++) {
+            dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
+            if (masked) clear_hidden(dp[f][e], x[f][e]);
+          }
+          softcap.apply(dp[f]);
+          if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);
+          if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
+          pack(ds[f], dp[f]);
+          gradients.from_row(warp_key + 16 * f).store_fragment(ds[f], query);
+        }
+        if constexpr (COMPUTES_DV) multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
+        multiply_weights(dk, ds, queries.from_row(query), query_warp * DK_COLUMNS);
+      } else {
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked);
+          pack_kept(weights[f], x[f], scores.kept());
+          if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
+        }
+        multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
+      }
+    }
+    if constexpr (QUERY_WARPS > 1) ptx::barrier_sync(1 + warp / QUERY_WARPS, QUERY_WARPS * WARP);
+#pragma unroll 1
+    for (int other = 1; other < QUERY_WARPS; other++) {
+      const int query = (query_warp + other) % QUERY_WARPS * FRAGMENT_QUERIES;
+      if constexpr (COMPUTES_DV) {
+        multiply_part<FRAGMENT_QUERIES>(dv, shared_weights.from_row(warp_key), query, douts, query_warp * DV_COLUMNS);
+      }
+      if constexpr (COMPUTES_DK) {
+        multiply_part<FRAGMENT_QUERIES>(dk, gradients.from_row(warp_key), query, queries, query_warp * DK_COLUMNS);
+      }
+    }
+
+    if (ONE_BARRIER && !walk.done()) finish_queries(shared, stage ^ 1, Step(walk));
+    __syncthreads();  // all gradients are there, and the queries are read
+    const int head = step.head, tile = step.block;
+    step = Step(walk);
+    exists = !walk.done();
+    if (exists) walk.advance();
+    if constexpr (ONE_BARRIER) {
+      if (!walk.done()) load_step(p, shared, stage, Step(walk));
+    } else if (exists) {
+      if constexpr (STAGES == 1) load_queries(p, shared, 0, step);
+      load_rows(p, shared, 0, step);
+    }
+    commit_copies();
+    if constexpr (COMPUTES_DK) {
       if (p.dq_sum != nullptr) {
         const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
 #pragma unroll
         for (auto& fragment : dq) clear(fragment);
         multiply_columns(dq, gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
+        float* sum = own_sum_at(p, query_tile(p, s, head, tile));
+        if constexpr (BULK_ADDS) {
+          unsigned char* first = DQ_BUFFER ? shared.dq : shared.q + stage * QueryTile::BYTES;
+          unsigned char* second = DQ_BUFFER ? shared.dq + sizeof(shared.dq) / 2 : shared.dout + stage * DoutTile::BYTES;
+          add_in_bulk(sum, reinterpret_cast<float*>(first), reinterpret_cast<float*>(second), dq);
+        } else {
 #pragma unroll
-        for (int f = 0; f < DQ_FRAGMENTS; f++) {
-          add_fragment(fragment_sum_at(p, query_tile(p, s, head, tile), f), dq[f]);
+          for (int f = 0; f < DQ_FRAGMENTS; f++) add_fragment(sum + f * (16 * DQ_COLUMNS), dq[f]);
         }
       }
-    } else {
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        const GradientFragment scores(p, s, head, first_row, tile_key + warp_key + 16 * f);
-        scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage]}, masked);
-        pack_kept(weights[f], x[f], scores.kept());
-      }
-      multiply_weights(dv, weights, douts);
-      if constexpr (STAGES == 1) {
-        __syncthreads();  // the queries are read
-        if (!walk.done()) load_queries(p, shared, 0, walk.head, walk.first_row());
-        commit_copies();
-      }
+    }
+    if constexpr (!ONE_BARRIER) {
+      if (exists) finish_queries(shared, 0, step);
+      __syncthreads();
     }
   }
 
-  const float scale = static_cast<float>(p.softmax_scale);
-  const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1;
-#pragma unroll
-  for (int f = 0; f < FRAGMENTS; f++) {
-    const int row = tile_key + warp_key + 16 * f + fragment_row(), head = shared.work.head;
-    if constexpr (COMPUTES_DK) {
-      const float factor[2] = {scale, scale};
-      if (p.dk.data != nullptr) {
-        write_fragment(p.dk.at(batch_of(p, s), s.row_k, head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
-                       dk[f], factor);
-      }
+  if constexpr (BULK_ADDS) {
+    if (lane() == 0) ptx::bulk_wait_group_read<0>();
+  }
+  __syncthreads();  // the keys are read, and their place is free
+  const int head = shared.work.head, first_key = tile_key + warp_key;
+  if constexpr (COMPUTES_DK) {
+    if (p.dk.data != nullptr) {
+      scale_all(dk, static_cast<float>(p.softmax_scale));
+      write_through(own_keys, query_warp * DK_COLUMNS, p.dk.at(batch_of(p, s), s.row_k, head), p.dk.row_stride,
+                    first_key, s.len_k, s.rows_k, p.head_dim, dk);
     }
-    if constexpr (COMPUTES_DV) {
-      const float factor[2] = {rescale, rescale};
-      if (p.dv.data != nullptr) {
-        write_fragment(p.dv.at(batch_of(p, s), s.row_k, head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
-                       dv[f], factor);
-      }
+  }
+  if constexpr (COMPUTES_DV) {
+    if (p.dv.data != nullptr) {
+      if constexpr (HAS_DROPOUT) scale_all(dv, static_cast<float>(p.dropout_rescale));
+      write_through(own_keys, query_warp * DV_COLUMNS, p.dv.at(batch_of(p, s), s.row_k, head), p.dv.row_stride,
+                    first_key, s.len_k, s.rows_k, p.head_dim_v, dv);
     }
   }
 }

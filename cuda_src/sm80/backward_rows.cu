@@ -2,8 +2,24 @@
 // the gradient through the returned lse), and zeros for the sum of dq.
 #include "gradient_rows.cuh"
 
-// Lanes of a row, each with a vector of 16 bytes.
-constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
+// Lanes of a row, each with a vector of 16 bytes, and rows of a thread that are on their way at once.
+constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8, ROWS_APART = NUM_THREADS / LANES;
+constexpr int OWN_ROWS = BLOCK_M / ROWS_APART < 4 ? BLOCK_M / ROWS_APART : 4;
+static_assert(BLOCK_M % (OWN_ROWS * ROWS_APART) == 0, "all threads have as many rows");
+
+// A thread's vectors of some rows, without a test for each where all are there.
+__device__ __forceinline__ void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
+  const int column = threadIdx.x % LANES * VECTOR;
+  const Element* from = rows.data + own_row * rows.stride + column;
+  const bool whole = own_row + (OWN_ROWS - 1) * ROWS_APART < rows.num_rows && column + VECTOR <= rows.num_columns;
+  if (rows.vectors && whole) {
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++) x[i] = *reinterpret_cast<const Vector*>(from + i * ROWS_APART * rows.stride);
+  } else {
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++) x[i] = rows.read(own_row + i * ROWS_APART, column);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(const AttentionParams p) {
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
@@ -12,26 +28,42 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   if (first_row >= s.rows_q) return;
   const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
 
+  const Rows dout(p.dout.at(batch, s.row_q, work.head), p.dout.row_stride, s.len_q, p.head_dim_v);
+  const Rows out(p.out.at(batch, s.row_q, work.head), p.out.row_stride, s.len_q, p.head_dim_v);
+#pragma unroll 1
+  for (int begin = 0; begin < BLOCK_M; begin += OWN_ROWS * ROWS_APART) {
+    const int own_row = first_row + begin + threadIdx.x / LANES;
+    Vector a[OWN_ROWS], b[OWN_ROWS];
+    read_own(a, dout, own_row);
+    read_own(b, out, own_row);
+    // All is read before anything is written: to the compiler that could be what is read.
+    bool counts[OWN_ROWS];
+    float sum[OWN_ROWS];
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++) {
+      const int row = own_row + i * ROWS_APART;
+      counts[i] = row < s.len_q && *p.lse.at(batch, s.row_q + row, work.head) != -infinity();
+    }
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++) {
+      const i64 row = s.row_q + own_row + i * ROWS_APART;
+      const bool subtracts = p.dlse.data != nullptr && counts[i] && threadIdx.x % LANES == 0;
+      sum[i] = subtracts ? -*p.dlse.at(batch, row, work.head) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++) {
+      const int row = own_row + i * ROWS_APART;
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) sum[i] += to_accum(a[i].e[e]) * to_accum(b[i].e[e]);
+#pragma unroll
+      for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], lanes);
+      if (!counts[i]) sum[i] = 0;  // padded rows and rows that saw nothing may hold anything
+      if (threadIdx.x % LANES == 0 && row < s.rows_q) *p.delta.at(batch, s.row_q + row, work.head) = sum[i];
+    }
+  }
+
   if (p.dq_sum != nullptr && s.batch >= 0) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + query_tile(p, s, work.head, work.tile) * (BLOCK_M * HEAD_DIM));
     for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += NUM_THREADS) sum[i] = make_float4(0, 0, 0, 0);
-  }
-
-  const Rows dout(p.dout.at(batch, s.row_q, work.head), p.dout.row_stride, s.len_q, p.head_dim_v);
-  const Rows out(p.out.at(batch, s.row_q, work.head), p.out.row_stride, s.len_q, p.head_dim_v);
-#pragma unroll 4
-  for (int row = first_row + threadIdx.x / LANES; row < first_row + BLOCK_M; row += NUM_THREADS / LANES) {
-    // Padded rows and rows that saw nothing may hold anything.
-    const i64 at = s.row_q + row;
-    const bool counts = row < s.len_q && *p.lse.at(batch, at, work.head) != -infinity();
-    const Vector a = dout.read(counts ? row : -1, threadIdx.x % LANES * VECTOR);
-    const Vector b = out.read(counts ? row : -1, threadIdx.x % LANES * VECTOR);
-    float sum = 0;
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++) sum += to_accum(a.e[e]) * to_accum(b.e[e]);
-#pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
-    if (p.dlse.data != nullptr && counts) sum -= *p.dlse.at(batch, at, work.head);
-    if (threadIdx.x % LANES == 0 && row < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
   }
 }

@@ -1,20 +1,31 @@
 // Forward attention by mma.sync on 16-bit inputs.
 #include "../write_fragment.cuh"
-#include "tile.cuh"
+#include "write_rows.cuh"
 
-using Weights = u32[BLOCK_N / 4];
+constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
+using Weights = u32[WARP_KEYS / 4];
 
 template <class... Arguments>
 __device__ __forceinline__ void multiply_scores(Arguments&&... arguments) {
-  multiply_rows(arguments...);
+  multiply_rows<(KEY_WARPS > 1)>(arguments...);
 }
 template <class... Arguments>
 __device__ __forceinline__ void multiply_values(Arguments&&... arguments) {
   multiply_weights(arguments...);
 }
-template <class... Arguments>
-__device__ __forceinline__ void write_results(Arguments&&... arguments) {
-  write_fragment(arguments...);
+
+template <class T, int FRAGMENTS, int N>
+__device__ __forceinline__ void write_results(const T& staging, int column, Element* data, i64 row_stride, int row,
+                                              int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {
+  if constexpr (KEY_WARPS > 1) {
+    write_through(staging, column, data, row_stride, row, len, rows, head_dim, out);
+  } else {
+    const float unit[2] = {1, 1};
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      write_fragment(data, row_stride, row + 16 * f + fragment_row(), len, rows, head_dim, out[f], unit);
+    }
+  }
 }
 
 #include "forward.cuh"

@@ -1,5 +1,7 @@
 // Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries; keys and
-// values pass through shared memory, copied while the tile before them is computed.
+// values pass through shared memory, copied while the tile before them is computed. KEY_WARPS warps have the same
+// queries, each the scores of a part of a tile's keys and a part of the columns of the result: what they need of each
+// other, weights and where maxima grow, comes through shared memory.
 //
 // The file that includes this one has said how: Weights, pack, multiply_scores, multiply_values and write_results.
 #pragma once
@@ -7,53 +9,120 @@
 #include "../softmax_fragment.cuh"
 #include "tile.cuh"
 
-constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
+constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
+constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
+constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
 using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
 using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
 using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
+using WeightTile = Tile<BLOCK_M, BLOCK_N>;
 
 struct SharedStorage {
   alignas(128) unsigned char q[QueryTile::BYTES];
   alignas(128) unsigned char k[STAGES * KeyTile::BYTES];
   alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
+  alignas(SHARES_QUERIES ? 128 : 4) unsigned char weights[SHARES_QUERIES ? WeightTile::BYTES : 4];
+  Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
   Work work;  // this and the next are read again where needed: registers are scarce
   Rows k_rows, v_rows;
   FragmentSoftmax softmax;  // its factors
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
-static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
+static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
+static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
 // What scores need is held all along in registers, or made anew for every tile.
-constexpr bool HOLDS_SCORES = sizeof(Element) == 2;
+constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_WINDOW && HEAD_DIM_V > 192);
+
+// What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
+template <class Combine>
+__device__ __forceinline__ void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int warp_row,
+                                             int key_warp, Combine combine) {
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Accum own = reduce_row<4>(x[f][r], combine);
+      if (lane() % 4 == 0) shared.of_rows[key_warp][warp_row + 16 * f + fragment_row() + 8 * r] = own;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = warp_row + 16 * f + fragment_row() + 8 * r;
+      x[f][r] = shared.of_rows[0][row];
+#pragma unroll
+      for (int w = 1; w < KEY_WARPS; w++) x[f][r] = combine(x[f][r], shared.of_rows[w][row]);
+    }
+  }
+}
+
+// Shares a warp's weights with those that have the same queries.
+template <class W, class T>
+__device__ __forceinline__ void share(const W& weights, const T& shared) {
+  shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
+}
+
+// out += weights values for some columns of a warp's queries: the weights of its own keys are in registers, those of
+// the other warps' come through `shared`.
+template <class W, class T, int N>
+__device__ __forceinline__ void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS],
+                                                const T& shared, const ValueTile& values) {
+  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS;
+  multiply_weights(out, weights, values.from_row(key_warp * WARP_KEYS), key_warp * WARP_COLUMNS);
+  ptx::barrier_sync(1 + warp / KEY_WARPS, KEY_WARPS * WARP);
+#pragma unroll 1
+  for (int other = 1; other < KEY_WARPS; other++) {
+    multiply_part<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values, key_warp * WARP_COLUMNS);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  if (threadIdx.x == 0) {
-    shared.work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
-    const Sequence& s = shared.work.sequence;
-    const int head_kv = shared.work.head / (p.num_heads_q / p.num_heads_kv);
+  // Every thread finds out what the first tiles are, so that their copies start at once.
+  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
+  const int head = work.head, tile_row = work.tile * BLOCK_M;
+  if (tile_row >= work.sequence.rows_q) return;
+  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, own_key = key_warp * WARP_KEYS;
+  const int warp_row = warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
+  const QueryTile queries{ptx::shared_address(shared.q)}, own_queries = queries.from_row(warp_row);
+  KeyTile keys{ptx::shared_address(shared.k)};
+  ValueTile values{ptx::shared_address(shared.v)};
+  // Keys before it are hidden: they may hold anything.
+  const int first_seen = Mask(p, work.sequence, head).columns(0).begin;
+
+  Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, BLOCK_N);
+  {
+    const Sequence& s = work.sequence;
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    shared.softmax = FragmentSoftmax(static_cast<Accum>(p.softmax_scale));
-    shared.k_rows = Rows(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
-    shared.v_rows = Rows(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);
+    const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
+    const Rows k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
+    const Rows v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);
+    if (!blocks.done()) {
+      queries.load(Rows(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim), tile_row);
+      keys.load(k, blocks.block * BLOCK_N);
+      if constexpr (STAGES == 2) values.load(v, blocks.block * BLOCK_N, first_seen);
+      commit_copies();
+      if (HIDES_ANYWHERE && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+    }
+    if (threadIdx.x == 0) {
+      shared.work = work;
+      shared.softmax = FragmentSoftmax(static_cast<Accum>(p.softmax_scale));
+      shared.k_rows = k;
+      shared.v_rows = v;
+    }
   }
   __syncthreads();
   const Sequence& s = shared.work.sequence;
   const Rows &k = shared.k_rows, &v = shared.v_rows;
-  const int head = shared.work.head, tile_row = shared.work.tile * BLOCK_M;
-  if (tile_row >= s.rows_q) return;
-  const ScoreFragment held(p, s, head);
-  const int first_seen = held.mask.columns(0).begin;  // keys before it are hidden: they may hold anything
+  const ScoreFragment held(p, s, shared.work.head);
 
-  const int warp_row = threadIdx.x / WARP * FRAGMENTS * 16, first_row = tile_row + warp_row;
-  const QueryTile queries{ptx::shared_address(shared.q)}, own_queries = queries.from_row(warp_row);
-  KeyTile keys{ptx::shared_address(shared.k)};
-  ValueTile values{ptx::shared_address(shared.v)};
-
-  Accum out[FRAGMENTS][HEAD_DIM_V / 2];
+  Accum out[FRAGMENTS][WARP_COLUMNS / 2];
   FragmentSoftmax softmax[FRAGMENTS];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
@@ -61,18 +130,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     softmax[f] = shared.softmax;
   }
 
-  Blocks blocks = blocks_of_keys(p, s, head, shared.work.tile, BLOCK_M, BLOCK_N);
-  if (!blocks.done()) {
-    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    queries.load(Rows(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim), tile_row);
-    keys.load(k, blocks.block * BLOCK_N);
-    if constexpr (STAGES == 2) values.load(v, blocks.block * BLOCK_N, first_seen);
-    commit_copies();
-    if (HIDES_ANYWHERE && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
-  }
   for (u32 stage = 0; !blocks.done(); stage ^= 1) {
     const int first_key = blocks.block * BLOCK_N;
-    const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, head);
+    const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, shared.work.head);
     const bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
                                        : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
     blocks.advance();
@@ -92,38 +152,83 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       values.load(v, first_key, first_seen);
     }
     commit_copies();
-    Accum x[FRAGMENTS][BLOCK_N / 2];
+    Accum x[FRAGMENTS][WARP_KEYS / 2];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) clear(x[f]);
-    multiply_scores(x, own_queries, keys);
-    if constexpr (STAGES == 1) {
+    multiply_scores(x, own_queries, keys.from_row(own_key));
+    if constexpr (STAGES == 1 && !SHARES_QUERIES) {
       finish_copies();
       if (!blocks.done()) keys.load(k, next_key);
       commit_copies();
     }
 
     Weights weights[FRAGMENTS];
+    if constexpr (SHARES_QUERIES) {
+      const WeightTile shared_weights = WeightTile{ptx::shared_address(shared.weights)}.from_row(warp_row);
+      Accum top[FRAGMENTS][2];
+      bool exceeded = false;
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      Accum rescale[2];
-      const int row = first_row + 16 * f + fragment_row();
-      scores.apply(x[f], row, first_key, masked);
-      if (HIDES_ANYWHERE && masked) mark_seen(shared.seen, x[f]);
-      softmax[f].take_factors(shared.softmax);
-      const bool grown = softmax[f].step(x[f], rescale);
-      scores.drop(x[f], row, first_key);
-      pack(weights[f], x[f]);
-      if (grown) rescale_rows(out[f], rescale);
+      for (int f = 0; f < FRAGMENTS; f++) {
+        scores.apply(x[f], first_row + 16 * f + fragment_row(), first_key + own_key, masked);
+        softmax[f].take_factors(shared.softmax);
+        FragmentSoftmax::find_tops(x[f], top[f]);
+        exceeded |= softmax[f].exceeded(top[f]);
+      }
+      if constexpr (STAGES == 1) wait_for_copies();
+      const bool grown = __syncthreads_or(exceeded);
+      if constexpr (STAGES == 1) {
+        if (!blocks.done()) keys.load(k, next_key);
+        commit_copies();
+      }
+      if (grown) across_warps(shared, top, warp_row, key_warp, [](Accum a, Accum b) { return larger(a, b); });
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if (grown) {
+          Accum rescale[2] = {1, 1};
+#pragma unroll
+          for (int r = 0; r < 2; r++) softmax[f].raise(r, top[f][r], rescale[r]);
+          rescale_rows(out[f], rescale);
+        }
+        softmax[f].weigh(x[f]);
+        pack(weights[f], x[f]);
+        share(weights[f], shared_weights.from_row(16 * f));
+      }
+      multiply_shared(out, weights, shared_weights, values);
+    } else {
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        Accum rescale[2];
+        const int row = first_row + 16 * f + fragment_row();
+        scores.apply(x[f], row, first_key, masked);
+        if (HIDES_ANYWHERE && masked) mark_seen(shared.seen, x[f]);
+        softmax[f].take_factors(shared.softmax);
+        const bool grown = softmax[f].step(x[f], rescale);
+        scores.drop(x[f], row, first_key);
+        pack(weights[f], x[f]);
+        if (grown) rescale_rows(out[f], rescale);
+      }
+      if (HIDES_ANYWHERE && masked) {
+        __syncthreads();
+        if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
+        __syncthreads();
+        if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+      }
+      multiply_values(out, weights, values);
     }
-    if (HIDES_ANYWHERE && masked) {
-      __syncthreads();
-      if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
-      __syncthreads();
-      if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
-    }
-    multiply_values(out, weights, values);
   }
 
+  if constexpr (SHARES_QUERIES) {
+    __syncthreads();  // maxima are read
+    Accum sums[FRAGMENTS][2];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) sums[f][0] = softmax[f].sum[0], sums[f][1] = softmax[f].sum[1];
+    across_warps(shared, sums, warp_row, key_warp, [](Accum a, Accum b) { return a + b; });
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) softmax[f].sum[r] = lane() % 4 == 0 ? sums[f][r] : 0;  // a row's lanes are added
+    }
+  }
   const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[shared.work.head];
 #pragma unroll
@@ -136,12 +241,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       inverse[0] *= static_cast<Accum>(p.dropout_rescale);
       inverse[1] *= static_cast<Accum>(p.dropout_rescale);
     }
-    if (lane() % 4 < 2) {
+    if (lane() % 4 < 2 && key_warp == 0) {
       const int i = row + 8 * (lane() % 4);
       const Accum own = lane() % 4 == 0 ? lse[0] : lse[1];
       if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, shared.work.head) = i < s.len_q ? own : -infinity();
     }
-    write_results(p.out.at(batch, s.row_q, shared.work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
-                  out[f], inverse);
+    rescale_rows(out[f], inverse);
   }
+  write_results(own_queries, key_warp * WARP_COLUMNS, p.out.at(batch, s.row_q, shared.work.head), p.out.row_stride,
+                first_row, s.len_q, s.rows_q, p.head_dim_v, out);
 }

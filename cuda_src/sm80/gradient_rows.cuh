@@ -18,16 +18,30 @@ __device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequen
   return static_cast<i64>(head) * p.num_query_tiles + s.row_q / BLOCK_M + (s.batch + 1) + tile;
 }
 
-// Element e of a fragment's DQ_COLUMNS / 2 is at fragment_sum_at + sum_offset(e): side by side for a warp's lanes, in
-// the width of the additions.
+// A warp's part of a tile's sum, fragment by fragment. Element e of a thread's DQ_COLUMNS / 2 of a fragment is at
+// sum_offset(e) from its first: side by side for a warp's lanes, in the width of the additions.
+constexpr int OWN_SUM = DQ_FRAGMENTS * 16 * DQ_COLUMNS;
 constexpr int ADDED = VECTOR_ADDS ? 4 : 1;
 __device__ __forceinline__ constexpr int sum_offset(int e) { return e / ADDED * ADDED * WARP + e % ADDED; }
-__device__ __forceinline__ float* fragment_sum_at(const AttentionParams& p, i64 tile, int f) {
-  const i64 fragment = (tile * NUM_WARPS + threadIdx.x / WARP) * DQ_FRAGMENTS + f;
-  return p.dq_sum + fragment * (16 * DQ_COLUMNS) + lane() * ADDED;
+__device__ __forceinline__ float* own_sum_at(const AttentionParams& p, i64 tile) {
+  return p.dq_sum + (tile * NUM_WARPS + threadIdx.x / WARP) * OWN_SUM;
+}
+
+__device__ __forceinline__ void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
+  sum += lane() * ADDED;
+#pragma unroll
+  for (int e = 0; e < DQ_COLUMNS / 2; e += ADDED) {
+    if constexpr (VECTOR_ADDS) {
+      const float4 four = *reinterpret_cast<const float4*>(sum + sum_offset(e));
+      x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
+    } else {
+      x[e] = sum[sum_offset(e)];
+    }
+  }
 }
 
 __device__ __forceinline__ void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
+  sum += lane() * ADDED;
 #pragma unroll
   for (int e = 0; e < DQ_COLUMNS / 2; e += ADDED) {
     if constexpr (VECTOR_ADDS) {
@@ -35,5 +49,30 @@ __device__ __forceinline__ void add_fragment(float* sum, const float (&x)[DQ_COL
     } else {
       atomicAdd(sum + sum_offset(e), x[e]);
     }
+  }
+}
+
+// The same for all of a warp's fragments at once, which goes on while the warp does. Half of them wait for it at
+// `first`, half at `second`, where shared memory has room for all warps'.
+__device__ __forceinline__ void add_in_bulk(float* sum, float* first, float* second,
+                                            const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
+  constexpr int GROUPS = DQ_COLUMNS / 8, HALF = OWN_SUM / 2;
+  first += threadIdx.x / WARP * HALF;
+  second += threadIdx.x / WARP * HALF;
+  if (lane() == 0) ptx::bulk_wait_group_read<0>();  // what waited there before
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < DQ_FRAGMENTS * GROUPS; i++) {
+    const int at = i * 4 * WARP, e = i % GROUPS * 4;
+    const float (&own)[DQ_COLUMNS / 2] = x[i / GROUPS];
+    *reinterpret_cast<float4*>((at < HALF ? first : second) + at % HALF + lane() * 4) =
+        make_float4(own[e], own[e + 1], own[e + 2], own[e + 3]);
+  }
+  ptx::fence_async_shared();
+  __syncwarp();
+  if (lane() == 0) {
+    ptx::bulk_reduce_add_f32(sum, ptx::shared_address(first), HALF * sizeof(float));
+    ptx::bulk_reduce_add_f32(sum + HALF, ptx::shared_address(second), HALF * sizeof(float));
+    ptx::bulk_commit_group();
   }
 }

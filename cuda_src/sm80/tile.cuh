@@ -47,17 +47,17 @@ struct Tile {
     return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES;
   }
 
-  // Fills the tile with rows [first_row, first_row + ROWS); those before `begin` count as 0.
+  // Fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; those before `begin` count as 0.
   __device__ __forceinline__ void load(Rows rows, int first_row, int begin = 0) const {
     constexpr int LANES = PER_ROW & -PER_ROW;  // threads side by side on a row: a power of two
-    constexpr int ROWS_AT_ONCE = NUM_THREADS / LANES;
-    static_assert(ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
-    const int own_row = threadIdx.x / LANES, own_vector = threadIdx.x % LANES;
+    constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
+    static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
+    const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
     const Element* from = rows.data + (first_row + own_row) * rows.stride + own_vector * VECTOR;
     // Nothing to test for each vector: most tiles.
     if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
 #pragma unroll
-      for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+      for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
 #pragma unroll
         for (int v = 0; v < PER_ROW; v += LANES) {
           const int row = own_row + i * ROWS_AT_ONCE, vector = own_vector + v;
@@ -72,7 +72,7 @@ struct Tile {
       return;
     }
 #pragma unroll 1
-    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+    for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
       const int row = own_row + i * ROWS_AT_ONCE, source = first_row + row;
 #pragma unroll
       for (int v = 0; v < PER_ROW; v += LANES) {
@@ -95,11 +95,18 @@ struct Tile {
     *static_cast<Vector*>(__cvta_shared_to_generic(address + offset(row, vector))) = x;
   }
 
-  // Stores a warp's packed accumulator: 16 rows.
-  __device__ __forceinline__ void store_fragment(const u32 (&pairs)[COLUMNS / 4]) const {
+  __device__ __forceinline__ Vector read(int row, int vector) const {
+    return *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, vector)));
+  }
+
+  // Stores a warp's packed accumulator: 16 rows, columns from `column` on.
+  template <int N>
+  __device__ __forceinline__ void store_fragment(const u32 (&pairs)[N], int column) const {
+    const int vector = column / VECTOR;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) {
-      const u32 to = address + offset(fragment_row() + row_offset(2 * i), i / 2) + fragment_column() * sizeof(Element);
+    for (int i = 0; i < N; i++) {
+      const u32 to =
+          address + offset(fragment_row() + row_offset(2 * i), vector + i / 2) + fragment_column() * sizeof(Element);
       *static_cast<u32*>(__cvta_shared_to_generic(to)) = pairs[i];
     }
   }
@@ -107,7 +114,7 @@ struct Tile {
   __device__ __forceinline__ bool is_finite(int row) const {
     bool finite = true;
     for (int v = 0; v < PER_ROW; v++) {
-      const Vector x = *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, v)));
+      const Vector x = read(row, v);
 #pragma unroll
       for (int e = 0; e < VECTOR; e++) finite &= to_accum(x.e[e]) - to_accum(x.e[e]) == 0;
     }
@@ -175,10 +182,11 @@ __device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a
 template <int FRAGMENTS>
 constexpr int AHEAD = FRAGMENTS == 1 ? 2 : 1;
 
-// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b.
-template <class A, class B, int FRAGMENTS, int N>
+// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, at whose ends nothing
+// is read ahead, where that leaves registers enough.
+template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
 __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
-  constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = STEPS % 4 == 0 ? 4 : 2;
+  constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = WHOLE ? STEPS : STEPS % 4 == 0 ? 4 : 2;
   constexpr int BLOCKS = N / 8, TOTAL = UNROLLED * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
 #pragma unroll 1
   for (int first = 0; first < STEPS; first += UNROLLED) {
@@ -201,20 +209,43 @@ __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A&
   }
 }
 
-// x += weights b: the packed accumulators of an earlier product with the rows of a tile.
+// x += weights b: the packed accumulators of an earlier product with the rows of a tile, columns from `column` on.
 template <class B, int FRAGMENTS, int M, int N>
 __device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M],
-                                                 const B& b) {
+                                                 const B& b, int column = 0) {
   constexpr int BLOCKS = N / 8, TOTAL = M / 4 * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
   u32 right[RING][4];
 #pragma unroll
   for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
     const int i = next - AHEAD<FRAGMENTS>;
-    if (next < TOTAL) b.right(right[next % RING], STEP * (next / BLOCKS), next % BLOCKS);
+    if (next < TOTAL) b.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       if (i < 0) continue;
       multiply(x[f], i % BLOCKS * 8, *reinterpret_cast<const u32(*)[4]>(&weights[f][i / BLOCKS * 4]), right[i % RING]);
+    }
+  }
+}
+
+// x += a b for DEPTH columns of a from `first` on, the rows of b of the same numbers, and its columns from `column` on.
+template <int DEPTH, class A, class B, int FRAGMENTS, int N>
+__device__ __forceinline__ void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
+  constexpr int BLOCKS = N / 8, TOTAL = DEPTH / STEP * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
+  const B rows = b.from_row(first);
+  u32 left[RING][FRAGMENTS][4], right[RING][4];
+#pragma unroll
+  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
+    const int i = next - AHEAD<FRAGMENTS>;
+    if (next < TOTAL) {
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if (next % BLOCKS == 0) a.left(left[next / BLOCKS % RING][f], 16 * f, first / STEP + next / BLOCKS);
+      }
+      rows.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
+    }
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
     }
   }
 }

@@ -2,13 +2,17 @@
 #include "../write_wide_fragment.cuh"
 #include "wide_tile.cuh"
 
+constexpr int KEY_WARPS = 1, WARP_KEYS = BLOCK_N;
 using Weights = LeftFragment<BLOCK_N>;
 
-template <int N>
-__device__ __forceinline__ void write_results(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                                              const Accum (&out)[N], const Accum (&factor)[2]) {
+template <class T, int FRAGMENTS, int N>
+__device__ __forceinline__ void write_results(const T&, int, Element* data, i64 row_stride, int row, int len, int rows,
+                                              int head_dim, const Accum (&out)[FRAGMENTS][N]) {
   const Accum unit[2] = {1, 1};
-  write_wide_fragment(data, row_stride, row, len, rows, head_dim, out, factor, unit);
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+    write_wide_fragment(data, row_stride, row + 16 * f + fragment_row(), len, rows, head_dim, out[f], unit, unit);
+  }
 }
 
 #include "forward.cuh"

@@ -2,6 +2,7 @@
 // BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. One warp loads by TMA. A warpgroup
 // computes transposed scores, so that weights and their gradients stay in registers as left factors of dv and dk; dq
 // takes the gradients of all warpgroups through shared memory, and is added up in global memory.
+constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"

@@ -1,5 +1,6 @@
 // Before the gradients: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2, Algorithm 2, line
 // 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of dq.
+constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 

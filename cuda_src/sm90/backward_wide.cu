@@ -1,6 +1,7 @@
 // Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one warpgroup
 // computes the weights and dv, one their gradients and dk, one dq, and what they need of each other goes through shared
 // memory. One warp loads by TMA.
+constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_products.cuh"
