@@ -121,11 +121,24 @@ struct FragmentSoftmax {
   }
 
   // The same in two halves, for scores of which shift[r] has been left out in row r, so that weights can be found a few
-  // at a time. First, whether earlier results are to be multiplied.
+  // at a time. First, whether earlier results are to be multiplied: EVERY growth of the maximum is followed, or only
+  // large ones.
+  template <bool EVERY>
   __device__ __forceinline__ bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2] = {x[0], x[2]};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+    if constexpr (EVERY) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
+        const Accum grown = larger(reference[r], maximum + shift[r]);
+        rescale[r] = power_of_2((reference[r] - (grown == -infinity() ? 0 : grown)) * to_base_2);
+        reference[r] = grown;
+        sum[r] *= rescale[r];
+      }
+      return true;
+    }
     const Accum limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
     rescale[0] = rescale[1] = 1;
     const bool grown = __any_sync(ALL_LANES, top[0] > limit[0] || top[1] > limit[1]);

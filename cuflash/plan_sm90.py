@@ -15,7 +15,7 @@ ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
 # that are done again, lists of a block mask and tiles of a bias take more of the first.
-REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160)}
+REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 # What runs where these kernels do not: by mma.sync if it can, else the portable ones.
 OTHER_GPUS = "as on other GPUs"
@@ -35,21 +35,23 @@ _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": F
 class Tile:
     """Queries and keys of a tile, and whether the warpgroups take turns at the tensor cores.
 
-    Of the powers of a step, `early_eighths` are taken before the last product with values is waited for.
+    Of the powers of a step, `early_eighths` are taken before the last product with values is waited for. With `exact`
+    a row's reference follows its maximum, whose weight then is exactly 1; else it only does when that grows much.
     """
 
     block_m: int
     block_n: int
     ping_pong: bool = True
     early_eighths: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
     """Tiles for head dims up to these: without a window, with one, and with other options.
 
-    The more an option takes in registers, the smaller the tile: no kernel spills. With `many_keys` and no option wider
-    tiles may pay.
+    The more an option takes in registers, the smaller the tile: no kernel spills. For many keys, and few queries of
+    them, other tiles may be faster; of few keys the largest weights decide the error, so their maxima are exact.
     """
 
     head_dim: int
@@ -62,6 +64,8 @@ class Row:
     with_bias: Tile  # by TMA
     with_more: Tile  # several options
     many_keys: Tile | None = None
+    many_windowed: Tile | None = None
+    few_queries: Tile | None = None
 
 
 # The first row that is wide enough is taken.
@@ -69,13 +73,16 @@ FORWARD = (
     Row(
         64,
         64,
-        Tile(192, 128),
-        Tile(192, 128),
+        Tile(256, 64, exact=True),
+        Tile(256, 64, exact=True),
         Tile(192, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
+        many_keys=Tile(192, 128),
+        many_windowed=Tile(256, 64),
+        few_queries=Tile(192, 128),
     ),
     Row(
         96,
@@ -91,14 +98,16 @@ FORWARD = (
     Row(
         128,
         128,
-        Tile(128, 128, early_eighths=2),
-        Tile(128, 128, early_eighths=2),
+        Tile(128, 128, early_eighths=2, exact=True),
+        Tile(128, 128, early_eighths=2, exact=True),
         Tile(128, 176),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
-        many_keys=Tile(128, 176, early_eighths=2),
+        many_keys=Tile(192, 80),
+        many_windowed=Tile(192, 80),
+        few_queries=Tile(128, 176, early_eighths=2),
     ),
     Row(
         192,
@@ -125,17 +134,21 @@ FORWARD = (
     Row(
         256,
         256,
-        Tile(128, 64, early_eighths=4),
-        Tile(128, 64, early_eighths=4),
+        Tile(128, 64, early_eighths=4, exact=True),
+        Tile(128, 64, early_eighths=4, exact=True),
         Tile(128, 48),
         Tile(128, 32),
         Tile(128, 32),
         Tile(128, 32),
         Tile(64, 32, ping_pong=False),
+        many_keys=Tile(128, 64, early_eighths=4),
+        many_windowed=Tile(128, 64, early_eighths=4),
+        few_queries=Tile(128, 64, early_eighths=4),
     ),
 )
 STAGES = 2
-_MANY_KEYS = 4096
+_MANY_KEYS = 2048
+_FEW_QUERIES = ROWS_OF_WARPGROUP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +164,7 @@ class Config(KernelConfig):
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
+    exact_maxima: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     plain_scores: bool  # before alibi a score is a product of q and k times a positive scale
@@ -170,11 +184,15 @@ def forward_config(
     bias_tiles: bool = False,
     split: bool = False,
     many_keys: bool = False,
+    few_queries: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
     options = set(flags) - {"has_window"}
     if not options and plain_scores:
-        tile = row.windowed if flags else (many_keys and row.many_keys) or row.full
+        if flags:
+            tile = (many_keys and row.many_windowed) or row.windowed
+        else:
+            tile = (few_queries and row.few_queries) or (many_keys and row.many_keys) or row.full
     elif options <= {"has_softcap"} or options == {"has_alibi"}:
         tile = row.with_score
     elif options == {"has_dropout"}:
@@ -219,6 +237,7 @@ def forward_config(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
+        exact_maxima=tile.exact,
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
@@ -294,7 +313,8 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         flags_of(problem),
         plain_scores,
         bias_tiles,
-        many_keys=problem.seqlen_k >= _MANY_KEYS,
+        many_keys=problem.seqlen_k // (problem.batch if problem.packed else 1) >= _MANY_KEYS,
+        few_queries=problem.seqlen_q <= _FEW_QUERIES,
     )
 
 
@@ -316,9 +336,11 @@ def table() -> Iterator[tuple[Config, str]]:
         for dtype in DTYPES:
             for flags in ((), ("has_window",), *single, FLAGS):
                 yield forward_config(row, dtype, None, flags), dtype
-            yield forward_config(row, dtype, None, (), split=True), dtype
+            yield forward_config(row, dtype, None, (), split=True, few_queries=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
+                yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype
+                yield forward_config(row, dtype, None, (), few_queries=True), dtype
             for bias_dtype in (dtype, "float32"):
                 for flags in (("has_window", "has_bias"), FLAGS):
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype

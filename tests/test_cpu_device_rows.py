@@ -69,15 +69,29 @@ class Tf32Case(Case):
         return {"round_to": "float16"}
 
 
+def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
+    """Lengths for which Hopper's forward pass takes the row."""
+    queries, keys = LENGTHS
+    if config.split:
+        return plan_sm90._FEW_QUERIES, 3000  # few tiles, of keys that are worth a split
+    flags = tuple(flag for flag in FLAGS if getattr(config, flag))
+    for lengths in (LENGTHS, (queries, plan_sm90._MANY_KEYS), (plan_sm90._FEW_QUERIES, keys)):
+        many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
+        for row in plan_sm90.FORWARD:
+            if config == plan_sm90.forward_config(
+                row, dtype, None, flags, many_keys=many_keys, few_queries=few_queries
+            ):
+                return lengths
+    return LENGTHS
+
+
 def case_of(config: KernelConfig, dtype: str) -> Case:
     """A problem that takes the row."""
     rng = np.random.default_rng(0)
     of: dict[str, Any] = asdict(config)
     queries, keys = LENGTHS
-    if of.get("split"):
-        keys = 2000  # few tiles, of keys that are worth a split
-    elif of["entry"] == "forward_sm90" and config.flags == "plain" and (config.head_dim, config.block_n) == (128, 176):
-        keys = plan_sm90._MANY_KEYS
+    if isinstance(config, plan_sm90.Config):
+        queries, keys = lengths_of(config, dtype)
     scores = (queries, keys)
     options: dict[str, dict[str, Any]] = {
         "has_window": {"causal": True},

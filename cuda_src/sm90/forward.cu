@@ -249,7 +249,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           }
         });
         if (masked && careful) hidden.find(x);
-        return softmax.bound(x, shift, rescale);
+        return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
       };
       const auto finish_values = [&] {
         ptx::wgmma_wait_group<0>();
@@ -277,12 +277,13 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           softmax.weigh<0, EARLY_POWERS>(x, shift);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
-          if (grown) {
+          if (!EXACT_MAXIMA && grown) {
             finish_values();
             rescale_rows(out, rescale);
           }
           finish_values();
           rings.v.release();
+          if (EXACT_MAXIMA) rescale_rows(out, rescale);
           softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift);
           pack(weights, x);
         } else {
