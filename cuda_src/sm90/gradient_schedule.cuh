@@ -14,17 +14,22 @@ struct KeyWork : Work {
 };
 
 // Tiles of one head are neighbours. With a window they come in groups of heads whose queries fit in L2, and in each
-// group the first keys, which most queries see if it is causal, come first.
+// group the first keys, which most queries see if it is causal, come first. LAST_HEADS: the last heads alone make a
+// group, so that thread blocks end together.
+template <bool LAST_HEADS>
 __device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
   if constexpr (HAS_WINDOW) {
     const u32 together = p.heads_together;
-    const u32 group = index / (num_tiles * together) * together;
-    const u32 in_group = index - group * num_tiles;
-    const u32 heads = min(together, num_key_images(p) - group);
-    tile = in_group / heads;
-    image = group + in_group % heads;
+    const u32 images = num_key_images(p);
+    const u32 group = LAST_HEADS ? images - min(together, images) : index / (num_tiles * together) * together;
+    if (image >= group) {
+      const u32 in_group = index - group * num_tiles;
+      const u32 heads = min(together, images - group);
+      tile = in_group / heads;
+      image = group + in_group % heads;
+    }
   }
   if (p.cu_seqlens_q != nullptr) return packed_work<true>(p, BLOCK_N, tile, image);
   return {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
