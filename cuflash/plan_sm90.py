@@ -14,7 +14,7 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 ROWS_OF_WARPGROUP = 64
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
-# that are done again, lists of a block mask and tiles of a bias take more of the first.
+# that are done again, lists of a block mask and tiles of a bias take more of the first; several options, of the others.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 # What runs where these kernels do not: by mma.sync if it can, else the portable ones.
@@ -202,9 +202,8 @@ def forward_config(
     else:
         tile = row.with_more
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    producer_registers, consumer_registers = (
-        _MORE_TO_LOAD if {"has_mask", "has_block_mask", "has_bias"} & set(flags) else REGISTERS
-    )[consumers]
+    more_to_load = len(options) == 1 and bool(options & {"has_mask", "has_block_mask", "has_bias"})
+    producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES

@@ -107,7 +107,9 @@ struct UnitFragment : ScoreFragment {
     return score;
   }
 
-  static constexpr bool SCARCE = HEAD_DIM_V > 128;  // registers: then nothing is held that can be found anew
+  // Registers: then nothing is held that can be found anew.
+  static constexpr int OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
+  static constexpr bool SCARCE = HEAD_DIM_V > 128 || OPTIONS > 2;
 
   __device__ __forceinline__ Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
 
