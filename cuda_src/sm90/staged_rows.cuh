@@ -7,12 +7,13 @@ constexpr int ROWS_OF_WARP = 16;
 
 // Writes out * factor for the warp's rows [row, row + 16) of `data`; rows in [len, rows) are padding and 0. `staging`
 // is the warp's own. Its rows hold eight chunks of 16 bytes, each in the place of its number xor the row's, so that no
-// bank is met twice. Head dims are multiples of VECTOR.
+// bank is met twice.
 template <int N>
 __device__ __forceinline__ void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                                            const float (&out)[N], const float (&factor)[2], unsigned char* staging) {
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK, ROWS_AT_ONCE = WARP / CHUNKS;
-  const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % CHUNK == 0;
+  const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % CHUNK == 0 &&
+                       head_dim % VECTOR == 0;
   u32 own_lane = lane();
   ptx::forget(own_lane);  // what follows from it would occupy registers all along
   const int thread = static_cast<int>(own_lane);
@@ -38,21 +39,28 @@ __device__ __forceinline__ void write_rows(Element* data, i64 row_stride, int ro
                        words[3]);
     }
     __syncwarp();
-    const int rows_left = panel * PANEL + to_chunk * VECTOR < head_dim ? rows - row - to_row : 0;
+    const int columns_left = head_dim - (panel * PANEL + to_chunk * VECTOR);
+    const int rows_left = columns_left > 0 ? rows - row - to_row : 0;
     const auto staged = [&](int i) {
-      return staging + (i + to_row) * ROW_BYTES + (to_chunk ^ (i + to_row) % CHUNKS) * CHUNK;
+      return reinterpret_cast<const Vector*>(staging + (i + to_row) * ROW_BYTES +
+                                             (to_chunk ^ (i + to_row) % CHUNKS) * CHUNK);
     };
     if (vectors) {
+      Vector x[ROWS_OF_WARP / ROWS_AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < ROWS_OF_WARP; i += ROWS_AT_ONCE) x[i / ROWS_AT_ONCE] = *staged(i);
       Element* to = target + panel * PANEL;
 #pragma unroll
       for (int i = 0; i < ROWS_OF_WARP; i += ROWS_AT_ONCE, to += ROWS_AT_ONCE * row_stride) {
-        const Vector x = *reinterpret_cast<const Vector*>(staged(i));
-        if (i < rows_left) *reinterpret_cast<Vector*>(to) = x;
+        if (i < rows_left) *reinterpret_cast<Vector*>(to) = x[i / ROWS_AT_ONCE];
       }
     } else {
+#pragma unroll 1
       for (int i = 0; i < smaller(rows_left, ROWS_OF_WARP); i += ROWS_AT_ONCE) {
-        const Element* x = reinterpret_cast<const Element*>(staged(i));
-        for (int e = 0; e < VECTOR; e++) target[i * row_stride + panel * PANEL + e] = x[e];
+#pragma unroll 1
+        for (int e = 0; e < smaller(columns_left, VECTOR); e++) {
+          target[i * row_stride + panel * PANEL + e] = staged(i)->e[e];
+        }
       }
     }
     __syncwarp();
