@@ -16,6 +16,7 @@ struct SharedStorage {
   alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
   Staging staging;
   GivenWork work[WORK_STAGES];
+  Blocks lists[WORK_STAGES];                // with a block mask, of the tiles handed on
   int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
   int spoiled[WORK_STAGES];                 // whether hidden values have come into a tile's result
   RingBarriers<WORK_STAGES> work_barriers;
@@ -68,7 +69,10 @@ __device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedS
       GivenWork& given = shared.work[rings.work.stage];
       if (!careful) given = {work};
       given.careful = careful;
-      if (HAS_BLOCK_MASK && given.tile >= 0) given.empty = blocks_of_part(p, given).done();
+      if (HAS_BLOCK_MASK && given.tile >= 0) {
+        shared.lists[rings.work.stage] = blocks_of_part(p, given);
+        given.empty = shared.lists[rings.work.stage].done();
+      }
       rings.work.publish();
     } while (careful);
   };
@@ -112,7 +116,7 @@ struct Loader {
   // Tiles come in the order of their use: the next keys before the values of the current ones.
   __device__ __forceinline__ void load_tile(const GivenWork& work) {
     const Sequence& s = work.sequence;
-    Blocks blocks = blocks_of_part(p, work);
+    Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage] : blocks_of_part(p, work);
     const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row_k = static_cast<int>(s.row_k);
@@ -355,7 +359,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
       }
       Element* target = p.out.at(batch, s.row_q, work.head);
-      if (STAGING && p.head_dim_v % VECTOR == 0) {
+      if constexpr (STAGING) {
         const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
         write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
                    shared.staging.rows[staged_row]);
