@@ -178,6 +178,23 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
   }
 }
 
+// The bits of the partial blocks in the order in which Hopper's gradients take them (sm90/gradient_options.cuh): a word
+// for each thread of a warpgroup, a bit for each element of its fragment of 64 keys x 64 queries. One warp per 32
+// words.
+extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, unsigned* key_bits) {
+  constexpr int WARPS = CANONICAL / 16;  // of a warpgroup, each with 16 keys
+  const long long warp = warp_in_grid();
+  if (warp >= num_partial * WARPS) return;
+  const int lane = lane_in_warp(), key = static_cast<int>(warp % WARPS) * 16 + lane / 4;
+  const unsigned* block = bits + warp / WARPS * CANONICAL * WORDS;
+  unsigned own = 0;
+  for (int e = 0; e < WARP; ++e) {
+    const int query = lane % 4 * 2 + e / 4 * 8 + e % 2, column = key + e / 2 % 2 * 8;
+    own |= (block[query * WORDS + column / WARP] >> column % WARP & 1) << e;
+  }
+  key_bits[warp * WARP + lane] = own;
+}
+
 // The lists of visited tiles. For each image, that is (batch, head), and each row of tiles an ascending list of
 // columns, and for each column of tiles one of rows; an entry is (tile << 1) | partial. Shapes: row_index (images,
 // num_m, num_n), row_count (images, num_m), col_index (images, num_n, num_m), col_count (images, num_n). One warp per

@@ -5,7 +5,7 @@
 struct Blocks {
   int block, end;   // without a block mask: the current and one past the last tile
   const int* list;  // with one: entries (tile << 1) | partial, ascending
-  const int* list_end;
+  int left;         // of them
   bool partial;
 
   __device__ __forceinline__ Blocks(int first, int last_plus_1, const AttentionParams& p, const Sequence& s, int head,
@@ -16,15 +16,15 @@ struct Blocks {
       const bool covered = s.batch >= 0 && which_list < p.num_lists;
       const i64 index = grid * p.num_lists + which_list;
       list = p.block_list + index * p.list_capacity;
-      list_end = list + (covered ? p.block_count[index] : 0);
-      while (list < list_end && (*list >> 1) < first) list++;
+      left = covered ? p.block_count[index] : 0;
+      for (; left > 0 && (*list >> 1) < first; left--) list++;
       take();
     }
   }
 
   __device__ __forceinline__ void take() {
-    block = list < list_end ? *list >> 1 : end;
-    partial = list < list_end && (*list & 1);
+    block = left > 0 ? *list >> 1 : end;
+    partial = left > 0 && (*list & 1);
   }
 
   __device__ __forceinline__ bool done() const { return block >= end; }
@@ -32,6 +32,7 @@ struct Blocks {
   __device__ __forceinline__ void advance() {
     if constexpr (HAS_BLOCK_MASK) {
       list++;
+      left--;
       take();
     } else {
       block++;

@@ -50,6 +50,7 @@ struct QueryValues {
 struct QueryValuesInPlace {
   const float* values;
 
+  __device__ __forceinline__ explicit QueryValuesInPlace(const float* values) : values(values) {}
   __device__ __forceinline__ float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
 };
 
@@ -98,22 +99,23 @@ struct GradientFragment {
     return score;
   }
 
-  // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing.
-  template <typename Values>
-  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked) const {
+  // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing. SCORES:
+  // x has scores already, in this unit. OTHER_BITS: what masks hide is left to the caller.
+  template <bool SCORES = false, bool OTHER_BITS = false, typename Values>
+  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1) const {
     const Score score = this->score();
-    const float to_base_2 = scale * LOG2_E;
+    const float to_base_2 = (SCORES ? unit : scale) * LOG2_E;
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
       const float reference = lse[e];
-      if constexpr (PLAIN_SCORES) {
+      if constexpr (PLAIN_SCORES || (SCORES && !HAS_BIAS)) {
         x[e] = x[e] * to_base_2 - reference;
       } else {
-        const float value = score.value(x[e], row + column_offset(e), key + row_offset(e));
+        const float value = SCORES ? x[e] : score.value(x[e], row + column_offset(e), key + row_offset(e));
         x[e] = HAS_BIAS ? (value - reference) * LOG2_E : value * LOG2_E - reference;
       }
     }
-    if (masked) hide(x);
+    if (masked) hide<!OTHER_BITS>(x);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
@@ -121,6 +123,7 @@ struct GradientFragment {
   __device__ __forceinline__ KeptWeights kept() const { return {p, s, head, row, key}; }
 
  private:
+  template <bool BITS>
   __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
     const Mask mask(p, s, head);
 #pragma unroll
@@ -133,11 +136,11 @@ struct GradientFragment {
         if (row_offset(e) != 8 * r) continue;
         const int i = column_offset(e);
         bool hidden = (HAS_WINDOW && i < begin) || i >= end;
-        if constexpr (HAS_MASK) hidden |= !mask.in_mask(row + i, j);
+        if constexpr (HAS_MASK && BITS) hidden |= !mask.in_mask(row + i, j);
         x[e] = hidden ? -infinity() : x[e];
       }
     }
-    if constexpr (HAS_BLOCK_MASK) {
+    if constexpr (HAS_BLOCK_MASK && BITS) {
       // The 16 keys of a warp stand in one word of each query.
       constexpr int ROWS = FRAGMENT_QUERIES < CANONICAL ? FRAGMENT_QUERIES : CANONICAL;
 #pragma unroll

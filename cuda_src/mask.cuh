@@ -13,14 +13,13 @@ __device__ __forceinline__ u32 add_bits(u32 bytes, u32 weights, u32 sum) {
   const u32 set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
   return __dp4a(set, weights, sum);
 }
-// One bit for each of 32 bytes, whether it is not 0.
-__device__ __forceinline__ u32 bits_of(uint4 low, uint4 high) {
-  const u32 a = add_bits(low.y, 0x80402010u, add_bits(low.x, 0x08040201u, 0));
-  const u32 b = add_bits(low.w, 0x80402010u, add_bits(low.z, 0x08040201u, 0));
-  const u32 c = add_bits(high.y, 0x80402010u, add_bits(high.x, 0x08040201u, 0));
-  const u32 d = add_bits(high.w, 0x80402010u, add_bits(high.z, 0x08040201u, 0));
-  return a >> 7 | b << 1 | c << 9 | d << 17;
+// One bit for each of 16 or 32 bytes, whether it is not 0.
+__device__ __forceinline__ u32 bits_of(uint4 x) {
+  const u32 a = add_bits(x.y, 0x80402010u, add_bits(x.x, 0x08040201u, 0));
+  const u32 b = add_bits(x.w, 0x80402010u, add_bits(x.z, 0x08040201u, 0));
+  return a >> 7 | b << 1;
 }
+__device__ __forceinline__ u32 bits_of(uint4 low, uint4 high) { return bits_of(low) | bits_of(high) << 16; }
 
 // One (sequence, query head).
 struct Mask {

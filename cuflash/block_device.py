@@ -21,6 +21,7 @@ _CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}
 _WARP = 32
 _WARPS = 8  # per thread block, where each works on its own: a usual size, nothing depends on it
 _SCAN_THREADS = 1024
+_WARPGROUP = 128
 
 
 class TileLists(NamedTuple):
@@ -28,13 +29,15 @@ class TileLists(NamedTuple):
 
     ``row_index[b, h, m, :row_count[b, h, m]]`` are the columns of tiles that tile row m visits, ascending, each as
     ``(tile << 1) | partial``; a tile that is not partial is visible as far as the array reaches. ``col_index`` and
-    ``col_count`` are the same for the columns. Entries beyond the count are not set.
+    ``col_count`` are the same for the columns. Entries beyond the count are not set. `key_bits` are the mask's bits as
+    Hopper's gradients take them (`order_bits`) if the kernel reads those, else as they are.
     """
 
     row_index: Array  # (B, H, num_m, num_n)
     row_count: Array  # (B, H, num_m)
     col_index: Array  # (B, H, num_n, num_m)
     col_count: Array  # (B, H, num_n)
+    key_bits: Array
 
 
 class OnDevice(Generic[Made]):
@@ -121,6 +124,7 @@ def list_tiles(
     seqlen_k: int,
     block_m: int,
     block_n: int,
+    key_bits: bool = False,
 ) -> TileLists:
     """The lists of tiles of block_m x block_n elements; never waits for the device.
 
@@ -128,13 +132,26 @@ def list_tiles(
     """
     images = slots.shape[:2]
     num_m, num_n = num_blocks(seqlen_q, block_m), num_blocks(seqlen_k, block_n)
-    shapes = ((num_m, num_n), (num_m,), (num_n, num_m), (num_n,))
-    lists = TileLists(*(xp.empty((*images, *shape), np.int32) for shape in shapes))
+
+    def empty(*shape: int) -> Array:
+        return xp.empty((*images, *shape), np.int32)
+
+    ordered = order_bits(xp, get_kernel, bits) if key_bits else bits
+    lists = TileLists(empty(num_m, num_n), empty(num_m), empty(num_n, num_m), empty(num_n), ordered)
     num_images = images[0] * images[1]
     num_lists = num_images * (num_m + num_n)
     if num_lists:
         sizes = (num_images, seqlen_q, seqlen_k, block_m, block_n, num_m, num_n)
-        args = (slots, bits, *(np.int32(size) for size in sizes), *lists)
+        args = (slots, bits, *(np.int32(size) for size in sizes), *lists[:-1])
         grid, block = (num_blocks(num_lists, _WARPS),), (_WARPS * _WARP,)
         get_kernel(_SOURCE, "list_tiles", _CONSTANTS)(grid, block, args)
     return lists
+
+
+def order_bits(xp: Any, get_kernel: GetKernel, bits: Array) -> Array:
+    """The bits as Hopper's gradients take them, uint32 (num_partial, 128); never waits for the device."""
+    ordered = xp.empty((len(bits), _WARPGROUP), np.uint32)
+    if len(bits):
+        grid = (num_blocks(ordered.size, _WARPS * _WARP),)
+        get_kernel(_SOURCE, "order_bits", _CONSTANTS)(grid, (_WARPS * _WARP,), (bits, np.int64(len(bits)), ordered))
+    return ordered

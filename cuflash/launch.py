@@ -53,6 +53,11 @@ class Kernel:
         return False
 
     @property
+    def reads_key_bits(self) -> bool:
+        """Whether it reads a block mask's bits in the order of Hopper's gradients."""
+        return False
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.config.threads
@@ -249,8 +254,9 @@ class Work:
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
         xp = self.device.namespace
-        tile = kernel.config.block_m, kernel.config.block_n
-        lists = block_mask.tile_lists(*tile, partial(kernels.get, device=self.device), xp)
+        tile = kernel.config.block_m, kernel.config.block_n, kernel.reads_key_bits
+        get = partial(kernels.get, device=self.device)
+        lists = block_mask.tile_lists(*tile[:2], get, xp, key_bits=kernel.reads_key_bits)
         slots, bits = block_mask.arrays(xp)
         self.recording.use_lists(tile, (slots, bits), lists)
         return {
@@ -258,4 +264,5 @@ class Work:
             "block_count": lists.col_count if kernel.of_keys else lists.row_count,
             "block_slots": slots,
             "block_bits": bits,
+            "block_key_bits": lists.key_bits,
         }

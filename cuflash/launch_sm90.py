@@ -88,7 +88,8 @@ class _Tiled(NamedTuple):
 
 def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
-    if name == "bias":  # (batch, heads, rows, columns), of which broadcast axes have one element
+    is_bias = name in ("bias", "dbias")
+    if is_bias:  # (batch, heads, rows, columns), of which broadcast axes have one element
         dtype, order = problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
         shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
     else:  # (batch, seqlen, num_heads, head_dim)
@@ -98,7 +99,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]
-    one_row = name == "bias" and shape[order[1]] == 1
+    one_row = is_bias and shape[order[1]] == 1
     box = (SWIZZLE_BYTES // x.dtype.itemsize, 1 if one_row else rows, 1, 1)
     return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from cuflash import plan_sm90
 from cuflash.config import (
@@ -31,6 +32,8 @@ _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS = (96, 176, 64)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
+
 
 @dataclass(frozen=True)
 class Row:
@@ -46,6 +49,10 @@ class Row:
     ds_stages: int
     key_stages: int = 1  # of keys; values have one
 
+    def holds(self, problem: AttentionProblem) -> bool:
+        """Whether it is wide enough."""
+        return problem.head_dim <= self.head_dim and problem.head_dim_v <= self.head_dim_v
+
 
 # The first row that is wide enough is taken.
 BACKWARD = (
@@ -58,13 +65,13 @@ BACKWARD = (
 )
 
 
+# With softcap, a bias that TMA brings, or a mask that is read in vectors (not where sums have an order: registers).
+_FEW_QUERIES = Row(NARROW, 64, 64, 64, 128, 2, 2, 2)
+WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
 # With options that take registers; one that is an array stands alone.
-WITH_OPTIONS = (
-    Row(NARROW, 64, 64, 64, 128, 2, 2, 2),
-    Row(WIDE, 128, 128, 64, 64, 2, 2, 2),
-)
-# With alibi alone, which takes a few.
-WITH_ALIBI = (*BACKWARD[:2], WITH_OPTIONS[1], *BACKWARD[3:])
+WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
+# A block mask alone takes few; so does alibi, with any head dim.
+_WITH_BLOCK_MASK = BACKWARD[:3]
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -86,11 +93,31 @@ class Config(KernelConfig):
     deterministic: bool  # sums of dq have an order
     ping_pong: bool  # the warpgroups take turns at the tensor cores
     plain_scores: bool  # a score is a product of q and k times a scale
+    has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
+    has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
+    writes_dbias: bool  # of the scores' whole shape
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def of_rows(self) -> Config:
+        """Of the kernels around it: the same for all options that they do not know."""
+        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
+        flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
+        return replace(
+            self,
+            block_n=self.block_n if self.writes_dbias else ROWS_OF_WARPGROUP,
+            key_stages=1,
+            dq_stages=1,
+            smem_bytes=0,
+            plain_scores=True,
+            has_bias_tiles=False,
+            has_mask_vectors=False,
+            **flags,
+        )
 
     @property
     def dq_tile(self) -> int:
@@ -99,7 +126,13 @@ class Config(KernelConfig):
 
 
 def backward_config(
-    row: Row, dtype: str, bias_dtype: str | None, flags: tuple[str, ...], deterministic: bool = False
+    row: Row,
+    dtype: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    deterministic: bool = False,
+    bias_tiles: bool = False,
+    mask_vectors: bool = False,
 ) -> Config:
     """The configuration of one backward pass; `flags` is a subset of `config.FLAGS`."""
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
@@ -115,8 +148,10 @@ def backward_config(
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
     # The room that is left is for one more tile of keys or one more part of dq, which an order of the sums waits for.
-    key_stages = 1 if deterministic else row.key_stages
-    dq_stages = 2 if row.entry == NARROW and key_stages == 1 else 1
+    key_stages = 1 if deterministic or bias_tiles else row.key_stages
+    dq_stages = 2 if row.entry == NARROW and key_stages == 1 and not bias_tiles else 1
+    if bias_tiles:
+        of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
     producer_registers, consumer_registers, dq_registers = (
         _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else _REGISTERS[row.entry]
@@ -144,15 +179,28 @@ def backward_config(
         deterministic=deterministic,
         ping_pong=row.entry == NARROW,
         plain_scores=are_products(flags),
+        has_bias_tiles=bias_tiles,
+        has_mask_vectors=mask_vectors,
+        writes_dbias=False,
         smem_bytes=smem_bytes + SMEM_BESIDE_TILES,
         **{flag: flag in flags for flag in FLAGS},
     )
 
 
-def _row(problem: AttentionProblem) -> Row | None:
+def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Row | None:
     options = set(flags_of(problem)) - {"has_window"}
-    rows = BACKWARD if not options else WITH_ALIBI if options == {"has_alibi"} else WITH_OPTIONS
-    return next((r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
+    rows: tuple[Row, ...] = WITH_OPTIONS
+    if options <= {"has_alibi"}:
+        rows = BACKWARD
+    elif options == {"has_block_mask"}:
+        rows = _WITH_BLOCK_MASK
+    elif (
+        options == {"has_softcap"}
+        or (options == {"has_bias"} and bias_tiles)
+        or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
+    ):
+        rows = WITH_ONE_OPTION
+    return next((r for r in rows if r.holds(problem)), None)
 
 
 def obstacle(problem: AttentionProblem) -> str:
@@ -170,20 +218,55 @@ def obstacle(problem: AttentionProblem) -> str:
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def backward(problem: AttentionProblem, layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Config | None:
+def backward(
+    problem: AttentionProblem,
+    layouts: tuple[Layout, ...],
+    bias: Layout | None = None,
+    dbias: Layout | None = None,
+    mask: Layout | None = None,
+) -> Config | None:
     """The Hopper kernels for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
-    The arrays are those that are read: their addresses are multiples of 16 bytes. Results may lie anywhere.
+    The arrays are those that are read: their addresses are multiples of 16 bytes. Results may lie anywhere. `bias`,
+    `dbias` where it is wanted, and `mask` are given if their addresses are such multiples, too.
     """
     if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
         return None
-    return _config(problem)
+    in_tiles = problem.bias_dtype in DTYPES and not problem.packed and _has_vectors(bias, HALF_BYTES)
+    in_vectors = _has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
+    config = _config(problem, in_tiles, in_vectors)
+    whole = config.has_bias_tiles and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
+    return replace(config, writes_dbias=True) if whole else config
 
 
-def _config(problem: AttentionProblem) -> Config:
-    row = _row(problem)
+def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Config:
+    row = _row(problem, bias_tiles, mask_vectors)
     assert row is not None
-    return backward_config(row, problem.dtype, problem.bias_dtype, flags_of(problem), bool(problem.deterministic))
+    return backward_config(
+        row,
+        problem.dtype,
+        problem.bias_dtype,
+        flags_of(problem),
+        bool(problem.deterministic),
+        bias_tiles and row in WITH_ONE_OPTION,
+        mask_vectors and row in WITH_ONE_OPTION,
+    )
+
+
+def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
+    """Whether rows of an array that broadcasts to the scores are vectors of 16 bytes; batch and heads may be one."""
+    if layout is None:
+        return False
+    strides, shape = layout
+    steps = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
+    return min(shape[2:]) > 1 and strides[-1] == itemsize and all(s >= 0 and s % ALIGNMENT == 0 for s in steps)
+
+
+def _is_whole(problem: AttentionProblem) -> bool:
+    """Whether dbias has one element for each score, in the type in which the kernel has it, and rows are vectors."""
+    scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+    vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
+    return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -203,13 +286,22 @@ def table() -> Iterator[tuple[Config, str]]:
         for dtype in DTYPES:
             for flags, deterministic in product(((), ("has_window",)), (False, True)):
                 config = backward_config(row, dtype, None, flags, deterministic)
-                for entry in (row.entry, ROWS, DQ):
-                    yield replace(config, entry=entry), dtype
-    for row, dtype in product(WITH_ALIBI, DTYPES):
+                yield config, dtype
+                for entry in (ROWS, DQ):
+                    yield replace(config.of_rows, entry=entry), dtype
+    for row, dtype in product(BACKWARD, DTYPES):
         yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
+    for row, dtype in product(_WITH_BLOCK_MASK, DTYPES):
+        yield backward_config(row, dtype, None, ("has_window", "has_block_mask")), dtype
+    for row, dtype, deterministic in product(WITH_ONE_OPTION, DTYPES, (False, True)):
+        config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
+        yield replace(config, writes_dbias=True), dtype
+        yield backward_config(row, dtype, None, ("has_window", "has_softcap"), deterministic), dtype
+        if not deterministic:
+            yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
     for row, dtype in product(WITH_OPTIONS, DTYPES):
-        for flags in (("has_window", "has_softcap", "has_alibi", "has_dropout"), *(("has_window", x) for x in _ARRAYS)):
-            yield backward_config(row, dtype, None, flags), dtype
+        for options in (("has_softcap", "has_alibi", "has_dropout"), ("has_bias",), ("has_mask",)):
+            yield backward_config(row, dtype, None, ("has_window", *options)), dtype
 
 
 def heads_together(problem: AttentionProblem) -> int:

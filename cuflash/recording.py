@@ -93,7 +93,7 @@ class Plan(NamedTuple):
     results : tuple
         Of the call in their order: (shape, dtype) of a new array, the index of a target, None for what is not wanted.
         The new arrays' addresses follow those of the arguments.
-    tiles : tuple of (int, int)
+    tiles : tuple of (int, int, bool)
         The tiles for which lists of the block mask follow; its store comes first.
     scratch_sizes : tuple of int
         Bytes of the scratch memory, whose addresses are the last.
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
     """
 
     results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
-    tiles: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, int, bool], ...]
     scratch_sizes: tuple[int, ...]
     steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
     apart: tuple[tuple[int, int, Distances], ...]
@@ -204,7 +204,7 @@ class Recording:
         self._blocks: list[capture.Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
-        self._tiles: list[tuple[int, int]] = []
+        self._tiles: list[tuple[int, int, bool]] = []
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -223,7 +223,7 @@ class Recording:
         if self._capture:
             capture.give_back(self._capture, self._stream, self._blocks)
 
-    def use_lists(self, tile: tuple[int, int], store: Sequence[Array], lists: Sequence[Array]) -> None:
+    def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
         """Note that a launch reads the store of the call's block mask and its lists for tiles of this size."""
         if tile not in self._tiles:
             self._tiles.append(tile)

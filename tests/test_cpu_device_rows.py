@@ -32,7 +32,7 @@ NUM_SMS, SMS_OF_FEW_TILES = 3, 9
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
 _OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
-_TOLD_APART = ("split", "deterministic", "has_bias_tiles", "aligned", "computes_dk")
+_TOLD_APART = ("split", "deterministic", "has_bias_tiles", "has_mask_vectors", "writes_dbias", "aligned", "computes_dk")
 # Kernels around the gradients of scores: they run with these.
 _COMPANIONS = (plan_sm90_backward.ROWS, plan_sm90_backward.DQ)
 
@@ -92,7 +92,9 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     queries, keys = LENGTHS
     if isinstance(config, plan_sm90.Config):
         queries, keys = lengths_of(config, dtype)
-    scores = (queries, keys)
+    elif of.get("has_mask_vectors"):
+        keys = -(-keys // 16) * 16
+    scores = (1, 2, queries, keys) if of.get("writes_dbias") else (queries, keys)
     options: dict[str, dict[str, Any]] = {
         "has_window": {"causal": True},
         "has_softcap": {"softcap": 2.0},
@@ -142,6 +144,7 @@ def test_row(row: Row) -> None:
     else:
         out, lse = case.on(HOST).forward()
         with hook.kernels_on(CpuDevice(capability, num_sms)):
-            grads = case.on(HOST).backward(out, lse, grads=("q", "k", "v"))
+            wanted = ("q", "k", "v", "bias") if getattr(config, "writes_dbias", False) else ("q", "k", "v")
+            grads = case.on(HOST).backward(out, lse, grads=wanted)
         case.assert_gradients(grads)
     assert identity(config) in {identity(x.kernel.config) for x in launch._launches.values()}

@@ -125,6 +125,33 @@ def test_options(name: str) -> None:
     both(*inputs(64, 64), **OPTIONS[name])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mask_in_vectors(head_dim: int) -> None:
+    keys = 208  # vectors of 16
+    mask = np.pad(MASK, ((0, 0), (0, keys - LENGTH_K)), constant_values=True)
+    q, k, v = normal(2, LENGTH_Q, 4, head_dim), normal(2, keys, 2, head_dim), normal(2, keys, 2, head_dim)
+    both(q, k, v, mask=mask, hidden_keys=HIDDEN_BY_MASK, window=(100, 30))
+    assert any(getattr(x.kernel.config, "has_mask_vectors", False) for x in launch._launches.values())
+
+
+@pytest.mark.parametrize("name", ["softcap", "block mask"])
+def test_options_with_one_tile_of_queries_for_two_of_keys(name: str) -> None:
+    both(*inputs(128, 128), **OPTIONS[name])
+    assert plan_sm90_backward.NARROW in {x.kernel.entry for x in launch._launches.values()}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{"window": (60, 20)}, LENGTHS], ids=["window", "lengths"])
+def test_gradient_of_a_whole_bias_comes_beside_the_others(head_dim: int, options: dict[str, Any]) -> None:
+    bias = np.where(MASK, normal(2, 4, LENGTH_Q, LENGTH_K), np.float16(-np.inf))
+    both(*inputs(head_dim, head_dim), bias=bias, hidden_keys=HIDDEN_BY_MASK, **options)
+    assert {x.kernel.entry for x in launch._launches.values()} == {
+        plan_sm90_backward.ROWS,
+        plan_sm90_backward.NARROW,
+        plan_sm90_backward.DQ,
+    }
+
+
 def test_other_problems_take_the_portable_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
     assert "float32" in plan_sm90_backward.reason(problem)

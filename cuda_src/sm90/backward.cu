@@ -5,6 +5,7 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
+#include "gradient_options.cuh"
 #include "gradient_products.cuh"
 #include "staged_rows.cuh"
 
@@ -33,6 +34,7 @@ struct SharedStorage {
   RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
   RingBarriers<DQ_STEPS> dq_step_barriers;
   u64 clearing;
+  GradientBias bias;  // behind the others, which begin with whole lines then: bulk additions of dq are faster
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
@@ -92,6 +94,32 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
+// The warp that writes dbias, which is ds.
+__device__ __forceinline__ void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
+                                           const ptx::TensorMap* map) {
+  while (true) {
+    rings.dq_steps.wait();
+    const DqStep step = shared.dq_steps[rings.dq_steps.stage];
+    __syncwarp();
+    rings.dq_steps.release();
+    if (step.number == NO_DQ) break;
+    const BiasPlace place(p, step.number);
+    rings.ds.wait();
+    if (lane() == 0) {
+#pragma unroll
+      for (int panel = 0; panel < CONSUMERS; panel++) {
+        ptx::tma_store(map, rings.ds.buffer() + panel * DS_PANEL_BYTES, step.first_key + panel * PANEL, place.row,
+                       place.head, place.batch);
+      }
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    rings.ds.release();
+  }
+  if (lane() == 0) ptx::bulk_wait_group<0>();
+}
+
 // A warpgroup.
 __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings,
                                               int warpgroup) {
@@ -111,7 +139,8 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
     const KeyWork& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
-    const int first_key = work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP;
+    // Read again where it is used: registers are scarce.
+    const auto first_key = [&] { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; };
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
 #pragma unroll
     for (float& x : dk) x = 0;
@@ -134,6 +163,10 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
     };
     float dq[DQ_COLUMNS / 2];
     if (!work.unseen) {
+      if (HAS_BIAS_TILES) {
+        rings.k.stage = work.key_stage;
+        rings.k.phase = work.key_phase;
+      }
       rings.v.follow(rings.k);
       rings.k.wait();
       rings.v.wait();
@@ -147,17 +180,36 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         rings.q.wait();
         multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
         rings.dout.wait();
-        multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, own_v, rings.dout.buffer());
+        u32 values = own_v;
+        if (HAS_BLOCK_MASK || HAS_MASK)
+          ptx::forget(values);  // or descriptors of its columns would occupy registers all along
+        multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
         const Step& step = shared.steps[rings.q.stage];
-        const GradientFragment scores(p, s, step.head, step.first_row, first_key + warp_row(), scale);
-        const bool masked = step.masked >> warpgroup & 1, last = step.last;
-        const QueryValues lse(shared.lse[rings.q.stage]);
+        const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);
+        bool masked = step.masked >> warpgroup & 1;
+        const bool last = step.last;
+        const LseValues<> lse(shared.lse[rings.q.stage]);
         const KeptWeights kept = scores.kept();
+        const BlockBits bits(p, step.slots, warpgroup, masked);
+        const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
         ptx::wgmma_wait_group<1>();
         keep(x);
         SoftcapFragment softcap;
-        softcap.take(scores.score(), x);
-        scores.weigh(x, lse, masked);
+        if constexpr (CAP_FROM_WEIGHTS) {
+          cap(x, p, scale);
+        } else {
+          softcap.take(scores.score(), x);
+        }
+        if constexpr (HAS_BIAS_TILES) {
+          masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, warpgroup));
+        }
+        scores.weigh<HAS_BIAS_TILES || CAP_FROM_WEIGHTS, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(
+            x, lse, masked, static_cast<float>(p.softcap));
+        if (masked) bits.clear_hidden(x);
+        if constexpr (HAS_MASK_VECTORS) {
+          mask.clear_hidden(x);
+          masked = true;
+        }
         keep(x);  // under the second product
         const QueryValues delta(shared.delta[rings.dout.stage]);
         pack_kept(weights, x, kept);
@@ -167,7 +219,11 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[e]);
         if (masked) clear_hidden(dp, x);
-        softcap.apply(dp);
+        if constexpr (CAP_FROM_WEIGHTS) {
+          uncap(dp, x, lse, p);
+        } else {
+          softcap.apply(dp);
+        }
         pack(ds, dp);
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);
@@ -199,7 +255,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
     }
 
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row = first_key + warp_row();
+    const int row = first_key() + warp_row();
     dq_ring.acquire();  // results pass through the room of dq, the warp's own part of it
     auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
     if (p.dk.data != nullptr) {
@@ -227,7 +283,8 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
-                  const __grid_constant__ ptx::TensorMap dout_map) {
+                  const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
+                  const __grid_constant__ ptx::TensorMap dbias_map) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -236,9 +293,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.v_barriers.init(WARPS);
     shared.q_barriers.init(WARPS);
     shared.dout_barriers.init(WARPS);
-    shared.ds_barriers.init(WARPS, WARPS);
+    shared.ds_barriers.init(WRITES_DBIAS ? WARPS + 1 : WARPS, WARPS);
     for (auto& barriers : shared.dq_barriers) barriers.init(1, WARPGROUP / WARP);
-    shared.dq_step_barriers.init(DQ_PARTS);
+    shared.dq_step_barriers.init(WRITES_DBIAS ? DQ_PARTS + 1 : DQ_PARTS);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
     ptx::fence_mbarrier_init();
   }
@@ -250,9 +307,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x % WARPGROUP / WARP, 0);
     if (warp == 0) {
-      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map});
+      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (warp <= DQ_PARTS) {
       add_parts(p, shared, rings, warp - 1);
+    } else if (WRITES_DBIAS) {
+      write_bias(p, shared, rings, &dbias_map);
     }
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();

@@ -1,5 +1,6 @@
 // Before the gradients: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2, Algorithm 2, line
-// 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of dq.
+// 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of dq and for what it
+// does not visit of dbias.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_rows.cuh"
@@ -7,6 +8,19 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 constexpr int THREADS = 256;
 // Lanes of a row, each with vectors of 16 bytes.
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
+
+// Rows [row, row + rows) of dbias beside columns [begin, end), by a thread block; rows are vectors of 16 bytes.
+__device__ __forceinline__ void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin,
+                                           int end) {
+  const int skipped = larger(end - begin, 0);
+  BiasElement* target = p.dbias.data + work.sequence.batch * p.dbias.batch_stride + work.head * p.dbias.head_stride;
+  for (int i = row; i < row + rows; i++) {
+    for (int j = threadIdx.x * VECTOR; j < p.seqlen_k - skipped; j += THREADS * VECTOR) {
+      auto* vector = target + i * p.dbias.row_stride + (j < begin ? j : j + skipped);
+      *reinterpret_cast<uint4*>(vector) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
 
 __device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
   if (p.dq_sum != nullptr) {
@@ -25,6 +39,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
   const Sequence& s = work.sequence;
   if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
   const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0, tile = query_tile(p, s, work.head, work.tile);
+
+  if (WRITES_DBIAS && p.dbias.data != nullptr) {
+    const Blocks seen = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    const int row = work.tile * BLOCK_M, end = smaller(seen.end * BLOCK_N, p.seqlen_k);
+    clear_bias(p, work, row, smaller(BLOCK_M, s.rows_q - row), smaller(seen.block * BLOCK_N, end), end);
+  }
 
   // All vectors of some rows are read before the first is used.
   constexpr int ROWS_AT_ONCE = THREADS / LANES, STEPS = BLOCK_M / ROWS_AT_ONCE, HELD = STEPS < 4 ? STEPS : 4;

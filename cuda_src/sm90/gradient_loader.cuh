@@ -1,5 +1,6 @@
 // How tiles come into shared memory for the gradients.
 #pragma once
+#include "gradient_options.cuh"
 #include "gradient_rows.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_rows.cuh"
@@ -7,7 +8,7 @@
 constexpr u32 DOUT_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
 struct Maps {
-  const ptx::TensorMap *q, *k, *v, *dout;
+  const ptx::TensorMap *q, *k, *v, *dout, *bias = nullptr;
 };
 
 // What the warpgroups have to know of a tile of queries.
@@ -15,6 +16,7 @@ struct Step {
   int head, first_row;
   u32 masked;  // a bit for each warpgroup
   bool last;
+  BlockSlots slots;
 };
 
 // What the warps that add dq have to know of it.
@@ -22,24 +24,25 @@ struct DqStep {
   i64 number;  // query_tile
   int turn;
   bool last;  // of a tile of keys
+  int first_key;
 };
 constexpr int DQ_STEPS = 8;  // more than tiles are under way
 constexpr i64 NO_DQ = -1;
 
 struct NoCheck {
-  static constexpr bool NEEDED = false;
+  static constexpr bool needed = false;
   __device__ __forceinline__ void operator()(u32) const {}
 };
 
 // Of keys: those that are hidden one by one from all queries.
 struct KeyCheck {
-  static constexpr bool NEEDED = HIDES_ANYWHERE;
+  bool needed;
   const AttentionParams& p;
   const Sequence& s;
   int head_kv, first_key;
 
   __device__ __forceinline__ void operator()(u32 tile) const {
-    if constexpr (NEEDED) clear_unseen_keys<PANELS>(p, s, head_kv, first_key, tile);
+    if constexpr (HIDES_ANYWHERE) clear_unseen_keys<PANELS>(p, s, head_kv, first_key, tile);
   }
 };
 
@@ -50,11 +53,13 @@ struct Loader {
 
   // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel. statistics: BLOCK_M numbers to
   // `target`, or null. check: may clear more rows of the tile.
-  template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck>
+  // Another copies what else belongs to the tile.
+  template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck, class Other = NothingElse>
   __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch,
-                                       CountedRows counted, float* target, const float* statistics, Check check = {}) {
-    constexpr u32 BYTES = ROWS * NUM_PANELS * ROW_BYTES;
-    const bool clears = Check::NEEDED || !counted.all(ROWS);
+                                       CountedRows counted, float* target, const float* statistics, Check check = {},
+                                       Other other = {}) {
+    constexpr u32 BYTES = ROWS * NUM_PANELS * ROW_BYTES + Other::BYTES;
+    const bool clears = check.needed || !counted.all(ROWS);
     const u32 landed = clears ? clearing : ring.full();
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect(landed, BYTES + (target == nullptr ? 0 : BLOCK_M * sizeof(float)));
@@ -65,13 +70,14 @@ struct Loader {
       if (target != nullptr) {
         ptx::bulk_load(ptx::shared_address(target), statistics, BLOCK_M * sizeof(float), landed);
       }
+      other.load(landed);
     }
     if (clears) {
       wait_for(landed, clearing_phase);
       __syncwarp();
       clearing_phase ^= 1;
       clear_others<ROWS, NUM_PANELS>(ring.buffer(), counted);
-      check(ring.buffer());
+      if (check.needed) check(ring.buffer());
       if (lane() == 0) ptx::mbarrier_arrive(ring.full());
     }
     ring.advance();
@@ -109,29 +115,44 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
       work.unseen = walk.done();
       work.stage = rings.work.stage;
       work.phase = rings.work.phase;
+      if (HAS_BIAS_TILES) {
+        work.key_stage = rings.k.stage;
+        work.key_phase = rings.k.phase;
+      }
       ptx::mbarrier_arrive(rings.work.full());
     }
     rings.work.advance();
     __syncwarp();
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0, first_key = work.tile * BLOCK_N;
     const int key = static_cast<int>(s.row_k) + first_key;
+    const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
     for (bool first = true; !walk.done(); first = false) {
       const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
       const i64 number = query_tile(p, s, head, walk.block());
       const int turn = walk.turn();
       const CountedRows queries = counted_queries(p, s, first_row);
-      const u32 masked = masked_warpgroups(p, s, head, first_row, first_key, walk.blocks.partial);
+      const int slot = walk.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
+      const u32 masked = masked_warpgroups(p, s, head, first_row, first_key) | partial_warpgroups(slot);
       walk.advance();
       acquire_together(rings.dq_steps);
       if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number, turn, walk.done()};
+        shared.dq_steps[rings.dq_steps.stage] = {number, turn, walk.done(), first_key};
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
       rings.dq_steps.advance();
+      rings.dout.follow(rings.q);
       acquire_together(rings.q);
-      if (lane() == 0) shared.steps[rings.q.stage] = {head, first_row, masked, walk.done()};
-      loader.load<BLOCK_M, PANELS>(rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage],
-                                   p.row_lse + number * BLOCK_M);
+      Step& step = shared.steps[rings.q.stage];
+      if (lane() == 0) {
+        step.head = head;
+        step.first_row = first_row;
+        step.masked = masked;
+        step.last = walk.done();
+      }
+      step.slots.put(slot);
+      loader.load<BLOCK_M, PANELS>(
+          rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M,
+          NoCheck{}, bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));
       acquire_together(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
@@ -141,7 +162,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
                                        nullptr);
         acquire_together(rings.k);
         loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                     nullptr, KeyCheck{p, s, work.head, first_key});
+                                     nullptr, KeyCheck{hides_keys, p, s, work.head, first_key});
       }
     }
   }

@@ -48,11 +48,17 @@ __device__ __forceinline__ void add_product(float (&sum)[N], u32 (&factor)[DEPTH
   ptx::wgmma_commit_group();
 }
 
+// Where the thread's row of four 8 x 8 matrices stands in the panel of its keys.
+__device__ __forceinline__ u32 transposed_address(u32 panel, u32 thread) {
+  const u32 lane = thread % WARP;
+  const u32 query = lane / 16 * 8 + lane % 8, chunk = thread % WARPGROUP / WARP * 2 + lane / 8 % 2;
+  return panel + query * ROW_BYTES + (chunk ^ query % 8) * 16;
+}
+
 // Writes a fragment of 64 keys x N queries as rows of queries into the panel of its keys.
 template <int N>
 __device__ __forceinline__ void store_transposed(u32 panel, const u32 (&words)[N]) {
-  const int query = lane() / 16 * 8 + lane() % 8, chunk = threadIdx.x % WARPGROUP / WARP * 2 + lane() / 8 % 2;
-  const u32 target = panel + query * ROW_BYTES + (chunk ^ query % 8) * 16;
+  const u32 target = transposed_address(panel, threadIdx.x);
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     ptx::stmatrix_x4_trans(target + i * 16 * ROW_BYTES, words[4 * i], words[4 * i + 1], words[4 * i + 2],

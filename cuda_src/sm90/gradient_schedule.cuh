@@ -9,8 +9,9 @@ __device__ __forceinline__ u32 num_key_images(const AttentionParams& p) {
 }
 
 struct KeyWork : Work {
-  bool unseen;       // by all queries
-  u32 stage, phase;  // of the ring that brought it: read back, they take no registers meanwhile
+  bool unseen;               // by all queries
+  u32 stage, phase;          // of the ring that brought it: read back, they take no registers meanwhile
+  u32 key_stage, key_phase;  // the same of the keys, beside a bias
 };
 
 // Tiles of one head are neighbours. With a window they come in groups of heads whose queries fit in L2, and in each
@@ -90,17 +91,3 @@ struct QueryWalk {
   }
 };
 static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
-
-// Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
-__device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                                 int first_key, bool partial) {
-  const Mask mask(p, s, head);
-  u32 masked = 0;
-#pragma unroll
-  for (int warpgroup = 0; warpgroup < BLOCK_N / ROWS_OF_WARPGROUP; warpgroup++) {
-    const int key = first_key + warpgroup * ROWS_OF_WARPGROUP;
-    if (HAS_MASK || HAS_BIAS || partial || !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
-      masked |= 1u << warpgroup;
-  }
-  return masked;
-}

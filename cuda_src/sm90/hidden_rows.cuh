@@ -41,14 +41,18 @@ __device__ __forceinline__ void clear_others(u32 tile, CountedRows counted) {
   __syncwarp();
 }
 
-// The exponent of infinity and NaN.
-__device__ __forceinline__ u32 largest_exponent(__nv_bfloat16) { return 0x7f80; }
-__device__ __forceinline__ u32 largest_exponent(__half) { return 0x7c00; }
+// What brings the exponent of infinity and NaN, and no other, to the sign bit.
+__device__ __forceinline__ u32 to_sign(__nv_bfloat16) { return 0x0080; }
+__device__ __forceinline__ u32 to_sign(__half) { return 0x0400; }
 
-__device__ __forceinline__ bool finite(u32 pair) {
-  const u32 exponent = largest_exponent(Element());
-  return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
+// Whose sign bits say which of two elements are not finite.
+__device__ __forceinline__ u32 marked_infinite(u32 pair) {
+  return (pair & 0x7fff7fffu) + to_sign(Element()) * 0x00010001u;
 }
+__device__ __forceinline__ u32 marked_infinite(uint4 x) {
+  return marked_infinite(x.x) | marked_infinite(x.y) | marked_infinite(x.z) | marked_infinite(x.w);
+}
+constexpr u32 SIGNS = 0x80008000u;
 
 // Clears the keys that are not finite and that no query sees, by a warp. Both are rare: most tiles are only read once.
 template <int NUM_PANELS>
@@ -56,18 +60,21 @@ __device__ __forceinline__ void clear_unseen_keys(const AttentionParams& p, cons
                                                   int first_key, u32 tile) {
   const int group = p.num_heads_q / p.num_heads_kv;
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
+  u32 infinite = 0;
+#pragma unroll 2
+  for (int i = lane(); i < BLOCK_N * NUM_PANELS * VECTORS; i += WARP) {
+    infinite |= marked_infinite(*static_cast<const uint4*>(__cvta_shared_to_generic(tile + i * sizeof(uint4))));
+  }
+  if (!__any_sync(ALL_LANES, infinite & SIGNS)) return;
 #pragma unroll 1
   for (int row = 0; row < BLOCK_N; row++) {
     const auto vector = [&](int i) {
       const u32 address = tile + (i / VECTORS * BLOCK_N + row) * ROW_BYTES + i % VECTORS * sizeof(uint4);
       return static_cast<uint4*>(__cvta_shared_to_generic(address));
     };
-    bool bad = false;
-    for (int i = lane(); i < NUM_PANELS * VECTORS; i += WARP) {
-      const uint4 x = *vector(i);
-      bad |= !(finite(x.x) && finite(x.y) && finite(x.z) && finite(x.w));
-    }
-    if (!__any_sync(ALL_LANES, bad)) continue;
+    infinite = 0;
+    for (int i = lane(); i < NUM_PANELS * VECTORS; i += WARP) infinite |= marked_infinite(*vector(i));
+    if (!__any_sync(ALL_LANES, infinite & SIGNS)) continue;
     const int key = first_key + row;
     bool seen = false;
     for (int head = head_kv * group; head < (head_kv + 1) * group; head++) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ u32 take_ticket(const AttentionParams& p) {
 
 __device__ __forceinline__ u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total) {
   if (p.tile_counter == nullptr) return index + gridDim.x;
-  if (ticket == total - 1) *p.tile_counter = 0;
+  if (ticket + 1 == total) *p.tile_counter = 0;
   return gridDim.x + ticket;
 }
 

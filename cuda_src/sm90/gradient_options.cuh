@@ -1,0 +1,260 @@
+// Options as the gradients meet them, with few registers: masks as bits, a bias in tiles that TMA brings, softcap's
+// derivative.
+#pragma once
+#include "../gradient_fragment.cuh"
+#include "bias_tile.cuh"
+#include "gradient_products.cuh"
+#include "gradient_schedule.cuh"
+
+// ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys, each hidden, visible or partial;
+// of a partial one each thread reads the bits of its own fragment in one word.
+
+constexpr int VISIBLE_SLOT = -2;
+constexpr int BLOCKS_M = (BLOCK_M + CANONICAL - 1) / CANONICAL, BLOCKS_N = BLOCK_N / CANONICAL;
+constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: keys, then queries
+
+// Without a block mask it takes no room.
+struct BlockSlots {
+  int slots[BLOCKS == 0 ? 1 : BLOCKS];
+
+  // By a warp: each lane has the slot of one block.
+  __device__ __forceinline__ void put(int slot) {
+    if (lane() < BLOCKS) slots[lane()] = slot;
+    if (HAS_BLOCK_MASK) __syncwarp();
+  }
+};
+
+// The slot of the lane's block of a tile.
+__device__ __forceinline__ int own_slot(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                        int first_key) {
+  if (!HAS_BLOCK_MASK || lane() >= BLOCKS) return VISIBLE_SLOT;
+  const Mask mask(p, s, head);
+  return mask.slot_at(first_row + static_cast<int>(lane()) % BLOCKS_M * CANONICAL,
+                      first_key + static_cast<int>(lane()) / BLOCKS_M * CANONICAL);
+}
+
+// Bit w: whether a block of warpgroup w is not visible. By a warp, whose lanes have the blocks' slots.
+__device__ __forceinline__ u32 partial_warpgroups(int slot) {
+  u32 warpgroups = 0;
+  if constexpr (HAS_BLOCK_MASK) {
+    const u32 blocks = __ballot_sync(ALL_LANES, slot != VISIBLE_SLOT);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) warpgroups |= (blocks >> i & 1) << i / BLOCKS_M;
+  }
+  return warpgroups;
+}
+
+// Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
+__device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                                 int first_key) {
+  const Mask mask(p, s, head);
+  u32 masked = 0;
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < BLOCK_N / ROWS_OF_WARPGROUP; warpgroup++) {
+    const int key = first_key + warpgroup * ROWS_OF_WARPGROUP;
+    if ((HAS_MASK && !HAS_MASK_VECTORS) || (HAS_BIAS && !HAS_BIAS_TILES) ||
+        !mask.columns_inside(first_row, BLOCK_M, key, ROWS_OF_WARPGROUP))
+      masked |= 1u << warpgroup;
+  }
+  return masked;
+}
+
+// Whether the walk shows at once that each of a tile's keys is seen: some query sees all. By a warp.
+__device__ __forceinline__ bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const QueryWalk& walk,
+                                                    int first_key) {
+  bool sees = false;
+  if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {
+    const int* entry = walk.blocks.list + lane();
+    if (!walk.done() && lane() < walk.blocks.left && (*entry & 1) == 0 && *entry >> 1 < walk.blocks.end) {
+      const Mask::Range range = Mask(p, s, walk.head).columns((*entry >> 1) * BLOCK_M);
+      sees = range.begin <= first_key && range.end >= smaller(first_key + BLOCK_N, s.len_k);
+    }
+    sees = __any_sync(ALL_LANES, sees);
+  }
+  return sees;
+}
+
+// A thread's part of the bits of its warpgroup, for a tile of queries.
+struct BlockBits {
+  u32 words[HAS_BLOCK_MASK ? BLOCKS_M : 1];
+
+  __device__ __forceinline__ BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked) {
+    if (HAS_BLOCK_MASK && masked) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS_M; i++) {
+        const int slot = slots.slots[warpgroup * BLOCKS_M + i];
+        words[i] = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
+        if (slot >= 0) words[i] = p.block_key_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden(float (&weights)[FRAGMENT]) const {
+    if constexpr (HAS_BLOCK_MASK) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) weights[e] = words[e / 32] >> e % 32 & 1 ? weights[e] : 0;
+    }
+  }
+};
+
+// ---- A bias beside the queries that it is added to, and where the gradient of one that has the scores' whole shape
+// goes.
+
+struct GradientBias {
+  alignas(HAS_BIAS_TILES ? 1024 : 1) unsigned char tiles[HAS_BIAS_TILES ? QUERY_STAGES * BIAS_BYTES : 1];
+};
+
+// Address of the panel of a warpgroup's keys.
+__device__ __forceinline__ u32 bias_panel(const GradientBias& bias, u32 stage, int warpgroup) {
+  return ptx::shared_address(bias.tiles) + stage * BIAS_BYTES + warpgroup * BIAS_PANEL_BYTES;
+}
+
+struct NothingElse {
+  static constexpr u32 BYTES = 0;
+  __device__ __forceinline__ void load(u32) const {}
+};
+
+// A tile of a bias, which comes with the queries.
+struct BiasToLoad {
+  static constexpr u32 BYTES = PANELS_BIAS * BIAS_PANEL_BYTES;
+  const AttentionParams& p;
+  const ptx::TensorMap* map;
+  u32 target;
+  int batch, head, row, key;
+
+  __device__ __forceinline__ void load(u32 landed) const {
+    const int own_head = p.bias.head_stride == 0 ? 0 : head, own_batch = p.bias.batch_stride == 0 ? 0 : batch;
+#pragma unroll
+    for (int panel = 0; panel < PANELS_BIAS; panel++) {
+      ptx::tma_load(target + panel * BIAS_PANEL_BYTES, map, landed, key + panel * BIAS_PANEL, row, own_head, own_batch);
+    }
+  }
+};
+
+template <class SharedStorage>
+__device__ __forceinline__ auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, u32 stage,
+                                             const ptx::TensorMap* map, int batch, int head, int row, int key) {
+  if constexpr (HAS_BIAS_TILES) {
+    return BiasToLoad{p, map, bias_panel(shared.bias, stage, 0), batch, head, row, key};
+  } else {
+    return NothingElse{};
+  }
+}
+
+// Makes scores of products, -inf where the bias is; returns whether it is somewhere.
+template <class Bias = BiasElement>
+__device__ __forceinline__ bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
+  u32 thread = threadIdx.x;
+  ptx::forget(thread);  // or what follows from it would occupy registers all along
+  const u32 source = transposed_address(panel, thread);
+  float lowest = 0;
+#pragma unroll
+  for (int i = 0; i < FRAGMENT; i += 8) {
+    u32 pairs[4];
+    ptx::ldmatrix_x4_trans(pairs, source + i / 8 * 16 * ROW_BYTES);
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const float2 bias = unpacked(Bias(), pairs[e / 2]);
+      x[i + e] = x[i + e] * scale + bias.x;
+      x[i + e + 1] = x[i + e + 1] * scale + bias.y;
+      lowest = fminf(lowest, fminf(bias.x, bias.y));
+    }
+  }
+  if (!__any_sync(ALL_LANES, lowest == -infinity())) return false;
+#pragma unroll
+  for (int i = 0; i < FRAGMENT; i += 8) {
+    u32 pairs[4];
+    ptx::ldmatrix_x4_trans(pairs, source + i / 8 * 16 * ROW_BYTES);
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const float2 bias = unpacked(Bias(), pairs[e / 2]);
+      // It hides, also where the product is NaN.
+      if (bias.x == -infinity()) x[i + e] = bias.x;
+      if (bias.y == -infinity()) x[i + e + 1] = bias.y;
+    }
+  }
+  return true;
+}
+
+// Where a tile of queries stands in an array of the scores' shape; its number is query_tile's.
+struct BiasPlace {
+  int row, head, batch;
+
+  __device__ __forceinline__ BiasPlace(const AttentionParams& p, i64 number) {
+    const u32 image = number / p.num_query_tiles;
+    row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
+    head = image % p.num_heads_q;
+    batch = image / p.num_heads_q;
+  }
+};
+
+// ---- Of the kernel whose warpgroups have 64 keys each.
+
+// Beside options that take registers lse is read where it lies.
+template <bool IN_PLACE = HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT>
+struct LseValues : QueryValues {
+  using QueryValues::QueryValues;
+};
+template <>
+struct LseValues<true> : QueryValuesInPlace {
+  using QueryValuesInPlace::QueryValuesInPlace;
+};
+
+// Without other terms in a score its weight tells tanh again: nothing has to be kept for the derivative.
+constexpr bool CAP_FROM_WEIGHTS = HAS_SOFTCAP && !HAS_ALIBI && !HAS_BIAS;
+
+// Products become tanh, in which scores have the unit softcap; with the error of the forward pass (unit_score.cuh),
+// from which lse comes.
+__device__ __forceinline__ void cap(float (&x)[FRAGMENT], const AttentionParams& p, float scale) {
+  const float factor = scale / static_cast<float>(p.softcap);
+#pragma unroll
+  for (float& product : x) product = ptx::tanh(product * factor);
+}
+
+// From gradients of scores to those of products. A weight of 0 has none.
+template <class Values>
+__device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                                      const AttentionParams& p) {
+  const float unit = 1 / (static_cast<float>(p.softcap) * LOG2_E);
+#pragma unroll
+  for (int e = 0; e < FRAGMENT; e++) {
+    const float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit;
+    ds[e] *= 1 - fminf(tanh * tanh, 1);
+  }
+}
+
+// A mask of bytes, rows of which are vectors. Each lane reads the warp's 16 keys for two of 64 queries, while products
+// are under way, and then asks others for those of its own elements.
+struct MaskBits {
+  static_assert(!HAS_MASK_VECTORS || BLOCK_M == 2 * WARP, "two queries a lane");
+  static constexpr int KEYS = sizeof(uint4);
+  u32 word = 0;  // bit 16 h + 8 k + i: of its elements in half h of the queries, query i of 8 and key k of 2
+
+  __device__ __forceinline__ MaskBits(const AttentionParams& p, const Sequence& s, int head, int first_row, int key) {
+    if constexpr (HAS_MASK_VECTORS) {
+      const Mask mask(p, s, head);
+      const int column = smaller(key, mask.mask_last_column - (KEYS - 1));  // those beyond the end are hidden anyway
+      u32 own = 0;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u8* from = mask.mask_row(first_row + lane() + r * WARP) + column;
+        own |= bits_of(*reinterpret_cast<const uint4*>(from)) << KEYS * r;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const u32 keys = __shfl_sync(ALL_LANES, own, fragment_column() + i / 2 * 8 + i % 2) >> fragment_row();
+        word |= (keys & 0x01010101u) << i;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden(float (&weights)[FRAGMENT]) const {
+    if constexpr (HAS_MASK_VECTORS) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        const int query = e / 4 % 4 * 2 + e % 2, half = e / 16, key = e / 2 % 2;
+        weights[e] = word >> (16 * half + 8 * key + query) & 1 ? weights[e] : 0;
+      }
+    }
+  }
+};
