@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, has_plain_scale, smem_limit
@@ -38,22 +39,21 @@ class Tile:
     below: Capability = ANY
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Row:
+class Row(Generic[T]):
     """Tiles for head dims up to these.
 
-    Attributes
-    ----------
-    tiles : tuple of Tile
-        Plain or with a window: the first is taken whose blocks fit a multiprocessor's shared memory together.
-    with_options : tuple of Tile
-        The same with any other option, as they take registers.
+    `tiles` are for plain scores, or a window: the first is taken whose blocks fit a multiprocessor's shared memory
+    together. `with_options` are for any other option, as they take registers.
     """
 
     head_dim: int
     head_dim_v: int
-    tiles: tuple[Tile, ...]
-    with_options: tuple[Tile, ...]
+    tiles: tuple[T, ...]
+    with_options: tuple[T, ...]
 
 
 ENTRIES = ("forward_sm80",)
@@ -118,7 +118,7 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
     return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
 
 
-def _forward_smem(tile: Tile, row: Row) -> int:
+def _forward_smem(tile: Tile, row: Row[Tile]) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
     shared = tile.block_m * (tile.block_n * HALF_BYTES + tile.key_warps * FLOAT_BYTES) if tile.key_warps > 1 else 0
@@ -131,7 +131,7 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
 
 
 def forward_config(
-    row: Row,
+    row: Row[Tile],
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, smem_limit
-from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, dtypes, fits
+from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, dtypes, fits
 from cuflash.problem import AttentionProblem
 
 
@@ -54,24 +54,6 @@ class Tile:
     dq_buffer: bool = False
     short: bool = False
     below: Capability = ANY
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tiles for head dims up to these.
-
-    Attributes
-    ----------
-    tiles : tuple of Tile
-        Plain or with a window: the first is taken whose blocks fit a multiprocessor's shared memory together.
-    with_options : tuple of Tile
-        The same with any other option, as they take registers.
-    """
-
-    head_dim: int
-    head_dim_v: int
-    tiles: tuple[Tile, ...]
-    with_options: tuple[Tile, ...]
 
 
 # From here on some kernels take more registers.
@@ -173,7 +155,7 @@ class Config(KernelConfig):
         return self.num_warps * WARP
 
 
-def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
+def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:
     of_key = row.head_dim + (row.head_dim_v if computes_dk else 0)
     of_query = tile.stages * HALF_BYTES * (row.head_dim + row.head_dim_v) + tile.score_stages * 2 * FLOAT_BYTES
     weights = tile.query_warps > 1 and (tile.together or not computes_dk)  # which warps share, as gradients
@@ -183,7 +165,9 @@ def _smem_bytes(tile: Tile, row: Row, computes_dk: bool) -> int:
     return elements + SMEM_BESIDE_TILES
 
 
-def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: int, is_short: bool) -> Tile | None:
+def _fitting(
+    tiles: tuple[Tile, ...], row: Row[Tile], capability: Capability, limit: int, is_short: bool
+) -> Tile | None:
     fitting = (
         t
         for t in tiles
@@ -196,7 +180,7 @@ def _fitting(tiles: tuple[Tile, ...], row: Row, capability: Capability, limit: i
 
 
 def configs(
-    row: Row,
+    row: Row[Tile],
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],

@@ -101,6 +101,7 @@ def _constants(
         "num_warps": tile.warps,
         "stages": tile.stages,
         "min_blocks": tile.min_blocks,
+        "key_warps": tile.key_warps,
         "product_depth": 8,
         "async_copies": True,
         "aligned": aligned,
@@ -112,7 +113,7 @@ def _constants(
 
 
 def forward_config(
-    row: Row,
+    row: Row[Tile],
     kind: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],

@@ -49,7 +49,8 @@ struct Tile {
 
   // Fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; those before `begin` count as 0.
   __device__ __forceinline__ void load(Rows rows, int first_row, int begin = 0) const {
-    constexpr int LANES = PER_ROW & -PER_ROW;  // threads side by side on a row: a power of two
+    // Threads side by side on a row: a power of two.
+    constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;

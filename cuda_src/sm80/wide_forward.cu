@@ -2,7 +2,7 @@
 #include "../write_wide_fragment.cuh"
 #include "wide_tile.cuh"
 
-constexpr int KEY_WARPS = 1, WARP_KEYS = BLOCK_N;
+constexpr int WARP_KEYS = BLOCK_N;
 using Weights = LeftFragment<BLOCK_N>;
 
 template <class T, int FRAGMENTS, int N>
