@@ -153,6 +153,8 @@ def gradient_configs(
     """The configurations of a pass, that of dq first, if there are any; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
+    # The wider product takes registers.
+    takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
     configs = []
     for entry in (DQ, *row.key_kernels) if tile is not None else ():
         assert tile is not None
@@ -165,8 +167,7 @@ def gradient_configs(
             head_dim_v=row.head_dim,
             block_m=tile.block_n if wanted else tile.block_m,
             block_n=tile.block_m if wanted else tile.block_n,
-            # The wider product takes registers.
-            whole_products=kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64,
+            whole_products=takes_wider and not wanted,
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
