@@ -99,6 +99,14 @@ def available() -> list[Device]:
     return [_device(name) for name in names.split(",")]
 
 
+def forget_launches() -> None:
+    """The next call chooses its kernels anew, so that a test sees which: none are known, and no call is repeated."""
+    from cuflash import launch, recording
+
+    launch._launches.clear()
+    recording._repeats.clear()
+
+
 def _device(name: str) -> Device:
     if name == "cupy":
         import cupy

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 from cases import Case, gaussian, gaussian_case
@@ -136,7 +137,7 @@ def test_row(row: Row) -> None:
     capability, config, dtype = row
     case = case_of(config, dtype)
     num_sms = SMS_OF_FEW_TILES if isinstance(config, plan_sm90.Config) and config.split else NUM_SMS
-    launch._launches.clear()
+    devices.forget_launches()
     if "forward" in config.entry:
         with hook.kernels_on(CpuDevice(capability, num_sms)):
             out, lse = case.on(HOST).forward()

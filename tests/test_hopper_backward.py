@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 from cpu_device import device, hook
@@ -59,7 +60,7 @@ def both(
         np.full(x.shape, np.nan, options[name].dtype)
         for name, x in zip((n for n in ("bias", "sink", "alibi_slopes") if n in options), expected[3:], strict=True)
     )
-    launch._launches.clear()
+    devices.forget_launches()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         dq, dk, dv, *extras = cuflash.attention_backward(
             tensors[0],

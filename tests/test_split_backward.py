@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 from cpu_device import device, hook
@@ -50,7 +51,7 @@ def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: flo
     bad_k, bad_v = k.copy(), v.copy()
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
-    launch._launches.clear()
+    devices.forget_launches()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         found = cuflash.attention_backward(
             dout, q, bad_k, bad_v, out.astype(np.float32), lse.astype(np.float32), **options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 from cpu_device import device, hook
@@ -32,7 +33,7 @@ def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Arra
 
 def on_device(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
     """Out and lse of the kernel, into results full of NaN."""
-    launch._launches.clear()
+    devices.forget_launches()
     poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         out, lse = cuflash.attention(q, k, v, out=poisoned, return_lse=True, **options)
@@ -114,7 +115,7 @@ def test_packed() -> None:
     cu_seqlens_q, cu_seqlens_k = np.array([3, 40, 41, 41, 147], np.int32), np.array([1, 90, 97, 130, 190], np.int32)
     q, k, v = (x[0] for x in inputs())
     k[:1], v[190:] = np.nan, np.nan
-    launch._launches.clear()
+    devices.forget_launches()
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
         out, lse = cuflash.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, return_lse=True)
     assert [x.kernel.entry for x in launch._launches.values()] == ["split_rows", "split_forward"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cases
+import devices
 import numpy as np
 import pytest
 from cases import gaussian_case
@@ -26,7 +27,7 @@ TF32_EPS = 2.0**-11
 
 def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
     """Results and gradients keep the error rule, and these kernels computed them."""
-    launch._launches.clear()
+    devices.forget_launches()
     with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
         on_device = case.on(Device("cpu_device", np))
         out, lse = on_device.forward()
@@ -66,7 +67,7 @@ def test_tf32(head_dim: int) -> None:
     q, k, v, dout = (RNG.standard_normal((1, 90, 2, head_dim)).astype(np.float32) for _ in range(4))
     expected, backward = cuflash.attention_vjp(*(x.astype(np.float64) for x in (q, k, v)))
     gradients = backward(dout.astype(np.float64))
-    launch._launches.clear()
+    devices.forget_launches()
     with hook.kernels_on(cpu_device.CpuDevice((8, 0), num_sms=3)):
         out, lse = cuflash.attention(q, k, v, return_lse=True, precision="tf32")
         found = cuflash.attention_backward(dout, q, k, v, out, lse, precision="tf32")
