@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   while (!blocks.done()) {
     const int first_key = blocks.block * BLOCK_N;
     const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
-    if (masked && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+    // Without dq there is no barrier between a tile and the next, and nobody reads it.
+    if (masked && p.dq.data != nullptr && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
     blocks.advance();
     const auto next_tile = [&] {
       if (!blocks.done()) tile.fetch(score_chunks, first_row, blocks.block * BLOCK_N);
