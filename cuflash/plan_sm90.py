@@ -301,6 +301,13 @@ def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -
     )
 
 
+def _has_many_keys(problem: AttentionProblem) -> bool:
+    if not problem.packed:
+        return problem.seqlen_k >= _MANY_KEYS
+    # The host does not know packed sequences' lengths; the longest have most of the work, so half the mean will do.
+    return 2 * problem.seqlen_k >= _MANY_KEYS * problem.batch
+
+
 def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
@@ -312,7 +319,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         flags_of(problem),
         plain_scores,
         bias_tiles,
-        many_keys=problem.seqlen_k // (problem.batch if problem.packed else 1) >= _MANY_KEYS,
+        many_keys=_has_many_keys(problem),
         few_queries=problem.seqlen_q <= _FEW_QUERIES,
     )
 
