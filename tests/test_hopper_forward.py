@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from cpu_device import device, hook
 from devices import Device
+from test_kernels import needs_compiler
 
 import cuflash
-from cuflash import launch, launch_sm90, plan_sm90
+from cuflash import kernels, launch, launch_sm90, plan, plan_sm90
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -263,3 +264,14 @@ def test_many_tiles_are_the_same_bits_as_few() -> None:
         alone = cuflash.attention(q[own], k[own], v[own], mask=masks[own], causal=True)
         assert cupy.isfinite(alone.astype(np.float32)).all()
         assert (alone == together[own]).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dims", [(row.head_dim, row.head_dim_v) for row in plan_sm90.FORWARD])
+def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
+    configs = {c for c, dtype in plan_sm90.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims}
+    assert configs
+    for config in configs:
+        report = kernels.compile_for("sm_90a", kernels.source_of(plan.KERNEL_FILES[config.entry], config), config.entry)
+        assert report.spill_bytes == 0, config
+        assert not report.warnings, f"{config}: {report.warnings}"
