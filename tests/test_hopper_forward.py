@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from cpu_device import device, hook
 from devices import Device
-from test_kernels import needs_compiler
+from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import kernels, launch, launch_sm90, plan, plan_sm90
+from cuflash import launch, launch_sm90, plan_sm90
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -272,6 +272,4 @@ def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
     configs = {c for c, dtype in plan_sm90.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims}
     assert configs
     for config in configs:
-        report = kernels.compile_for("sm_90a", kernels.source_of(plan.KERNEL_FILES[config.entry], config), config.entry)
-        assert report.spill_bytes == 0, config
-        assert not report.warnings, f"{config}: {report.warnings}"
+        assert_compiles_well("sm_90a", config)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward, plan_wide
-from cuflash.config import FLAGS
+from cuflash.config import FLAGS, KernelConfig
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
@@ -36,8 +36,16 @@ def kernels_log() -> str:
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with headers: pip install "cuflash[cuda13]"')
 
 
-def source(config: plan.Config | plan_sm80.Config | plan_sm80_backward.Config) -> str:
+def source(config: KernelConfig) -> str:
     return kernels.source_of(plan.KERNEL_FILES.get(config.entry, config.entry), config)
+
+
+def assert_compiles_well(arch: str, config: KernelConfig) -> None:
+    """One row of a table, on one architecture: no spills, no warnings, no more shared memory than there is."""
+    report = kernels.compile_for(arch, source(config), config.entry)
+    assert report.spill_bytes == 0, f"{arch} {config}"
+    assert not report.warnings, f"{arch} {config}: {report.warnings}"
+    assert config.smem_bytes <= plan.smem_limit(arch), f"{arch} {config}"
 
 
 @needs_compiler
@@ -49,10 +57,7 @@ def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
     configs = [c for c, _ in plan.table(limit) if c.entry == entry and len(c.flags.split(", ")) in (1, len(FLAGS))]
     assert configs
     for config in configs:
-        report = kernels.compile_for(arch, source(config), entry)
-        assert report.spill_bytes == 0, f"{arch} {config}"
-        assert not report.warnings, f"{arch} {config}: {report.warnings}"
-        assert config.smem_bytes <= limit, f"{arch} {config}"
+        assert_compiles_well(arch, config)
 
 
 @needs_compiler
@@ -75,10 +80,7 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
         if own_dtype != dtype or config.entry != entry or (config.head_dim, config.head_dim_v) != head_dims:
             continue
         if len(config.flags.split(", ")) in (1, len(FLAGS)):
-            report = kernels.compile_for(arch, source(config), entry)
-            assert report.spill_bytes == 0, f"{arch} {config}"
-            assert not report.warnings, f"{arch} {config}: {report.warnings}"
-            assert config.smem_bytes <= limit, f"{arch} {config}"
+            assert_compiles_well(arch, config)
 
 
 @needs_compiler
@@ -89,10 +91,7 @@ def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim
     for config, _ in plan_wide.table(plan.capability_of(arch), limit):
         if config.head_dim != head_dim or len(config.flags.split(", ")) not in (1, len(FLAGS)):
             continue
-        report = kernels.compile_for(arch, source(config), config.entry)
-        assert report.spill_bytes == 0, f"{arch} {config}"
-        assert not report.warnings, f"{arch} {config}: {report.warnings}"
-        assert config.smem_bytes <= limit, f"{arch} {config}"
+        assert_compiles_well(arch, config)
 
 
 @needs_compiler

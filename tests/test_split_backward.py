@@ -8,10 +8,10 @@ import devices
 import numpy as np
 import pytest
 from cpu_device import device, hook
-from test_kernels import needs_compiler
+from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import kernels, launch, plan, plan_split_backward
+from cuflash import launch, plan_split_backward
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -159,6 +159,4 @@ def test_wide_heads_take_the_portable_kernels() -> None:
 @pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_split_backward.table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
     for config in {config for config, _ in plan_split_backward.table() if config.entry == entry}:
-        report = kernels.compile_for("sm_90a", kernels.source_of(plan.KERNEL_FILES.get(entry, entry), config), entry)
-        assert report.spill_bytes == 0, config
-        assert not report.warnings, f"{config}: {report.warnings}"
+        assert_compiles_well("sm_90a", config)
