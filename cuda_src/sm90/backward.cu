@@ -65,15 +65,20 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
+__device__ __forceinline__ DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
+  rings.dq_steps.wait();
+  const DqStep step = shared.dq_steps[rings.dq_steps.stage];
+  __syncwarp();
+  rings.dq_steps.release();
+  return step;
+}
+
 // The warp that adds a warpgroup's parts of dq to their sums, from shared memory.
 __device__ __forceinline__ void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
                                           int part) {
   DqRing ring(shared.dq[part], shared.dq_barriers[part]);
   while (true) {
-    rings.dq_steps.wait();
-    const DqStep step = shared.dq_steps[rings.dq_steps.stage];
-    __syncwarp();
-    rings.dq_steps.release();
+    const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     const bool adds = p.dq_sum != nullptr && lane() == 0;
     if (adds) wait_for_turn(p, step.number, part, step.turn);
@@ -98,10 +103,7 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
 __device__ __forceinline__ void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
                                            const ptx::TensorMap* map) {
   while (true) {
-    rings.dq_steps.wait();
-    const DqStep step = shared.dq_steps[rings.dq_steps.stage];
-    __syncwarp();
-    rings.dq_steps.release();
+    const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     const BiasPlace place(p, step.number);
     rings.ds.wait();
