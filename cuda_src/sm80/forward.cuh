@@ -31,8 +31,10 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
+// The first scores do not wait for values.
+constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2;
 // What scores need is held all along in registers, or made anew for every tile.
-constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_WINDOW && HEAD_DIM_V > 192);
+constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
 // What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
 template <class Combine>
@@ -106,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if (!blocks.done()) {
       queries.load(Rows(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim), tile_row);
       keys.load(k, blocks.block * BLOCK_N);
+      if constexpr (VALUES_LATER) commit_copies();
       if constexpr (STAGES == 2) values.load(v, blocks.block * BLOCK_N, first_seen);
       commit_copies();
       if (HIDES_ANYWHERE && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
@@ -130,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     softmax[f] = shared.softmax;
   }
 
+  bool first = true;
   for (u32 stage = 0; !blocks.done(); stage ^= 1) {
     const int first_key = blocks.block * BLOCK_N;
     const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, shared.work.head);
@@ -142,7 +146,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       values.address = ptx::shared_address(shared.v) + stage * ValueTile::BYTES;
     }
 
-    finish_copies();
+    if (VALUES_LATER && first) {
+      wait_for_copies<1>();
+      __syncthreads();
+    } else {
+      finish_copies();
+    }
     if constexpr (STAGES == 2) {
       if (!blocks.done()) {
         KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}.load(k, next_key);
@@ -206,6 +215,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         scores.drop(x[f], row, first_key);
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
+      }
+      if (VALUES_LATER && first) {
+        first = false;
+        wait_for_copies<1>();
+        __syncthreads();
       }
       if (HIDES_ANYWHERE && masked) {
         __syncthreads();

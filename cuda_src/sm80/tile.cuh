@@ -20,8 +20,9 @@ __device__ __forceinline__ void copy_float(float* to, const float* from) {
 __device__ __forceinline__ void commit_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_commit_group();
 }
+template <int PENDING = 0>  // commits that may go on
 __device__ __forceinline__ void wait_for_copies() {
-  if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<0>();
+  if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<PENDING>();
 }
 __device__ __forceinline__ void finish_copies() {
   wait_for_copies();
@@ -179,34 +180,40 @@ __device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a
   }
 }
 
-// Blocks of a right factor that are read ahead of their products, whose latency hides that of the reads.
-template <int FRAGMENTS>
-constexpr int AHEAD = FRAGMENTS == 1 ? 2 : 1;
+// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a, for each
+// sixteen of rows, and of b, some blocks of the right factor ahead of their products, whose latency hides that of the
+// reads.
+template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
+__device__ __forceinline__ void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
+  constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;
+  u32 a[RING][FRAGMENTS][4], b[RING][4];
+#pragma unroll
+  for (int next = 0; next < TOTAL + AHEAD; next++) {
+    const int i = next - AHEAD;
+    if (next < TOTAL) {
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if (next % BLOCKS == 0) left(a[next / BLOCKS % RING][f], f, next / BLOCKS);
+      }
+      right(b[next % RING], next % BLOCKS, next / BLOCKS);
+    }
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      if (i >= 0) multiply(x[f], i % BLOCKS * 8, a[i / BLOCKS % RING][f], b[i % RING]);
+    }
+  }
+}
 
 // x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, at whose ends nothing
 // is read ahead, where that leaves registers enough.
 template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
 __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = WHOLE ? STEPS : STEPS % 4 == 0 ? 4 : 2;
-  constexpr int BLOCKS = N / 8, TOTAL = UNROLLED * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
 #pragma unroll 1
   for (int first = 0; first < STEPS; first += UNROLLED) {
-    u32 left[RING][FRAGMENTS][4], right[RING][4];
-#pragma unroll
-    for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
-      const int i = next - AHEAD<FRAGMENTS>;
-      if (next < TOTAL) {
-#pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-          if (next % BLOCKS == 0) a.left(left[next / BLOCKS % RING][f], 16 * f, first + next / BLOCKS);
-        }
-        b.right_transposed(right[next % RING], 16 * (next % BLOCKS), first + next / BLOCKS);
-      }
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
-      }
-    }
+    multiply_ahead<UNROLLED>(
+        x, [&](u32(&to)[4], int f, int step) { a.left(to, 16 * f, first + step); },
+        [&](u32(&to)[4], int block, int step) { b.right_transposed(to, 16 * block, first + step); });
   }
 }
 
@@ -214,62 +221,29 @@ __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A&
 template <class B, int FRAGMENTS, int M, int N>
 __device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M],
                                                  const B& b, int column = 0) {
-  constexpr int BLOCKS = N / 8, TOTAL = M / 4 * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
-  u32 right[RING][4];
+  multiply_ahead<M / 4>(
+      x,
+      [&](u32(&to)[4], int f, int step) {
 #pragma unroll
-  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
-    const int i = next - AHEAD<FRAGMENTS>;
-    if (next < TOTAL) b.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      if (i < 0) continue;
-      multiply(x[f], i % BLOCKS * 8, *reinterpret_cast<const u32(*)[4]>(&weights[f][i / BLOCKS * 4]), right[i % RING]);
-    }
-  }
+        for (int i = 0; i < 4; i++) to[i] = weights[f][4 * step + i];
+      },
+      [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
 // x += a b for DEPTH columns of a from `first` on, the rows of b of the same numbers, and its columns from `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
 __device__ __forceinline__ void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
-  constexpr int BLOCKS = N / 8, TOTAL = DEPTH / STEP * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
   const B rows = b.from_row(first);
-  u32 left[RING][FRAGMENTS][4], right[RING][4];
-#pragma unroll
-  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
-    const int i = next - AHEAD<FRAGMENTS>;
-    if (next < TOTAL) {
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        if (next % BLOCKS == 0) a.left(left[next / BLOCKS % RING][f], 16 * f, first / STEP + next / BLOCKS);
-      }
-      rows.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
-    }
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
-    }
-  }
+  multiply_ahead<DEPTH / STEP>(
+      x, [&](u32(&to)[4], int f, int step) { a.left(to, 16 * f, first / STEP + step); },
+      [&](u32(&to)[4], int block, int step) { rows.right(to, STEP * step, column / 16 + block); });
 }
 
 // x += a^T b for FRAGMENTS * 16 columns of a from `row` on (the rows of x) and some columns of b from `column` on.
 template <class A, class B, int FRAGMENTS, int N>
 __device__ __forceinline__ void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b,
                                                  int column) {
-  constexpr int BLOCKS = N / 8, TOTAL = A::NUM_ROWS / STEP * BLOCKS, RING = AHEAD<FRAGMENTS> + 1;
-  u32 left[RING][FRAGMENTS][4], right[RING][4];
-#pragma unroll
-  for (int next = 0; next < TOTAL + AHEAD<FRAGMENTS>; next++) {
-    const int i = next - AHEAD<FRAGMENTS>;
-    if (next < TOTAL) {
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        if (next % BLOCKS == 0) a.left_transposed(left[next / BLOCKS % RING][f], STEP * (next / BLOCKS), row / 16 + f);
-      }
-      b.right(right[next % RING], STEP * (next / BLOCKS), column / 16 + next % BLOCKS);
-    }
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      if (i >= 0) multiply(x[f], i % BLOCKS * 8, left[i / BLOCKS % RING][f], right[i % RING]);
-    }
-  }
+  multiply_ahead<A::NUM_ROWS / STEP>(
+      x, [&](u32(&to)[4], int f, int step) { a.left_transposed(to, STEP * step, row / 16 + f); },
+      [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
