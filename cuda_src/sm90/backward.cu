@@ -196,16 +196,11 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
         ptx::wgmma_wait_group<1>();
         keep(x);
-        SoftcapFragment softcap;
-        if constexpr (CAP_FROM_WEIGHTS) {
-          cap(x, p, scale);
-        } else {
-          softcap.take(scores.score(), x);
-        }
+        cap(x, scores);
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        scores.weigh<HAS_BIAS_TILES || CAP_FROM_WEIGHTS, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(
+        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(
             x, lse, masked, static_cast<float>(p.softcap));
         if (masked) bits.clear_hidden(x);
         if constexpr (HAS_MASK_VECTORS) {
@@ -221,11 +216,7 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[e]);
         if (masked) clear_hidden(dp, x);
-        if constexpr (CAP_FROM_WEIGHTS) {
-          uncap(dp, x, lse, p);
-        } else {
-          softcap.apply(dp);
-        }
+        uncap(dp, x, lse, scores);
         pack(ds, dp);
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);

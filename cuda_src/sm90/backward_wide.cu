@@ -126,14 +126,13 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
       const KeptWeights kept = scores.kept();
       ptx::wgmma_wait_group<0>();
       keep(x);
-      SoftcapFragment softcap;
-      softcap.take(scores.score(), x);
-      scores.weigh(x, lse, masked);
+      cap(x, scores);
+      scores.weigh<HAS_SOFTCAP>(x, lse, masked, static_cast<float>(p.softcap));
       __syncwarp();
       rings.q.release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x, kept);
-      softcap.apply(x);  // a factor of the gradients, like the weights
+      uncap(x, x, lse, scores);  // a factor of the gradients, like the weights
       rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {

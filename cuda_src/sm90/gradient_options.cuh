@@ -188,6 +188,52 @@ struct BiasPlace {
   }
 };
 
+// ---- Softcap. A score's weight tells its tanh again: nothing has to be kept for the derivative.
+
+static_assert(!HAS_SOFTCAP || !HAS_BIAS, "a bias would have to be read again");
+
+// What alibi takes from scores whose unit is softcap.
+struct CappedAlibi {
+  float slope, distance;  // the latter at the thread's first element
+
+  __device__ __forceinline__ explicit CappedAlibi(const GradientFragment& scores) : slope(0), distance(0) {
+    if constexpr (HAS_ALIBI) {
+      const Score score = scores.score();
+      slope = score.slope / score.softcap;
+      distance = static_cast<float>(scores.row + score.diagonal - scores.key);
+    }
+  }
+  __device__ __forceinline__ float operator[](int e) const {
+    return slope * fabsf(distance + static_cast<float>(column_offset(e) - row_offset(e)));
+  }
+};
+
+// Products become scores whose unit is softcap; with the error of the forward pass (unit_score.cuh), from which lse
+// comes.
+__device__ __forceinline__ void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
+  if constexpr (HAS_SOFTCAP) {
+    const CappedAlibi alibi(scores);
+    const float factor = scores.scale / static_cast<float>(scores.p.softcap);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::tanh(x[e] * factor) - alibi[e];
+  }
+}
+
+// From gradients of scores to those of products. A weight of 0 has none.
+template <class Values>
+__device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                                      const GradientFragment& scores) {
+  if constexpr (HAS_SOFTCAP) {
+    const CappedAlibi alibi(scores);
+    const float unit = 1 / (static_cast<float>(scores.p.softcap) * LOG2_E);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit + alibi[e];
+      ds[e] *= 1 - fminf(tanh * tanh, 1);
+    }
+  }
+}
+
 // ---- Of the kernel whose warpgroups have 64 keys each.
 
 // Beside options that take registers lse is read where it lies.
@@ -199,29 +245,6 @@ template <>
 struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
-
-// Without other terms in a score its weight tells tanh again: nothing has to be kept for the derivative.
-constexpr bool CAP_FROM_WEIGHTS = HAS_SOFTCAP && !HAS_ALIBI && !HAS_BIAS;
-
-// Products become tanh, in which scores have the unit softcap; with the error of the forward pass (unit_score.cuh),
-// from which lse comes.
-__device__ __forceinline__ void cap(float (&x)[FRAGMENT], const AttentionParams& p, float scale) {
-  const float factor = scale / static_cast<float>(p.softcap);
-#pragma unroll
-  for (float& product : x) product = ptx::tanh(product * factor);
-}
-
-// From gradients of scores to those of products. A weight of 0 has none.
-template <class Values>
-__device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                                      const AttentionParams& p) {
-  const float unit = 1 / (static_cast<float>(p.softcap) * LOG2_E);
-#pragma unroll
-  for (int e = 0; e < FRAGMENT; e++) {
-    const float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit;
-    ds[e] *= 1 - fminf(tanh * tanh, 1);
-  }
-}
 
 // A mask of bytes, rows of which are vectors. Each lane reads the warp's 16 keys for two of 64 queries, while products
 // are under way, and then asks others for those of its own elements.

@@ -209,7 +209,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
         scores.apply(x, row, first_key, masked);
         if (masked) hidden.find(x);
         softmax.step(x, factor);
-        scores.drop(x, row, first_key);
+        ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again: registers are scarce
         softmax.fold(x, factors.values, factor);
         __syncwarp();
         rings.factors.release();
@@ -269,14 +269,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
         weights.set(x);
         if (masked) hidden.clear(rings.v, first_key);
       }
-      // Two copies of the step, so that the common one is short.
-      while (!blocks.done()) {
-        if (needs_mask()) {
-          step(true);
-        } else {
-          step(false);
-        }
-      }
+      while (!blocks.done()) step(needs_mask());
       rings.v.wait();
       turns.take();
       multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
