@@ -1,5 +1,7 @@
 """Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack."""
 
+from typing import TYPE_CHECKING, Any
+
 from cuflash.attention import (
     attention,
     attention_backward,
@@ -8,8 +10,10 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
-from cuflash.block_mask import BlockMask
 from cuflash.merge import merge, merge_backward
+
+if TYPE_CHECKING:
+    from cuflash.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
@@ -25,3 +29,17 @@ __all__ = [
     "merge",
     "merge_backward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `BlockMask` when it is first asked for: with its patterns it is a third of the package's import."""
+    if name != "BlockMask":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cuflash.block_mask import BlockMask
+
+    globals()[name] = BlockMask
+    return BlockMask
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
