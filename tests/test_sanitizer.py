@@ -29,15 +29,35 @@ def sanitizer() -> str:
     return found
 
 
+# Problems of SCRIPT that are one process, so that several can run side by side.
+GROUPS = (
+    ("half", "half 128", "half 256"),
+    ("packed", "window", "one query"),
+    ("blocks", "bias", "mask", "dropout", "deterministic"),
+    ("half, everything",),
+    ("float", "tf32"),
+    ("float, everything",),
+    ("double", "double, window"),
+    ("double, everything",),
+)
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=" and ".join)
 @pytest.mark.parametrize(("tool", "clean", "without_wgmma"), [(*MEMCHECK, ""), (*MEMCHECK, "1"), (*RACECHECK, "1")])
-def test_sanitizer_finds_nothing(tool: str, clean: str, without_wgmma: str) -> None:
+def test_sanitizer_finds_nothing(tool: str, clean: str, without_wgmma: str, names: tuple[str, ...]) -> None:
     environment = {**os.environ, WITHOUT_WGMMA: without_wgmma}
-    script = [sys.executable, str(SCRIPT)]
+    script = [sys.executable, str(SCRIPT), *names]
     # Compiled and cached beforehand, as compilers are slow under the tool.
     for command in (script, [sanitizer(), "--tool", tool, *script]):
         run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert clean in run.stdout, run.stdout[-2000:]
+
+
+def test_every_problem_is_in_a_group() -> None:
+    import sanitized_cases
+
+    assert sorted(name for names in GROUPS for name in names) == sorted(sanitized_cases.CASES)
 
 
 @pytest.mark.parametrize(
