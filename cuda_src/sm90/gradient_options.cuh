@@ -215,7 +215,10 @@ __device__ __forceinline__ void cap(float (&x)[FRAGMENT], const GradientFragment
     const CappedAlibi alibi(scores);
     const float factor = scores.scale / static_cast<float>(scores.p.softcap);
 #pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::tanh(x[e] * factor) - alibi[e];
+    for (int e = 0; e < FRAGMENT; e++) {
+      x[e] = ptx::tanh(x[e] * factor);
+      if constexpr (HAS_ALIBI) x[e] -= alibi[e];
+    }
   }
 }
 
@@ -228,7 +231,8 @@ __device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weigh
     const float unit = 1 / (static_cast<float>(scores.p.softcap) * LOG2_E);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
-      const float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit + alibi[e];
+      float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit;
+      if constexpr (HAS_ALIBI) tanh += alibi[e];
       ds[e] *= 1 - fminf(tanh * tanh, 1);
     }
   }
