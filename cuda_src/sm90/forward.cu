@@ -26,8 +26,12 @@ struct SharedStorage {
   SeenKeys seen;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
-constexpr bool HAS_OPTIONS = HIDES_ANYWHERE || HAS_SOFTCAP || HAS_ALIBI || HAS_DROPOUT;
-static_assert(EARLY_POWERS == 0 || !HAS_DROPOUT, "early powers are not dropped");
+constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
+// Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too. A single
+// copy takes half as long to compile, and is up to a tenth slower.
+constexpr bool WIDE = HEAD_DIM > 64;
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || (HAS_ALIBI && WIDE) ? 1 : HAS_SOFTCAP && WIDE ? 2 : 3;
+static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
@@ -259,17 +263,25 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<0>();
         keep(out);
       };
-      // The next scores beside the product of the last weights and their values.
-      const auto step = [&](bool masked) {
+      // The next scores beside the product of the last weights and their values, if there are any.
+      const auto step = [&](bool masked, bool first) {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
-        if constexpr (HAS_BLOCK_MASK) blocks.take(rings.k, shared.blocks);
+        if constexpr (HAS_BLOCK_MASK) {
+          blocks.take(rings.k, shared.blocks);
+          if (COPIES == 1) masked = needs_mask();
+        }
         const int first_key = blocks.block * BLOCK_N;
         if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
         turns.take();
         multiply_keys(x, queries, rings.k.buffer());
-        rings.v.wait();
-        multiply_values(out, weights, rings.v.buffer());
+        if (first) {
+          ptx::wgmma_fence();
+          ptx::wgmma_commit_group();  // an empty one
+        } else {
+          rings.v.wait();
+          multiply_values(out, weights, rings.v.buffer());
+        }
         turns.pass();
         prepare(first_key, masked);
         ptx::wgmma_wait_group<1>();
@@ -294,14 +306,28 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           softmax.weigh<0, BLOCK_N / 2>(x, shift);
           scores.drop(x, row, first_key);
           finish_values();
-          rings.v.release();
+          if (!first) rings.v.release();
           pack(weights, x);
           if (grown) rescale_rows(out, rescale);
         }
         if (masked) hidden.clear(rings.v, first_key, careful);
       };
 
-      {
+      if constexpr (COPIES < 3) {
+        if constexpr (!HAS_BLOCK_MASK) {
+          blocks.take(rings.k, shared.blocks);
+          next_masked = needs_mask();
+        }
+        bool first = true;
+        do {
+          if (COPIES == 1 || first || next_masked) {
+            step(COPIES == 2 || next_masked, first);
+          } else {
+            step(false, false);
+          }
+          first = false;
+        } while (!last);
+      } else {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
         blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
@@ -320,14 +346,13 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         scores.drop(x, row, first_key);
         pack(weights, x);
         if (masked) hidden.clear(rings.v, first_key, careful);
-      }
-      // Copies of the step, so that the common ones are short; the commonest has a loop of its own.
-      while (!last) {
-        if (next_masked) {
-          step(true);
-        } else {
-          do step(false);
-          while (!HAS_OPTIONS && !last && !next_masked);
+        while (!last) {
+          if (next_masked) {
+            step(true, false);
+          } else {  // the commonest has a loop of its own
+            do step(false, false);
+            while (!HAS_OPTIONS && !last && !next_masked);
+          }
         }
       }
       rings.v.wait();

@@ -9,6 +9,7 @@ constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's
 // With other options or wide results registers are too scarce to hold a mask's bytes beside the products.
 constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
 static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
+constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
 
 // What does not depend on the products, to be found while they are computed.
 struct FragmentBits {
@@ -108,8 +109,7 @@ struct UnitFragment : ScoreFragment {
   }
 
   // Registers: then nothing is held that can be found anew.
-  static constexpr int OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
-  static constexpr bool SCARCE = HEAD_DIM_V > 128 || OPTIONS > 2;
+  static constexpr bool SCARCE = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
 
   __device__ __forceinline__ Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
 
@@ -200,14 +200,15 @@ struct UnitFragment : ScoreFragment {
     const float side = distance > 0 ? slope : -slope;
 #pragma unroll
     for (int r = 0; r < 2; r++) shift[r] = masked ? 0 : -side * (distance + static_cast<float>(8 * r));
+    if (masked) {
 #pragma unroll
-    for (int e = 0; e < BLOCK_N / 2; e++) {
-      if (masked) {
+      for (int e = 0; e < BLOCK_N / 2; e++) {
         const float offset = column + static_cast<float>(column_offset(e));
         x[e] -= slope * fabsf(distance + static_cast<float>(row_offset(e)) - offset);
-      } else {
-        x[e] += side * static_cast<float>(column_offset(e)) + side * column;
       }
+    } else {
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) x[e] += side * static_cast<float>(column_offset(e)) + side * column;
     }
   }
 };
