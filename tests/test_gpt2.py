@@ -154,8 +154,10 @@ def test_gpu_products(search: bool) -> None:
     assert_close(ops.matmul(a, b), exact)
     assert_close(ops.matmul(cupy.ascontiguousarray(a.T).T, cupy.ascontiguousarray(b.T).T), exact)
     assert_close(ops.matmul(a, b, bias=bias), exact + bias.astype(np.float32))
+    rows = array(256, 128)
+    assert_close(ops.matmul(a, b, bias=bias, added=rows), exact + (bias + rows).astype(np.float32))
     wide = cupy.ones((256, 3, 128), np.float32)
-    ops.matmul(a, b, out=wide[:, 1], add=True)
+    ops.matmul(a, b, out=wide[:, 1], added=wide[:, 1])
     assert_close(wide[:, 1], exact + 1)
     assert float(wide[:, ::2].sum()) == 2 * 256 * 128
     z, active = ops.project_gelu(Rounded(a), Weight(b), bias)
@@ -179,7 +181,9 @@ def test_gpu_products_of_eight_bits() -> None:
             arrays = [a.astype(np.float32).get() for a in arrays]
         weight = ops.weight(arrays[1])
         ops.refresh(weight)
-        gradient = ops.bias_gradient(arrays[2], ops.xp.empty(768, np.float32))
+        vector = ops.xp.empty(768, np.float32)
+        with ops.sums_into(vector, len(dy)):
+            gradient = ops.bias_gradient(arrays[2], vector)
         results.append((ops.project(ops.rounded(arrays[0]), weight), ops.project_back(gradient, weight)))
     for expected, ours in zip(*results, strict=True):
         np.testing.assert_allclose(ours.astype(np.float32).get(), expected, atol=0.01 * np.abs(expected).max())

@@ -5,6 +5,8 @@ cuBLASLt for the matrix products, and kernels of the ``.cu`` files beside this o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,7 @@ from .products import Products
 SOURCES = ("vectors.cuh", "layers.cu", "eight.cu", "baseline.cu", "optimizer.cu")  # one text, the first one first
 WARP, VECTOR = 32, 8  # as in vectors.cuh
 WARPS = 8  # in a block that has a row a warp
-GRADIENT_WARPS, GRADIENT_BLOCKS = 4, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
-MAX_SUM_PARTS = 128  # parts of a sum over rows, each made by blocks of their own
+GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 PARTIAL_WARPS = 16  # of sum_partials
 ROWS_AT_ONCE = 8  # of add_rows, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
@@ -100,12 +101,13 @@ class CupyOps(NumpyOps):
         vectors = size // VECTOR
         self._launch(name, (-(-vectors // threads),), (threads,), *arguments, vectors)
 
-    def project(self, x: Rounded, weight: Weight, bias: Array | None = None) -> Array:
+    def project(self, x: Rounded, weight: Weight, bias: Array | None = None, added: Array | None = None) -> Array:
         """See `NumpyOps`."""
         if x.eight is None or weight.by_column is None:
-            return self._products(x.full, weight.full, bias=bias)
+            return self._products(x.full, weight.full, added=added, bias=bias)
         out = self.xp.empty((len(x.full), len(weight.by_column)), self.dtype)
-        return self._products(x.eight, weight.by_column.T, out, bias=bias, scale=1 / (ACTIVATION_SCALE * WEIGHT_SCALE))
+        scale = 1 / (ACTIVATION_SCALE * WEIGHT_SCALE)
+        return self._products(x.eight, weight.by_column.T, out, added, bias, scale=scale)
 
     def project_back(self, dy: Rounded, weight: Weight) -> Array:
         """See `NumpyOps`."""
@@ -127,10 +129,15 @@ class CupyOps(NumpyOps):
         function(grid, block, tuple(0 if x is None else x for x in arguments), shared_mem=shared)
 
     def matmul(
-        self, a: Array, b: Array, out: Array | None = None, add: bool = False, bias: Array | None = None
+        self,
+        a: Array,
+        b: Array,
+        out: Array | None = None,
+        added: Array | None = None,
+        bias: Array | None = None,
     ) -> Array:
         """See `NumpyOps`."""
-        return self._products(a, b, out, add, bias)
+        return self._products(a, b, out, added, bias)
 
     def embed(self, tokens: Array, of_token: Array, of_position: Array) -> Array:
         """See `NumpyOps`."""
@@ -145,25 +152,12 @@ class CupyOps(NumpyOps):
         arguments = (table, rows, tokens.ravel()[order], order, np.int32(len(rows)))
         self._launch("add_rows", (len(rows),), (self.width // VECTOR, ROWS_AT_ONCE), *arguments)
 
-    def add_layer_norm(
-        self, x: Array, branch: Array | None, bias: Array | None, gain: Array, shift: Array
-    ) -> tuple[Array, Rounded, Statistics]:
-        """See `NumpyOps`; the sum takes the branch's place."""
+    def layer_norm(self, x: Array, gain: Array, shift: Array) -> tuple[Rounded, Statistics]:
+        """See `NumpyOps`."""
         y, statistics = Rounded(self.xp.empty_like(x), self._like(x, np.uint8)), self.xp.empty((len(x), 2), np.float32)
-        arguments = (
-            *y,
-            np.float32(ACTIVATION_SCALE),
-            statistics,
-            branch,
-            x,
-            branch,
-            bias,
-            gain,
-            shift,
-            np.int32(len(x)),
-        )
-        self._launch("add_layer_norm", (-(-len(x) // WARPS),), (WARP, WARPS), *arguments)
-        return x if branch is None else branch, y, statistics
+        arguments = (*y, np.float32(ACTIVATION_SCALE), statistics, x, gain, shift, np.int32(len(x)))
+        self._launch("layer_norm", (-(-len(x) // WARPS),), (WARP, WARPS), *arguments)
+        return y, statistics
 
     def layer_norm_backward(
         self,
@@ -175,24 +169,39 @@ class CupyOps(NumpyOps):
         out: tuple[Array, Array, Array | None],
     ) -> Rounded:
         """See `NumpyOps`; the result takes the place of `dy`."""
-        parts = GRADIENT_BLOCKS * self._multiprocessors
-        partial = self.xp.empty((parts, 3, self.width), np.float32)
         result, scale = Rounded(dy, self._like(dy, np.int8)), np.float32(self._gradient_scale(len(dy)))
-        arguments = (*result, scale, partial, dy, x, statistics, gain, dx, np.int32(len(x)))
-        self._launch("layer_norm_backward", (parts,), (WARP, GRADIENT_WARPS), *arguments)
-        self._sum_partials(partial, *out)
+        threads = self.width // VECTOR
+        block = (threads, max(1, GRADIENT_THREADS // threads))
+        shares = [self._shares_of(target) for target in out]
+        arguments = (*result, scale, *shares, self._vectors.size, dy, x, statistics, gain, dx, np.int32(len(x)))
+        self._launch("layer_norm_backward", (len(self._shares),), block, *arguments)
         return result
+
+    @contextmanager
+    def sums_into(self, vectors: Array, rows: int) -> Iterator[None]:
+        """See `NumpyOps`: blocks leave shares of all sums, in one order, which one kernel adds."""
+        parts = min(GRADIENT_BLOCKS * self._multiprocessors, -(-rows // WARPS))
+        self._vectors, self._shares = vectors, self.xp.empty((parts, vectors.size), np.float32)
+        yield
+        self._sum_partials(self._shares, vectors)
+        del self._vectors, self._shares
+
+    def _shares_of(self, target: Array | None) -> Array | None:
+        """Where the first share of a vector goes."""
+        if target is None:
+            return None
+        start = (target.data.ptr - self._vectors.data.ptr) // target.itemsize
+        return self._shares[0, start:]
 
     @cached_property
     def _multiprocessors(self) -> int:
         return int(self.xp.cuda.Device().attributes["MultiProcessorCount"])
 
-    def _sum_partials(self, partial: Array, *out: Array | None) -> None:
-        """The sum of each (parts, columns) of `partial` (parts, len(out), columns) into its target."""
-        columns = partial.size // (len(partial) * len(out))
-        grid = (-(-columns // WARP), len(out))
-        arguments = (*out, *[None] * (3 - len(out)), partial, np.int32(len(partial)), np.int32(columns))
-        self._launch("sum_partials", grid, (WARP, PARTIAL_WARPS), *arguments)
+    def _sum_partials(self, partial: Array, out: Array) -> None:
+        """The sum of `partial` (parts, columns)."""
+        parts, columns = partial.shape
+        grid = (-(-columns // WARP),)
+        self._launch("sum_partials", grid, (WARP, PARTIAL_WARPS), out, partial, np.int32(parts), columns)
 
     def bias_gradient(self, dy: Array, out: Array) -> Rounded:
         """See `NumpyOps`."""
@@ -200,13 +209,10 @@ class CupyOps(NumpyOps):
 
     def _sum_rows(self, name: str, out: Array, dy: Array, *inputs: Array) -> Rounded:
         rows, columns = dy.shape
-        parts = max(1, min(MAX_SUM_PARTS, rows // WARPS))
-        partial = self.xp.empty((parts, columns), np.float32)
-        grid = (-(-columns // (WARP * VECTOR)), parts)
+        grid = (-(-columns // (WARP * VECTOR)), len(self._shares))
         result, scale = Rounded(dy, self._like(dy, np.int8)), np.float32(self._gradient_scale(rows))
         arguments = (*result, scale, *inputs, np.int32(rows), np.int32(columns))
-        self._launch(name, grid, (WARP, WARPS), partial, *arguments)
-        self._sum_partials(partial, out)
+        self._launch(name, grid, (WARP, WARPS), self._shares_of(out), self._vectors.size, *arguments)
         return result
 
     def project_gelu(self, x: Rounded, weight: Weight, bias: Array) -> tuple[Array, Rounded]:

@@ -47,25 +47,16 @@ extern "C" __global__ void add_rows(float* table, const Element* rows, const int
   }
 }
 
-// x + branch + bias, which replaces x, and its layer norm, perhaps in 8 bits too. Without a branch x stays. One warp a
-// row.
-extern "C" __global__ void add_layer_norm(Element* y, Eight* eight, float scale, float2* statistics, Element* sum,
-                                          const Element* x, const Element* branch, const Element* bias,
-                                          const Element* gain, const Element* shift, int rows) {
+// The layer norm of x, perhaps in 8 bits too. One warp a row.
+extern "C" __global__ void layer_norm(Element* y, Eight* eight, float scale, float2* statistics, const Element* x,
+                                      const Element* gain, const Element* shift, int rows) {
   const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;
   Vector v[ROW_VECTORS];
   float total = 0;
 #pragma unroll
   for (int n = 0; n < ROW_VECTORS; ++n) {
-    const int column = lane_column(n);
-    v[n] = load(x + row * WIDTH + column);
-    if (branch != nullptr) {
-      const Vector b = load(branch + row * WIDTH + column), c = load(bias + column);
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) v[n].x[i] += b.x[i] + c.x[i];
-      store(sum + row * WIDTH + column, v[n]);
-    }
+    v[n] = load(x + row * WIDTH + lane_column(n));
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) total += v[n].x[i];
   }
@@ -87,89 +78,91 @@ extern "C" __global__ void add_layer_norm(Element* y, Eight* eight, float scale,
   }
 }
 
-// What layer_norm_backward reads of a row, as it comes.
-struct Row {
-  uint4 x[ROW_VECTORS], dy[ROW_VECTORS], dsum[ROW_VECTORS];
+// What a thread of layer_norm_backward reads of a row, as it comes: nothing of rows that are none.
+struct Piece {
+  uint4 x, dy, dsum;
   float2 mean_inverse;
 
   __device__ void load(const Element* all_x, const Element* all_dy, const Element* all_dsum, const float2* statistics,
-                       Index row) {
+                       Index row, int rows) {
+    x = dy = dsum = uint4{};
+    mean_inverse = float2{};
+    if (row >= rows) return;
+    const Index at = row * WIDTH + threadIdx.x * VECTOR;
     mean_inverse = statistics[row];
-#pragma unroll
-    for (int n = 0; n < ROW_VECTORS; ++n) {
-      const Index at = row * WIDTH + lane_column(n);
-      x[n] = *reinterpret_cast<const uint4*>(all_x + at);
-      dy[n] = *reinterpret_cast<const uint4*>(all_dy + at);
-      dsum[n] = all_dsum == nullptr ? uint4{} : *reinterpret_cast<const uint4*>(all_dsum + at);
-    }
-  }
-
-  __device__ Vector normal(int n) const {
-    Vector v = unpack(x[n]);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) v.x[i] = (v.x[i] - mean_inverse.x) * mean_inverse.y;
-    return v;
+    x = *reinterpret_cast<const uint4*>(all_x + at);
+    dy = *reinterpret_cast<const uint4*>(all_dy + at);
+    if (all_dsum != nullptr) dsum = *reinterpret_cast<const uint4*>(all_dsum + at);
   }
 };
 
 // dx = dsum + the gradient through the layer norm of x. Each block leaves its share of the gradients of gain and shift
-// and of the branch's bias, which is that of x summed over rows, in partial[block][3][WIDTH]. A warp has a row at a
-// time, and the next one under way; dx may be dy, of which each element is read before it is written.
-extern "C" __global__ void __launch_bounds__(WARP* GRADIENT_WARPS, GRADIENT_BLOCKS)
-    layer_norm_backward(Element* dx, Eight* eight, float scale, float* partial, const Element* dy, const Element* x,
-                        const float2* statistics, const Element* gain, const Element* dsum, int rows) {
-  Vector of_gain[ROW_VECTORS] = {}, of_shift[ROW_VECTORS] = {}, of_bias[ROW_VECTORS] = {};
-  const Index step = Index(gridDim.x) * blockDim.y;
-  Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
-  Row next;
-  if (row < rows) next.load(x, dy, dsum, statistics, row);
-  for (; row < rows; row += step) {
-    const Row own = next;
-    if (row + step < rows) next.load(x, dy, dsum, statistics, row + step);
+// and, if wanted, of the bias that was added to x before, which is that of x summed over rows; the shares of block b
+// are b * stride behind those of the first. A thread has a vector of a row, and that of its next row under way; dx may
+// be dy, of which each element is read before it is written.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS* GRADIENT_ROWS, GRADIENT_BLOCKS)
+    layer_norm_backward(Element* dx, Eight* eight, float scale, float* of_gain, float* of_shift, float* of_bias,
+                        Index stride, const Element* dy, const Element* x, const float2* statistics,
+                        const Element* gain, const Element* dsum, int rows) {
+  __shared__ float2 of_warp[2][GRADIENT_ROWS][ROW_THREADS / WARP];
+  const int column = threadIdx.x * VECTOR;
+  const uint4 gains = *reinterpret_cast<const uint4*>(gain + column);  // fewer registers as it comes
+  Vector to_gain = {}, to_shift = {}, to_bias = {};
+  const Index step = Index(gridDim.x) * GRADIENT_ROWS;
+  Index row = Index(blockIdx.x) * GRADIENT_ROWS + threadIdx.y;
+  Piece next;
+  next.load(x, dy, dsum, statistics, row, rows);
+  for (int turn = 0; row - threadIdx.y < rows; turn ^= 1, row += step) {
+    const Piece own = next;
+    next.load(x, dy, dsum, statistics, row + step, rows);
+    const Vector d = unpack(own.dy), g = unpack(gains);
+    Vector normal = unpack(own.x);
     float sum = 0, product = 0;
 #pragma unroll
-    for (int n = 0; n < ROW_VECTORS; ++n) {
-      const Vector g = load(gain + lane_column(n)), normal = own.normal(n), d = unpack(own.dy[n]);
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {
-        of_shift[n].x[i] += d.x[i];
-        of_gain[n].x[i] += d.x[i] * normal.x[i];
-        sum += d.x[i] * g.x[i];
-        product += d.x[i] * g.x[i] * normal.x[i];
-      }
+    for (int i = 0; i < VECTOR; ++i) {
+      normal.x[i] = (normal.x[i] - own.mean_inverse.x) * own.mean_inverse.y;
+      to_shift.x[i] += d.x[i];
+      to_gain.x[i] += d.x[i] * normal.x[i];
+      sum += d.x[i] * g.x[i];
+      product += d.x[i] * g.x[i] * normal.x[i];
     }
-    sum = over_warp<Sum>(sum) / WIDTH;
-    product = over_warp<Sum>(product) / WIDTH;
+    sum = over_warp<Sum>(sum);
+    product = over_warp<Sum>(product);
+    if (threadIdx.x % WARP == 0) of_warp[turn][threadIdx.y][threadIdx.x / WARP] = make_float2(sum, product);
+    __syncthreads();  // one a row is enough, as the shares of two rows have room
+    sum = product = 0;
 #pragma unroll
-    for (int n = 0; n < ROW_VECTORS; ++n) {
-      const Vector g = load(gain + lane_column(n)), normal = own.normal(n), d = unpack(own.dy[n]);
-      Vector out = unpack(own.dsum[n]);
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {
-        out.x[i] += (d.x[i] * g.x[i] - sum - normal.x[i] * product) * own.mean_inverse.y;
-        of_bias[n].x[i] += out.x[i];
-      }
-      store(dx + row * WIDTH + lane_column(n), out);
-      store_eight<__NV_E5M2>(eight, row * WIDTH + lane_column(n), out, scale);
+    for (int warp = 0; warp < ROW_THREADS / WARP; ++warp) {
+      sum += of_warp[turn][threadIdx.y][warp].x / WIDTH;
+      product += of_warp[turn][threadIdx.y][warp].y / WIDTH;
     }
+    Vector out = unpack(own.dsum);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      out.x[i] += (d.x[i] * g.x[i] - sum - normal.x[i] * product) * own.mean_inverse.y;
+      to_bias.x[i] += out.x[i];
+    }
+    if (row >= rows) continue;
+    store(dx + row * WIDTH + column, out);
+    store_eight<__NV_E5M2>(eight, row * WIDTH + column, out, scale);
   }
-  // One warp after the other adds its share, so that the sum has one order.
+  // One row of threads after the other adds its share, so that the sum has one order.
   __shared__ float shares[3][WIDTH];
-  for (int warp = 0; warp < blockDim.y; ++warp) {
-    if (threadIdx.y == warp)
+  for (int y = 0; y < GRADIENT_ROWS; ++y) {
+    if (threadIdx.y == y)
 #pragma unroll
-      for (int n = 0; n < ROW_VECTORS; ++n)
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-          const int column = lane_column(n) + i;
-          shares[0][column] = of_gain[n].x[i] + (warp == 0 ? 0 : shares[0][column]);
-          shares[1][column] = of_shift[n].x[i] + (warp == 0 ? 0 : shares[1][column]);
-          shares[2][column] = of_bias[n].x[i] + (warp == 0 ? 0 : shares[2][column]);
-        }
+      for (int i = 0; i < VECTOR; ++i) {
+        shares[0][column + i] = to_gain.x[i] + (y == 0 ? 0 : shares[0][column + i]);
+        shares[1][column + i] = to_shift.x[i] + (y == 0 ? 0 : shares[1][column + i]);
+        shares[2][column + i] = to_bias.x[i] + (y == 0 ? 0 : shares[2][column + i]);
+      }
     __syncthreads();
   }
-  for (int i = threadIdx.y * WARP + threadIdx.x; i < 3 * WIDTH; i += blockDim.y * WARP)
-    partial[Index(blockIdx.x) * 3 * WIDTH + i] = shares[0][i];
+  for (int i = threadIdx.y * ROW_THREADS + threadIdx.x; i < WIDTH; i += ROW_THREADS * GRADIENT_ROWS) {
+    of_gain[blockIdx.x * stride + i] = shares[0][i];
+    of_shift[blockIdx.x * stride + i] = shares[1][i];
+    if (of_bias != nullptr) of_bias[blockIdx.x * stride + i] = shares[2][i];
+  }
 }
 
 constexpr float GELU_SCALE = 0.7978845608f;  // sqrt(2 / pi)
@@ -181,10 +174,11 @@ __device__ float gelu_sigmoid(float x) {
 }
 
 // Sums over rows. A warp has WARP * VECTOR columns, the warps of a block every blockDim.y-th row of its part of all
-// rows; partial[part][column]. With GELU's argument z, dy is the gradient of its result and becomes that of z.
+// rows, whose sums are at partial[part * stride + column]. With GELU's argument z, dy is the gradient of its result and
+// becomes that of z.
 template <bool GELU>
-__device__ void sum_rows(float* partial, Element* dy, Eight* eight, float scale, const Element* z, int rows,
-                         int columns) {
+__device__ void sum_rows(float* partial, Index stride, Element* dy, Eight* eight, float scale, const Element* z,
+                         int rows, int columns) {
   __shared__ float shares[WARPS][WARP * VECTOR + 1];
   const int column = (blockIdx.x * WARP + threadIdx.x) * VECTOR;
   Vector sum = {};
@@ -228,36 +222,32 @@ __device__ void sum_rows(float* partial, Element* dy, Eight* eight, float scale,
     const int to = blockIdx.x * WARP * VECTOR + i;
     float total = 0;
     for (int warp = 0; warp < blockDim.y; ++warp) total += shares[warp][i];
-    if (to < columns) partial[Index(blockIdx.y) * columns + to] = total;
+    if (to < columns) partial[blockIdx.y * stride + to] = total;
   }
 }
 
-extern "C" __global__ void bias_gradient(float* partial, Element* dy, Eight* eight, float scale, int rows,
+extern "C" __global__ void bias_gradient(float* partial, Index stride, Element* dy, Eight* eight, float scale, int rows,
                                          int columns) {
-  sum_rows<false>(partial, dy, eight, scale, nullptr, rows, columns);
+  sum_rows<false>(partial, stride, dy, eight, scale, nullptr, rows, columns);
 }
 
-extern "C" __global__ void gelu_backward(float* partial, Element* dy, Eight* eight, float scale, const Element* z,
-                                         int rows, int columns) {
-  sum_rows<true>(partial, dy, eight, scale, z, rows, columns);
+extern "C" __global__ void gelu_backward(float* partial, Index stride, Element* dy, Eight* eight, float scale,
+                                         const Element* z, int rows, int columns) {
+  sum_rows<true>(partial, stride, dy, eight, scale, z, rows, columns);
 }
 
-// The sums of partial[part][target][column] over the parts, for up to three targets: blockIdx.y, those that are null
-// are not wanted. A lane has a column, the warps of a block every blockDim.y-th part.
-extern "C" __global__ void sum_partials(float* out0, float* out1, float* out2, const float* partial, int parts,
-                                        int columns) {
+// The sums of partial[part][column] over the parts. A lane has a column, the warps of a block every blockDim.y-th part.
+extern "C" __global__ void sum_partials(float* out, const float* partial, int parts, Index columns) {
   __shared__ float shares[PARTIAL_WARPS][WARP];
-  float* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;
-  if (out == nullptr) return;
-  const int column = blockIdx.x * WARP + threadIdx.x;
+  const Index column = Index(blockIdx.x) * WARP + threadIdx.x;
   float total = 0;
   if (column < columns)
-    for (int part = threadIdx.y; part < parts; part += blockDim.y)
-      total += partial[(Index(part) * gridDim.y + blockIdx.y) * columns + column];
+#pragma unroll 4
+    for (int part = threadIdx.y; part < parts; part += PARTIAL_WARPS) total += partial[part * columns + column];
   shares[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.y > 0 || column >= columns) return;
-  for (int warp = 1; warp < blockDim.y; ++warp) total += shares[warp][threadIdx.x];
+  for (int warp = 1; warp < PARTIAL_WARPS; ++warp) total += shares[warp][threadIdx.x];
   out[column] = total;
 }
 

@@ -21,6 +21,8 @@ from .ops import Array, NumpyOps, Rounded
 Backward = Callable[[Array], Array]
 WayBack = Callable[[Rounded], Rounded]
 
+PRODUCTS = ("qkv", "merge", "expand", "contract")  # with weights, in a layer
+
 
 @dataclass(frozen=True)
 class Config:
@@ -144,8 +146,7 @@ class GPT2:
 
     @staticmethod
     def _of(matrices: Mapping[str, tuple[int, ...]], layer: int) -> dict[str, tuple[int, ...]]:
-        names = ("qkv", "merge", "expand", "contract")
-        return {name: matrices[f"{name}{layer}"] for name in names}
+        return {name: matrices[f"{name}{layer}"] for name in PRODUCTS}
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's part of a flat array of all, under its name."""
@@ -155,21 +156,21 @@ class GPT2:
             start += math.prod(shape)
         return parts
 
-    def _layer(self, layer: int, x: Array, branch: Array | None, bias: str, shape: tuple[int, int]) -> Any:
-        """One block: its residual stream and last branch, not yet added, and the way back."""
+    def _layer(self, layer: int, x: Array, shape: tuple[int, int]) -> tuple[Array, WayBack]:
+        """One block: its residual stream, and the way back."""
         ops, w, dw, factors = self.ops, self.w, self.dw, self.factors
         width, heads = self.config.width, self.config.num_heads
         gain1, shift1, gain2, shift2 = (f"{name}_{layer}" for name in ("gain1", "shift1", "gain2", "shift2"))
-        qkv_bias, merge_bias, expand_bias = (f"{name}_bias{layer}" for name in ("qkv", "merge", "expand"))
+        qkv_bias, merge_bias, expand_bias, contract_bias = (f"{name}_bias{layer}" for name in PRODUCTS)
 
-        x1, y1, statistics1 = ops.add_layer_norm(x, branch, w.get(bias), w[gain1], w[shift1])
+        y1, statistics1 = ops.layer_norm(x, w[gain1], w[shift1])
         qkv = ops.project(y1, factors[f"qkv{layer}"], w[qkv_bias])
         out, attention_backward = self.attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
         rows = ops.rounded(out.reshape(-1, width))
-        merged = ops.project(rows, factors[f"merge{layer}"])
-        x2, y2, statistics2 = ops.add_layer_norm(x1, merged, w[merge_bias], w[gain2], w[shift2])
+        x2 = ops.project(rows, factors[f"merge{layer}"], w[merge_bias], added=x)
+        y2, statistics2 = ops.layer_norm(x2, w[gain2], w[shift2])
         hidden, active = ops.project_gelu(y2, factors[f"expand{layer}"], w[expand_bias])
-        result = ops.project(active, factors[f"contract{layer}"])
+        result = ops.project(active, factors[f"contract{layer}"], w[contract_bias], added=x2)
 
         def backward(dx: Rounded) -> Rounded:
             dactive = ops.project_back(dx, factors[f"contract{layer}"])
@@ -185,27 +186,27 @@ class GPT2:
             rounded = ops.bias_gradient(dqkv, dw[qkv_bias])
             dy1 = ops.project_back(rounded, factors[f"qkv{layer}"])
             ops.matmul(y1.full.T, dqkv, out=dw[f"qkv{layer}"])
-            of_norm1 = (dw[gain1], dw[shift1], dw.get(bias))
-            return ops.layer_norm_backward(dy1, x1, statistics1, w[gain1], dx2.full, of_norm1)
+            of_norm1 = (dw[gain1], dw[shift1], dw.get(f"contract_bias{layer - 1}"))
+            return ops.layer_norm_backward(dy1, x, statistics1, w[gain1], dx2.full, of_norm1)
 
-        return x2, result, backward
+        return result, backward
 
     def _forward(self, tokens: Array) -> tuple[Array, list[WayBack], WayBack]:
         ops, w, dw = self.ops, self.w, self.dw
         for factor in self.factors.values():
             ops.refresh(factor)
-        x, branch, bias = ops.embed(tokens, w["tokens"], w["positions"]), None, ""
+        x = ops.embed(tokens, w["tokens"], w["positions"])
         way_back = []
         for layer in range(self.config.num_layers):
-            x, branch, backward = self._layer(layer, x, branch, bias, tokens.shape)
+            x, backward = self._layer(layer, x, tokens.shape)
             way_back.append(backward)
-            bias = f"contract_bias{layer}"
-        x, y, statistics = ops.add_layer_norm(x, branch, w[bias], w["gain"], w["shift"])
+        y, statistics = ops.layer_norm(x, w["gain"], w["shift"])
+        last_bias = dw[f"contract_bias{self.config.num_layers - 1}"]
 
         def head_backward(dlogits: Rounded) -> Rounded:
             ops.matmul(dlogits.full.T, y.full, out=dw["tokens"])
             dy = ops.project_back(dlogits, self.factors["tokens"])
-            return ops.layer_norm_backward(dy, x, statistics, w["gain"], None, (dw["gain"], dw["shift"], dw[bias]))
+            return ops.layer_norm_backward(dy, x, statistics, w["gain"], None, (dw["gain"], dw["shift"], last_bias))
 
         return ops.project(y, self.factors["tokens"]), way_back, head_backward
 
@@ -220,15 +221,18 @@ class GPT2:
         tokens = self._contiguous(windows[:, :-1])
         logits, way_back, head_backward = self._forward(tokens)
         loss, dlogits = ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())
-        rounded = head_backward(dlogits)
-        del logits, dlogits
-        while way_back:
-            rounded = way_back.pop()(rounded)  # and with it go the block's activations
+        with ops.sums_into(self.gradients[self.decayed :], tokens.size):
+            rounded = head_backward(dlogits)
+            del logits, dlogits
+            while way_back:
+                rounded = way_back.pop()(rounded)  # and with it go the block's activations
         dx = rounded.full
         ops.add_rows(dw["tokens"], tokens, dx)
         seqlen, width = tokens.shape[1], self.config.width
         dw["positions"][seqlen:] = 0
-        ops.bias_gradient(dx.reshape(-1, seqlen * width), dw["positions"][:seqlen].reshape(-1))
+        of_position = dw["positions"][:seqlen].reshape(-1)
+        with ops.sums_into(of_position, len(tokens)):
+            ops.bias_gradient(dx.reshape(-1, seqlen * width), of_position)
         return loss
 
     def _contiguous(self, tokens: Array) -> Array:

@@ -5,6 +5,7 @@ Matrices are (rows, columns), row-major.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +39,27 @@ class NumpyOps:
     xp: Any = np
     dtype: Any = np.dtype(np.float32)  # of activations and of the weights in the products
 
+    def sums_into(self, vectors: Array, rows: int) -> AbstractContextManager[Any]:
+        """In this context sums over so many rows go into views of `vectors`, and into all of it; it ends with them."""
+        return nullcontext()
+
     def matmul(
-        self, a: Array, b: Array, out: Array | None = None, add: bool = False, bias: Array | None = None
+        self,
+        a: Array,
+        b: Array,
+        out: Array | None = None,
+        added: Array | None = None,
+        bias: Array | None = None,
     ) -> Array:
-        """``a @ b`` of matrices or stacks of them, into `out` or added to it; `bias` is added to every row."""
-        if add and out is not None:
-            out += a @ b
-            return out
-        result = np.matmul(a, b, out=out)
-        if bias is not None:
-            result += bias
-        return result
+        """``a @ b`` of matrices or stacks of them, plus `added`, which may be `out`; `bias` is added to every row."""
+        result = a @ b
+        for summand in (added, bias):
+            if summand is not None:
+                result += summand
+        if out is None:
+            return result
+        out[...] = result
+        return out
 
     def weight(self, full: Array) -> Weight:
         """A matrix of weights as a factor."""
@@ -61,9 +72,9 @@ class NumpyOps:
         """A matrix as a factor."""
         return Rounded(x)
 
-    def project(self, x: Rounded, weight: Weight, bias: Array | None = None) -> Array:
-        """``x @ weight``; `bias` is added to every row."""
-        return self.matmul(x.full, weight.full, bias=bias)
+    def project(self, x: Rounded, weight: Weight, bias: Array | None = None, added: Array | None = None) -> Array:
+        """``x @ weight + added``; `bias` is added to every row."""
+        return self.matmul(x.full, weight.full, bias=bias, added=added)
 
     def project_back(self, dy: Rounded, weight: Weight) -> Array:
         """The gradient of `x`."""
@@ -77,15 +88,11 @@ class NumpyOps:
         """Add each of `rows` to its token's row of `table`, those of one token in one order."""
         np.add.at(table, tokens.ravel(), rows)
 
-    def add_layer_norm(
-        self, x: Array, branch: Array | None, bias: Array | None, gain: Array, shift: Array
-    ) -> tuple[Array, Rounded, Statistics]:
-        """``x + branch + bias``, its layer norm, and what backward needs of that."""
-        if branch is not None:
-            x = x + branch + bias
+    def layer_norm(self, x: Array, gain: Array, shift: Array) -> tuple[Rounded, Statistics]:
+        """The layer norm of `x`, and what backward needs of it."""
         mean = x.mean(axis=1, keepdims=True)
         inverse = 1 / np.sqrt(((x - mean) ** 2).mean(axis=1, keepdims=True) + self.dtype.type(EPSILON))
-        return x, Rounded((x - mean) * inverse * gain + shift), (mean, inverse)
+        return Rounded((x - mean) * inverse * gain + shift), (mean, inverse)
 
     def layer_norm_backward(
         self,
@@ -96,7 +103,7 @@ class NumpyOps:
         dx: Array | None,
         out: tuple[Array, Array, Array | None],
     ) -> Rounded:
-        """Add the gradient through the layer norm to `dx`; `out` takes those of gain, shift and the branch's bias."""
+        """Add the gradient through the layer norm to `dx`; `out` takes those of gain, shift and x's bias."""
         mean, inverse = statistics
         normal = (x - mean) * inverse
         out[0][:] = (dy * normal).sum(axis=0)

@@ -6,7 +6,7 @@ cuBLASLt names several kernels for a product, its guess of the fastest first; wh
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,36 +92,37 @@ class Products:
         a: Array,
         b: Array,
         out: Array | None = None,
-        add: bool = False,
+        added: Array | None = None,
         bias: Array | None = None,
         before_gelu: Array | None = None,
         scale: float = 1.0,
     ) -> Array:
         """Of matrices or stacks of them; one of the last two axes of an operand is contiguous, and the last of `out`.
 
-        The product is multiplied by `scale`; with `add` it is added to `out`. `bias` is added to each row; with
-        `before_gelu`, which takes that sum, GELU by tanh follows.
+        The product is multiplied by `scale`; `added` has the result's shape and may be `out`. `bias` is added to each
+        row; with `before_gelu`, which takes that sum, GELU by tanh follows.
         """
         if out is None:
             out = self._cupy.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
         # The library is column-major: it computes out^T = b^T a^T.
-        operands = (b, a, out)
-        left, right, result = map(self._matrix, operands)
+        operands = (b, a, out if added is None else added, out)
         epilogue = NOTHING if bias is None else BIAS if before_gelu is None else GELU_AUX_BIAS
-        key = left, right, result, epilogue
+        matrices = tuple(map(self._matrix, operands))
+        key = (*matrices, epilogue, added is None)
         plan = self._plans.get(key)
         new = plan is None
         if plan is None:
-            plan = self._plans[key] = self._plan(*key)
+            plan = self._plans[key] = self._plan(matrices, epilogue)
         if bias is not None:
             self._set("MatmulDesc", plan.product, BIAS_POINTER, ctypes.c_uint64(bias.data.ptr))
         if before_gelu is not None:
             self._set("MatmulDesc", plan.product, AUX_POINTER, ctypes.c_uint64(before_gelu.data.ptr))
             self._set("MatmulDesc", plan.product, AUX_STRIDE, ctypes.c_int64(before_gelu.shape[-1]))
-        if new and self._search and not add:
-            candidates = self._candidates(plan.product, plan.layouts, [m.alignment for m in (left, right, result)])
-            plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands))
-        self._run(plan, plan.choice, operands, add, scale)
+        in_place = added is not None and added.data.ptr == out.data.ptr  # so that it cannot be repeated
+        if new and self._search and not in_place:
+            candidates = self._candidates(plan.product, plan.layouts, [matrix.alignment for matrix in matrices])
+            plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands, added is not None))
+        self._run(plan, plan.choice, operands, added is not None, scale)
         return out
 
     def _matrix(self, x: Array) -> Matrix:
@@ -133,7 +134,8 @@ class Products:
         kind, stride = self._types[x.dtype.name], columns if transposed else rows
         return Matrix(kind, height, width, stride, transposed, stack, stack_stride, alignment)
 
-    def _plan(self, left: Matrix, right: Matrix, result: Matrix, epilogue: int) -> Plan:
+    def _plan(self, matrices: Sequence[Matrix], epilogue: int) -> Plan:
+        left, right, _, result = matrices
         kind = self._types["float32"]
         product = self._made("cublasLtMatmulDescCreate", ctypes.c_int(COMPUTE_32F), ctypes.c_int(kind))
         settings = ((TRANSPOSE_A, left.transposed), (TRANSPOSE_B, right.transposed), (EPILOGUE, epilogue))
@@ -141,8 +143,8 @@ class Products:
             self._set("MatmulDesc", product, attribute, ctypes.c_int32(value))
         if left.kind == right.kind == E4M3:
             self._set("MatmulDesc", product, FAST_SUMS, ctypes.c_int8(1))
-        layouts = tuple(self._layout(matrix) for matrix in (left, right, result))
-        alignments = [matrix.alignment for matrix in (left, right, result)]
+        layouts = tuple(map(self._layout, matrices))
+        alignments = [matrix.alignment for matrix in matrices]
         if epilogue == GELU_AUX_BIAS:  # its stride decides which kernels there are
             self._set("MatmulDesc", product, AUX_STRIDE, ctypes.c_int64(result.rows))
         return Plan(product, layouts, self._candidates(product, layouts, alignments)[0])
@@ -160,24 +162,23 @@ class Products:
     ) -> list[Choice]:
         wanted = self._made("cublasLtMatmulPreferenceCreate")
         self._set("MatmulPreference", wanted, WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE))
-        for attribute, alignment in zip(ALIGNMENTS, (*alignments, alignments[-1]), strict=True):
+        for attribute, alignment in zip(ALIGNMENTS, alignments, strict=True):
             self._set("MatmulPreference", wanted, attribute, ctypes.c_uint32(alignment))
         found, choices = ctypes.c_int(), (Choice * CANDIDATES)()
-        matrices = (*layouts, layouts[-1])
         count = ctypes.c_int(CANDIDATES)
-        arguments = (self._handle, product, *matrices, wanted, count, choices, ctypes.byref(found))
+        arguments = (self._handle, product, *layouts, wanted, count, choices, ctypes.byref(found))
         self._call("cublasLtMatmulAlgoGetHeuristic", *arguments)
         self._call("cublasLtMatmulPreferenceDestroy", wanted)
         return [choices[i] for i in range(found.value)]
 
-    def _seconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...]) -> float:
+    def _seconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool) -> float:
         """The shortest of a few runs; infinite if the library took the kernel back."""
         spans = []
         try:
             for _ in range(1 + REPEATS):
                 events = [self._cupy.cuda.Event() for _ in range(2)]
                 events[0].record()
-                self._run(plan, choice, operands, add=False)
+                self._run(plan, choice, operands, add)
                 events[1].record()
                 spans.append(events)
         except RuntimeError:
@@ -189,11 +190,11 @@ class Products:
         factors = self._factors.setdefault(scale, np.array([scale, 0, 1], np.float32))
         alpha = factors.ctypes.data
         beta = alpha + (2 if add else 1) * factors.itemsize
-        left, right, result = (ctypes.c_void_p(x.data.ptr) for x in operands)
-        of_left, of_right, of_result = plan.layouts
+        left, right, added, result = (ctypes.c_void_p(x.data.ptr) for x in operands)
+        of_left, of_right, of_added, of_result = plan.layouts
         self._call(
             *("cublasLtMatmul", self._handle, plan.product, ctypes.c_void_p(alpha), left, of_left, right, of_right),
-            *(ctypes.c_void_p(beta), result, of_result, result, of_result, ctypes.byref(choice)),
+            *(ctypes.c_void_p(beta), added, of_added, result, of_result, ctypes.byref(choice)),
             *(ctypes.c_void_p(self._workspace.data.ptr), ctypes.c_size_t(WORKSPACE)),
             ctypes.c_void_p(self._cupy.cuda.get_current_stream().ptr),
         )

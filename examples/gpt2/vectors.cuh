@@ -10,14 +10,17 @@ using Eight = unsigned char;  // a number in 8 bits, E4M3 or E5M2
 using Index = long long;
 
 constexpr int WARP = 32;
-constexpr int WARPS = 8;                                // in a block that has a row a warp
-constexpr int AHEAD = 4;                                // loads of a thread under way
-constexpr int PARTIAL_WARPS = 16;                       // of sum_partials
-constexpr int GRADIENT_WARPS = 4, GRADIENT_BLOCKS = 2;  // of layer_norm_backward, whose threads hold many sums
-constexpr int ROWS_AT_ONCE = 8;                         // of add_rows, in a block
-constexpr float LOWEST = -1e30f;                        // below every score; e to it is 0
-constexpr int VECTOR = 8;                               // elements in 16 bytes
-constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);    // of a row of the model's width, per lane
+constexpr int WARPS = 8;                              // in a block that has a row a warp
+constexpr int GRADIENT_THREADS = 288;                 // of layer_norm_backward, or those of one row
+constexpr int AHEAD = 4;                              // loads of a thread under way
+constexpr int PARTIAL_WARPS = 16;                     // of sum_partials
+constexpr int ROWS_AT_ONCE = 8;                       // of add_rows, in a block
+constexpr float LOWEST = -1e30f;                      // below every score; e to it is 0
+constexpr int VECTOR = 8;                             // elements in 16 bytes
+constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);  // of a row of the model's width, per lane
+constexpr int ROW_THREADS = WIDTH / VECTOR;           // that have a vector of a row each
+// Of layer_norm_backward: rows in a block, and blocks on a multiprocessor.
+constexpr int GRADIENT_ROWS = ROW_THREADS < GRADIENT_THREADS ? GRADIENT_THREADS / ROW_THREADS : 1, GRADIENT_BLOCKS = 2;
 static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
 
 struct Vector {
