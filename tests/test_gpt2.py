@@ -58,9 +58,9 @@ def test_gradients_of_every_parameter(attention: str) -> None:
 class EightBits(NumpyOps):
     """What `CupyOps` does with numbers in 8 bits."""
 
-    def project(self, x: Rounded, weight: Weight, bias: Array | None = None) -> Array:
-        result = self.rounded_to("e4m3fn", x.full, ACTIVATION_SCALE) @ self.weight_rounded(weight)
-        return result if bias is None else result + bias
+    def project(self, x: Rounded, weight: Weight, bias: Array | None = None, added: Array | None = None) -> Array:
+        factors = self.rounded_to("e4m3fn", x.full, ACTIVATION_SCALE), self.weight_rounded(weight)
+        return self.matmul(*factors, bias=bias, added=added)
 
     def project_back(self, dy: Rounded, weight: Weight) -> Array:
         scale = GRADIENT_SCALE * 2 ** len(dy.full).bit_length()

@@ -14,12 +14,15 @@ extern "C" __global__ void embed(Element* x, const int* tokens, const Element* o
 }
 
 // Adds rows to those of a table; sorted tells of each place in `order` to which. The block at the first place of a
-// token adds all of that token's, the others have nothing to do.
-extern "C" __global__ void add_rows(float* table, const Element* rows, const int* sorted, const Index* order,
-                                    int count) {
-  __shared__ float shares[ROWS_AT_ONCE][WIDTH];
+// token adds that token's rows up to the next multiple of RUN; one at such a multiple leaves the sum of its rows in
+// shares[multiple], since a token may have a fifth of all rows. The others have nothing to do.
+extern "C" __global__ void add_rows(float* table, float* shares, const Element* rows, const int* sorted,
+                                    const Index* order, int count) {
+  __shared__ float of_thread[ROWS_AT_ONCE][WIDTH];
   const int first = blockIdx.x, token = sorted[first], column = threadIdx.x * VECTOR;
-  if (first > 0 && sorted[first - 1] == token) return;
+  const bool goes_on = first > 0 && sorted[first - 1] == token;
+  if (goes_on && first % RUN > 0) return;
+  count = min(count, (first / RUN + 1) * RUN);
   Vector sum = {};
   for (int place = first + threadIdx.y; place < count && sorted[place] == token; place += AHEAD * ROWS_AT_ONCE) {
     uint4 raw[AHEAD] = {};  // zeros behind the token's last place
@@ -37,12 +40,27 @@ extern "C" __global__ void add_rows(float* table, const Element* rows, const int
     }
   }
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) shares[threadIdx.y][column + i] = sum.x[i];
+  for (int i = 0; i < VECTOR; ++i) of_thread[threadIdx.y][column + i] = sum.x[i];
   __syncthreads();
+  float* to = goes_on ? shares + Index(first / RUN) * WIDTH : table + Index(token) * WIDTH;
   for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < WIDTH; i += blockDim.y * blockDim.x) {
-    float total = table[Index(token) * WIDTH + i];
+    float total = goes_on ? 0 : to[i];
 #pragma unroll
-    for (int share = 0; share < ROWS_AT_ONCE; ++share) total += shares[share][i];
+    for (int y = 0; y < ROWS_AT_ONCE; ++y) total += of_thread[y][i];
+    to[i] = total;
+  }
+}
+
+// Adds the shares that add_rows left: the block at the first of a token's multiples of RUN adds those of all.
+extern "C" __global__ void add_runs(float* table, const float* shares, const int* sorted, int count) {
+  const int first = blockIdx.x * RUN, token = sorted[first];
+  const auto goes_on = [=](int place) {
+    return place > 0 && place < count && sorted[place - 1] == token && sorted[place] == token;
+  };
+  if (!goes_on(first) || goes_on(first - RUN)) return;
+  for (int i = threadIdx.x; i < WIDTH; i += blockDim.x) {
+    float total = table[Index(token) * WIDTH + i];
+    for (int place = first; goes_on(place); place += RUN) total += shares[Index(place / RUN) * WIDTH + i];
     table[Index(token) * WIDTH + i] = total;
   }
 }
