@@ -153,6 +153,15 @@ def test_gradient_of_a_whole_bias_comes_beside_the_others(head_dim: int, options
     }
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, LENGTHS], ids=["causal", "lengths"])
+def test_sums_have_an_order_in_long_sequences(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(plan_sm90_backward, "L2_BYTES", 0)  # one head alone comes in the order of the last group
+    both(*inputs(head_dim, head_dim), deterministic=True, **options)
+
+
 def test_other_problems_take_the_portable_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
     assert "float32" in plan_sm90_backward.reason(problem)

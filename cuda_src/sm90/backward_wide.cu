@@ -222,11 +222,6 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
     __syncwarp();
     rings.dq_steps.release();
     last = step.last;
-    // All parts of a tile are added in one turn.
-    if (DETERMINISTIC && p.dq_sum != nullptr) {
-      if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, 0, step.turn);
-      sync_dq_warps();
-    }
     rings.ds.wait();
     if (p.dq_sum != nullptr) {
 #pragma unroll 1
@@ -236,6 +231,10 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * BLOCK_N * ROW_BYTES);
         ptx::wgmma_wait_group<0>();
         keep(dq);
+        if (DETERMINISTIC && part == 0) {  // all parts of a tile are added in one turn
+          if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, 0, step.turn);
+          sync_dq_warps();
+        }
         FourFloats* sum = dq_sum_at(p, step.number, part);
 #pragma unroll
         for (int i = 0; i < DQ_COLUMNS / 8; i++) {

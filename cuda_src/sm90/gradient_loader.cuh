@@ -106,8 +106,8 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
        index = of_lane_0([&] { return next_key_index(p, index, total); })) {
     acquire_together(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // registers are scarce
-    // With an order of the sums, blocks of one head wait for each other (causal d64, n 8192: 0.47 of the free order).
-    if (lane() == 0) static_cast<Work&>(work) = key_work_at<!DETERMINISTIC>(p, index);
+    constexpr KeyOrder ORDER = DETERMINISTIC ? KeyOrder::TURNS : KeyOrder::LAST_GROUP;
+    if (lane() == 0) static_cast<Work&>(work) = key_work_at<ORDER>(p, index);
     __syncwarp();
     const Sequence& s = work.sequence;
     if (work.tile * BLOCK_N >= s.rows_k) continue;

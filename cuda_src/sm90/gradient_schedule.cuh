@@ -14,30 +14,57 @@ struct KeyWork : Work {
   u32 key_stage, key_phase;  // the same of the keys, beside a bias
 };
 
-// Tiles of one head are neighbours. With a window they come in groups of heads whose queries fit in L2, and in each
-// group the first keys, which most queries see if it is causal, come first. LAST_HEADS: the last heads alone make a
-// group, so that thread blocks end together.
-template <bool LAST_HEADS>
+// In which order tiles of keys come. GROUPS: of heads whose queries fit in L2, in each group the first keys, which most
+// queries see if it is causal, first. LAST_GROUP: head by head, the last such group alone longest first, so that thread
+// blocks end together. TURNS: see walks_backwards.
+enum class KeyOrder { GROUPS, LAST_GROUP, TURNS };
+
+// The first head of the last group.
+__device__ __forceinline__ u32 last_group(const AttentionParams& p) {
+  const u32 images = num_key_images(p), together = p.heads_together;
+  return HAS_WINDOW ? images - min(together, images) : images;
+}
+
+// If sums of dq have an order, it is that in which tiles of keys come. The last keys come first, and queries are walked
+// from the first: with a diagonal a tile comes to a query one step after the tile before it, even where both begin at
+// once, so that hardly one waits. So many heads come in turn that without a diagonal, too, tiles of one head begin
+// about two steps apart, which is more than an addition takes. In the last group the first keys, the longest tiles,
+// come first, and queries are walked from the last.
+__device__ __forceinline__ u32 heads_in_turn(const AttentionParams& p) {
+  return max(2 * gridDim.x / max(p.num_query_tiles * (p.num_heads_q / p.num_heads_kv), 1), 1u);
+}
+__device__ __forceinline__ bool walks_backwards(const AttentionParams& p, const Work& work) {
+  const u32 batch = p.cu_seqlens_q == nullptr ? work.sequence.batch : 0;
+  return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
+}
+
+template <KeyOrder ORDER>
 __device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
-  if constexpr (HAS_WINDOW) {
-    const u32 together = p.heads_together;
-    const u32 images = num_key_images(p);
-    const u32 group = LAST_HEADS ? images - min(together, images) : index / (num_tiles * together) * together;
-    if (image >= group) {
-      const u32 in_group = index - group * num_tiles;
-      const u32 heads = min(together, images - group);
-      tile = in_group / heads;
-      image = group + in_group % heads;
+  if constexpr (HAS_WINDOW || ORDER == KeyOrder::TURNS) {
+    const u32 last = last_group(p);
+    u32 first = 0, together = p.heads_together, end = num_key_images(p);
+    if (ORDER != KeyOrder::GROUPS) {
+      first = image < last ? 0 : last;
+      if (image < last) {
+        together = ORDER == KeyOrder::TURNS ? heads_in_turn(p) : 1;
+        end = last;
+      }
     }
+    const u32 group = first + (image - first) / together * together, in_group = index - group * num_tiles;
+    const u32 heads = min(together, end - group);
+    tile = in_group / heads;
+    image = group + in_group % heads;
+    if (ORDER == KeyOrder::TURNS && image < last) tile = num_tiles - 1 - tile;
   }
   if (p.cu_seqlens_q != nullptr) return packed_work<true>(p, BLOCK_N, tile, image);
   return {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
 }
 
 // Thread blocks that wait for each other take even their first tile when they run: what a tile waits for has been taken
-// before, by a block that runs.
+// before, by a block that runs. So the first taken of all tiles under way waits for none of them, and all come to an
+// end.
 __device__ __forceinline__ u32 first_key_index(const AttentionParams& p) {
   return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x;
 }
@@ -45,15 +72,14 @@ __device__ __forceinline__ u32 next_key_index(const AttentionParams& p, u32 inde
   return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : next_index(p, index, total);
 }
 
-// The tiles of queries, of all heads of the group, that see some key of a tile. If sums of dq have an order, that is
-// the order of the keys, and queries are walked from the last to the first: tiles of keys that are taken one after the
-// other then come to each query one after the other, causal or not, and hardly wait.
+// The tiles of queries, of all heads of the group, that see some key of a tile.
 struct QueryWalk {
   const AttentionParams& p;
   const Sequence& sequence;
   int tile, head, end_head;
   Blocks blocks;
   int first_block;
+  bool backwards;
 
   __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
       : p(p),
@@ -62,11 +88,12 @@ struct QueryWalk {
         head(work.head * (p.num_heads_q / p.num_heads_kv)),
         end_head(head + p.num_heads_q / p.num_heads_kv),
         blocks(of_head()),
-        first_block(blocks.block) {
+        first_block(blocks.block),
+        backwards(walks_backwards(p, work)) {
     skip();
   }
   __device__ __forceinline__ int block() const {
-    return DETERMINISTIC ? first_block + blocks.end - 1 - blocks.block : blocks.block;
+    return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block;
   }
   __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
   __device__ __forceinline__ bool done() const { return head == end_head; }
@@ -76,7 +103,9 @@ struct QueryWalk {
   }
   // How many tiles of keys add to dq of the current tile before this one.
   __device__ __forceinline__ int turn() const {
-    return DETERMINISTIC ? tile - blocks_of_keys(p, sequence, head, block(), BLOCK_M, BLOCK_N).block : 0;
+    if (!DETERMINISTIC) return 0;
+    const Blocks keys = blocks_of_keys(p, sequence, head, block(), BLOCK_M, BLOCK_N);
+    return backwards ? tile - keys.block : keys.end - 1 - tile;
   }
 
  private:

@@ -71,7 +71,7 @@ struct Rings {
 };
 
 __device__ __forceinline__ Work any_work_at(const AttentionParams& p, u32 index) {
-  return OF_KEYS ? key_work_at<false>(p, index) : work_at(p, index);
+  return OF_KEYS ? key_work_at<KeyOrder::GROUPS>(p, index) : work_at(p, index);
 }
 
 // The loading thread. The maps are of q, k, v and dout.
