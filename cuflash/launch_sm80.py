@@ -67,7 +67,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
         of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
         del others["q"]
-    work.run(Gradient(ROWS, first), with_dlse | of_queries)
+    work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}
     for config in configs:
         sums = of_queries if config.computes_dk else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
@@ -87,7 +87,19 @@ BACKWARD = (
                 short=True,
                 below=_LARGER,
             ),
-            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, bulk_adds=True, dq_buffer=True),
+            Tile(
+                64,
+                128,
+                8,
+                2,
+                True,
+                stages=2,
+                score_stages=2,
+                query_warps=2,
+                bulk_adds=True,
+                dq_buffer=True,
+                below=_LARGER,
+            ),
             Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2),
             Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
             Tile(64, 64, 8, 2, True, query_warps=2),
@@ -122,6 +134,8 @@ BACKWARD = (
 )
 # Queries that a tile of keys walks, up to which blocks that share a multiprocessor are faster than larger tiles.
 _SHORT = 2048
+# Of a block of the kernel before the gradients.
+_ROW_WARPS = 4
 # GPUs from here on add in memory what a warp has in shared memory, or vectors.
 _LARGE_ADDS = (9, 0)
 MAIN, ROWS, DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq"
@@ -227,6 +241,11 @@ def configs(
         )
         for computes_dk, computes_dv in passes
     )
+
+
+def of_rows(config: Config) -> Config:
+    """The configuration of the kernel before: in larger blocks its reads wait for each other."""
+    return replace(config, num_warps=min(config.num_warps, _ROW_WARPS))
 
 
 def _is_short(problem: AttentionProblem) -> bool:
