@@ -133,7 +133,7 @@ BACKWARD = (
     ),
 )
 # Queries that a tile of keys walks, up to which blocks that share a multiprocessor are faster than larger tiles.
-_SHORT = 2048
+_SHORT = 1024
 # Of a block of the kernel before the gradients.
 _ROW_WARPS = 4
 # GPUs from here on add in memory what a warp has in shared memory, or vectors.
