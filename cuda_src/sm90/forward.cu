@@ -29,8 +29,8 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory hol
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too. A single
 // copy takes half as long to compile, and is up to a tenth slower.
-constexpr bool WIDE = HEAD_DIM > 64;
-constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT || (HAS_ALIBI && WIDE) ? 1 : HAS_SOFTCAP && WIDE ? 2 : 3;
+constexpr bool WIDE_OPTION = HEAD_DIM > 64 && HAS_OPTIONS && !HAS_BLOCK_MASK;
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : !WIDE_OPTION ? 3 : HAS_ALIBI ? 1 : 2;
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
