@@ -4,7 +4,6 @@
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (philox.cuh).
 #pragma once
 #include "params.cuh"
-#include "rows.cuh"
 
 constexpr int SIDE = 16;
 constexpr int NUM_THREADS = SIDE * SIDE;

@@ -39,3 +39,22 @@ __device__ __forceinline__ void write_wide_fragment(Element* data, i64 row_strid
     }
   }
 }
+
+// The same for a sum whose rows have units.
+template <class Units, class... Arguments>
+__device__ __forceinline__ void write_in_units(const Units& units, Arguments&&... arguments) {
+  const Accum unit[2] = {units.at(0), units.at(1)};
+  write_wide_fragment(arguments..., unit);
+}
+
+// All fragments of a warp; nothing is staged.
+template <class Units, class T, int FRAGMENTS, int N>
+__device__ __forceinline__ void write_results(const Units (&units)[FRAGMENTS], const T&, int, Element* data,
+                                              i64 row_stride, int row, int len, int rows, int head_dim,
+                                              const Accum (&out)[FRAGMENTS][N]) {
+  const Accum one[2] = {1, 1};
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+    write_in_units(units[f], data, row_stride, row + 16 * f + fragment_row(), len, rows, head_dim, out[f], one);
+  }
+}

@@ -18,7 +18,6 @@ from cuflash import (
     plan_sm90,
     plan_sm90_backward,
     plan_split,
-    plan_split_backward,
     plan_wide,
 )
 from cuflash.plan import KERNEL_FILES, PORTABLE, Config, capability_of, function_of, smem_limit, table
@@ -31,7 +30,6 @@ AnyConfig = (
     | plan_sm90.Config
     | plan_sm90_backward.Config
     | plan_split.Config
-    | plan_split_backward.Config
     | plan_wide.Config
 )
 
@@ -40,7 +38,7 @@ def _hopper_table() -> Iterator[tuple[AnyConfig, str]]:
     yield from plan_sm90.table()
     yield from plan_sm90_backward.table()
     yield from plan_split.table()
-    yield from plan_split_backward.table()
+    yield from plan_split.gradient_table()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *(c.entry for c, _ in _hopper_table()),
         *plan_sm80.ENTRIES,
         plan_sm80_backward.MAIN,
-        plan_wide.FORWARD_ENTRY,
-        plan_wide.DQ,
-        *plan_wide.KEY_KERNELS,
+        *plan_wide.ENTRIES,
         *(k for k, *_ in PORTABLE),
     }
     kernels = sorted(names)

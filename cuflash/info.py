@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from cuflash import (
@@ -17,7 +17,6 @@ from cuflash import (
     plan_sm90,
     plan_sm90_backward,
     plan_split,
-    plan_split_backward,
     plan_wide,
 )
 from cuflash.missing import missing
@@ -119,8 +118,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _reason(plan(problem, entry)) for entry in entries}
     hopper = {
-        "forward on Hopper": _on_hopper(problem, plan_split, plan_sm90),
-        "backward on Hopper": _on_hopper(problem, plan_split_backward, plan_sm90_backward),
+        "forward on Hopper": _on_hopper(problem, plan_split.reason, plan_sm90.reason),
+        "backward on Hopper": _on_hopper(problem, plan_split.gradient_reason, plan_sm90_backward.reason),
     }
     mma = {
         "forward on tensor cores": plan_wide.reason(problem) or plan_sm80.reason(problem),
@@ -129,12 +128,16 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 
 
-def _on_hopper(problem: AttentionProblem, of_float32: ModuleType, of_16_bits: ModuleType) -> str:
+def _on_hopper(
+    problem: AttentionProblem,
+    of_float32: Callable[[AttentionProblem], str],
+    of_16_bits: Callable[[AttentionProblem], str],
+) -> str:
     if problem.dtype != "float32":
-        return str(of_16_bits.reason(problem))
+        return of_16_bits(problem)
     dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
     with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
-    return of_float32.reason(problem) or f"{OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
+    return of_float32(problem) or f"{OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
 
 
 def _reason(config: Config) -> Any:

@@ -294,7 +294,8 @@ def compile_for(arch: str, source: str, name: str) -> Report:
 
 def source_of(entry_file: str, constants: Any) -> str:
     """The self-contained source text of one kernel."""
-    text = _SYSTEM_HEADERS + _constants_text(constants) + inlined(f"{entry_file}.cu")
+    files = entry_file if "." in entry_file else f"{entry_file}.cu"
+    text = _SYSTEM_HEADERS + _constants_text(constants) + inlined(files)
     # Kernels that take the parameter struct check that host and device agree on it.
     return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
 
@@ -319,9 +320,10 @@ def _constants_text(constants: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def inlined(path: str) -> str:
-    """The text of cuda_src/<path> with every quoted include inlined where it is first met."""
-    return _inlined(path, set())
+def inlined(paths: str) -> str:
+    """The text of cuda_src/<path>, one or several, with every quoted include inlined where it is first met."""
+    seen: set[str] = set()
+    return "".join(_inlined(path, seen) for path in paths.split())
 
 
 def _inlined(path: str, seen: set[str]) -> str:

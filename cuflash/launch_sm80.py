@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuflash import launch_portable, plan_sm80, plan_sm80_backward, plan_wide
+from cuflash import launch_portable, launch_split, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.launch import Kernel, Work, images, num_tiles
 from cuflash.launch_params import Arrays
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
@@ -48,7 +48,10 @@ def forward(work: Work) -> bool:
     config = plan_sm80.forward(*place) or plan_wide.forward(*place)
     if config is None:
         return False
-    work.run(Kernel(config.entry, config), work.arrays)
+    arrays = work.arrays
+    if isinstance(config, plan_wide.Config) and config.parts:
+        arrays = launch_split.split(work, config)
+    work.run(Kernel(config.entry, config), arrays)
     return True
 
 
@@ -87,9 +90,10 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
         return None
     launch_portable.delta(work, with_dlse)
     work.arrays |= launch_portable.rows_of_slopes(work, grads)
+    arrays = launch_split.split(work, configs[0]) if configs[0].parts else work.arrays
     for config in configs:
         names = plan_wide.KEY_KERNELS.get(config.entry, ("dq",))
         wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
-        if wanted or (config.entry == plan_wide.DQ and "dslope_rows" in work.arrays):
-            work.run(WideGradient(config.entry, config), work.arrays | wanted)
+        if wanted or (not config.of_keys and "dslope_rows" in work.arrays):
+            work.run(WideGradient(config.entry, config), arrays | wanted)
     return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}

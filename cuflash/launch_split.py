@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_split_backward
+from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_wide
 from cuflash.config import FLOAT_BYTES, HALF_BYTES
 from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_params import Arrays
@@ -18,7 +18,7 @@ from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES, whole_rows
 
 ROWS = "split_rows"
-Config = plan_split.Config | plan_split_backward.Config
+Config = plan_split.Config | plan_wide.Config
 # SplitTensor and SplitOperands of cuda_src/sm90/split_layout.cuh.
 _TENSOR = np.dtype(
     [
@@ -53,14 +53,14 @@ class WorkSpace:
             ("k", keys, config.head_dim, config.key_parts),
             ("v", keys, config.head_dim_v, config.parts),
         ]
-        is_backward = isinstance(config, plan_split_backward.Config)
+        is_backward = isinstance(config, plan_split.GradientConfig | plan_wide.GradientConfig)
         if is_backward:
             tensors.append(("dout", queries, config.head_dim_v, config.parts))
         rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
         operands = np.zeros(1, _OPERANDS)
         self._device = device
         self._tensors: list[tuple[int, tuple[int, ...]]] = []
-        size = blocks = 0
+        size, blocks = whole_rows(_OPERANDS.itemsize), 0
         for name, (rows, heads), head_dim, parts in tensors:
             panels = math.ceil(head_dim / _PANEL)
             if problem.packed:
@@ -167,7 +167,7 @@ class Split(Kernel):
 class Forward(Kernel):
     """The forward kernel."""
 
-    config: plan_split.Config
+    config: plan_split.ForwardConfig
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
@@ -185,7 +185,7 @@ class Forward(Kernel):
 class Gradient(Kernel):
     """A gradient kernel."""
 
-    config: plan_split_backward.Config
+    config: plan_split.GradientConfig
 
     @property
     def of_keys(self) -> bool:
@@ -210,25 +210,23 @@ def forward(work: Work) -> bool:
     config = plan_split.forward(work.problem) if work.device.has_wgmma else None
     if config is None:
         return False
-    arrays = work.arrays | _work_space(work, config)
-    work.run(Split(ROWS, config), arrays)
+    arrays = split(work, config)
     work.run(Forward(config.entry, config), arrays)
     return True
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv and delta, and what the slopes' gradient is summed from; return the others, None if nothing."""
-    configs = plan_split_backward.backward(work.problem) if work.device.has_wgmma else None
-    if configs is None:
+    configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
+    if not configs:
         return None
     launch_portable.delta(work, with_dlse)
     of_rows = launch_portable.rows_of_slopes(work, grads)
     by_entry = {config.entry: of_rows | ({"dq": grads["q"]} if "q" in grads else {}) for config in configs[:1]}
-    for entry, names in plan_split_backward.KEY_KERNELS.items():
+    for entry, names in plan_split.KEY_KERNELS.items():
         by_entry[entry] = {name: grads[name[1:]] for name in names if name[1:] in grads}
     if any(by_entry[config.entry] for config in configs):
-        arrays = work.arrays | _work_space(work, configs[0])
-        work.run(Split(ROWS, configs[0]), arrays)
+        arrays = split(work, configs[0])
         for config in configs:
             if by_entry[config.entry]:
                 work.run(Gradient(config.entry, config), arrays | by_entry[config.entry])
@@ -236,8 +234,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
 
-def _work_space(work: Work, config: Config) -> Arrays:
-    return {"work_space": work.empty((WorkSpace(work.problem, config, work.device).size,), np.uint8)}
+def split(work: Work, config: Config) -> Arrays:
+    """Write the operands' parts; return the arrays for kernels that read them."""
+    space = work.empty((WorkSpace(work.problem, config, work.device).size,), np.uint8)
+    arrays = work.arrays | {"work_space": space}
+    work.run(Split(ROWS, config), arrays)
+    return arrays
 
 
 def _columns(config: Config) -> int:

@@ -127,7 +127,7 @@ class Config(KernelConfig):
 # Flags whose code takes so many registers that the kernel needs smaller tiles.
 LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 
-# Entries that live in a file of another name.
+# Entries that live in a file of another name, or in a kernel's body behind the header that says how it multiplies.
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",
@@ -141,20 +141,23 @@ KERNEL_FILES = {
     "backward_sm90_dq": "sm90/backward_dq",
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/forward",
-    "forward_wide": "sm80/wide_forward",
-    "wide_dq": "sm80/wide_backward",
-    "wide_dkv": "sm80/wide_backward",
-    "wide_dk": "sm80/wide_backward",
-    "wide_dv": "sm80/wide_backward",
+    **{
+        f"{family}_{name}": f"sm80/{tile}.cuh sm80/{'forward' if name == 'forward' else 'wide_backward'}.cuh"
+        for family, tile in (("wide", "wide_tile"), ("parts", "split_tile"))
+        for name in ("forward", "dq", "dkv", "dk", "dv")
+    },
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
     "backward_sm80_dq": "sm80/backward_dq",
-    "split_dq": "sm90/split_backward",
-    "split_dkv": "sm90/split_backward",
-    "split_dk": "sm90/split_backward",
-    "split_dv": "sm90/split_backward",
+    **{f"split_{name}": "sm90/split_backward" for name in ("dq", "dkv", "dk", "dv")},
 }
-
+# What a file's function is called where entries are not.
+_FUNCTIONS = {
+    "backward_dkv": "backward_dkv",
+    "sm80/forward.cuh": "forward_sm80",
+    "sm80/wide_backward.cuh": "backward_wide",
+    "sm90/split_backward": "split_backward",
+}
 
 # Kernels whose tiles are keys, and what they compute.
 KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_dv": ("dv",)}
@@ -162,13 +165,7 @@ KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_d
 
 def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
-    if KERNEL_FILES.get(entry) == "sm90/split_backward":
-        return "split_backward"
-    if entry == "forward_wide":
-        return "forward_sm80"
-    if KERNEL_FILES.get(entry) == "sm80/wide_backward":
-        return "backward_wide"
-    return "backward_dkv" if entry in KEY_KERNELS else entry
+    return _FUNCTIONS.get(KERNEL_FILES.get(entry, "").split(" ")[-1], entry)
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:

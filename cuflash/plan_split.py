@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
 from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale
@@ -12,9 +14,12 @@ from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROU
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import whole_rows
 
-# float16 parts of weights and values, and of queries and keys, by precision; one has the 11 bits of TF32.
+# float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
+DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
+# Kernels whose tiles stay with keys, and what they compute.
+KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
 # The factors of four tiles of keys and values.
 _FACTOR_STAGES = 4
 
@@ -64,18 +69,71 @@ FORWARD = {
 }
 # A block mask is read in words of this many keys.
 _MASK_WORD = 32
+# Vectors of a tile of columns: two of keys and values, four of queries.
+_VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
+_CONSUMERS = 2
+_BLOCK_MASK_REGISTERS = (64, 224)
+SMEM_ALIGNMENT = 1024
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What stays and what is walked (queries and keys of a tile, or the reverse), and buffers of the latter.
+
+    `chunk_columns` are those of a product that is added to a gradient.
+    """
+
+    rows: int
+    columns: int
+    chunk_columns: int = 64
+    stages: int = 2
+    stages_v: int = 2
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """Kernels for head dims up to this one and their tiles: plain or with a window, and with other options.
+
+    dk and dv have a kernel each where both together do not fit the registers: no kernel spills.
+    """
+
+    head_dim: int
+    plain: dict[str, Walk]
+    with_options: dict[str, Walk]
+
+
+# By number of parts; the first row that is wide enough is taken, and wider heads take the portable kernels.
+_WIDE = {DQ: Walk(128, 32, 64, 2, 1), DK: Walk(128, 32, 64, 2, 1), DV: Walk(128, 64, 64, 2, 1)}
+BACKWARD = {
+    2: (
+        GradientRow(
+            64,
+            {DQ: Walk(128, 64), DKV: Walk(128, 48)},
+            {DQ: Walk(128, 32), DKV: Walk(128, 32)},
+        ),
+        GradientRow(128, _WIDE, {**_WIDE, DV: Walk(128, 32, 64)}),
+    ),
+    1: (
+        GradientRow(
+            64,
+            {DQ: Walk(128, 64), DKV: Walk(128, 64)},
+            {DQ: Walk(128, 64), DKV: Walk(128, 32)},
+        ),
+        GradientRow(
+            128,
+            {DQ: Walk(128, 64), DKV: Walk(128, 32)},
+            {DQ: Walk(128, 32), DK: Walk(128, 32), DV: Walk(128, 32)},
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(KernelConfig):
     """One kernel of this family."""
 
-    parts: int  # of weights and values
+    parts: int  # of weights, values and dout
     key_parts: int  # of queries and keys
-    out_columns: int
-    key_stages: int
-    value_stages: int
-    query_stages: int
     consumers: int  # warpgroups that compute
     producer_registers: int
     consumer_registers: int
@@ -84,13 +142,53 @@ class Config(KernelConfig):
 
     @property
     def tile(self) -> str:
-        """Queries and keys of a tile."""
+        """Queries and keys of a tile, and parts."""
         return f"{self.block_m}x{self.block_n}x{self.parts}"
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return (self.consumers + 1) * WARPGROUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(Config):
+    """The forward kernel."""
+
+    out_columns: int
+    key_stages: int
+    value_stages: int
+    query_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientConfig(Config):
+    """A gradient kernel."""
+
+    of_keys: bool
+    of_dk: bool
+    of_dv: bool
+    deterministic: bool  # whether sums wait for their turn (gradient_schedule.cuh): here nothing needs one
+    chunk_columns: int
+    stages: int
+    stages_v: int
+
+
+def _constants(
+    parts: int, consumers: int, registers: tuple[int, int], bias_dtype: str | None, flags: tuple[str, ...], plain: bool
+) -> dict[str, Any]:
+    return {
+        "element": CPP_TYPES["float32"],
+        "accum": CPP_TYPES["float32"],
+        "bias_element": CPP_TYPES[bias_dtype or "float32"],
+        "parts": parts,
+        "key_parts": KEY_PARTS[parts],
+        "consumers": consumers,
+        "producer_registers": registers[0],
+        "consumer_registers": registers[1],
+        "plain_scores": plain and are_products(flags),
+        **{flag: flag in flags for flag in FLAGS},
+    }
 
 
 def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | None:
@@ -107,16 +205,14 @@ def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | Non
 
 def forward_config(
     row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
-) -> Config | None:
+) -> ForwardConfig | None:
     """The configuration of one forward kernel, if there is one; `flags` is a subset of `config.FLAGS`."""
     tile = _tile_of(row, flags, plain_scores)
     if tile is None:
         return None
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    producer_registers, consumer_registers = REGISTERS[consumers]
-    key_parts = KEY_PARTS[parts]
     row_bytes, row_bytes_v = (
-        count * whole_rows(HALF_BYTES * d) for count, d in ((key_parts, row.head_dim), (parts, row.head_dim_v))
+        count * whole_rows(HALF_BYTES * d) for count, d in ((KEY_PARTS[parts], row.head_dim), (parts, row.head_dim_v))
     )
     queries = tile.block_m * row_bytes
     keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
@@ -124,64 +220,142 @@ def forward_config(
     # With room for them the next tile's queries come early.
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
-    return Config(
+    return ForwardConfig(
         entry="split_forward",
-        element=CPP_TYPES["float32"],
-        accum=CPP_TYPES["float32"],
-        bias_element=CPP_TYPES[bias_dtype or "float32"],
         head_dim=row.head_dim,
         head_dim_v=row.head_dim_v,
         block_m=tile.block_m,
         block_n=tile.block_n,
-        parts=parts,
-        key_parts=key_parts,
         out_columns=tile.out_columns,
         key_stages=tile.key_stages,
         value_stages=tile.value_stages,
         query_stages=query_stages,
-        consumers=consumers,
-        producer_registers=producer_registers,
-        consumer_registers=consumer_registers,
         ping_pong=tile.ping_pong,
-        plain_scores=plain_scores and are_products(flags),
         smem_bytes=smem_bytes,
-        **{flag: flag in flags for flag in FLAGS},
+        **_constants(parts, consumers, REGISTERS[consumers], bias_dtype, flags, plain_scores),
     )
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def forward(problem: AttentionProblem) -> Config | None:
-    """The Hopper kernel for the forward pass of a float32 problem, or None."""
-    if problem.dtype != "float32" or 0 in (
+def gradient_config(
+    entry: str,
+    head_dim: int,
+    tile: Walk,
+    parts: int,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    plain_scores: bool = True,
+) -> GradientConfig:
+    """The configuration of one gradient kernel; `flags` is a subset of `config.FLAGS`."""
+    wanted = KEY_KERNELS.get(entry, ())
+    of_keys = bool(wanted)
+    assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP
+    # A walk along a block mask's lists takes registers of the loading thread.
+    registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags else REGISTERS[_CONSUMERS]
+    row_bytes = whole_rows(HALF_BYTES * head_dim)
+    key_parts = KEY_PARTS[parts]
+    # dv needs no products of values and dout.
+    rows = tile.rows * (key_parts + (parts if entry != DV else 0)) * row_bytes
+    columns = tile.columns * (tile.stages * key_parts + tile.stages_v * parts) * row_bytes
+    vectors = tile.stages * _VECTORS[entry] * tile.columns * FLOAT_BYTES
+    return GradientConfig(
+        entry=entry,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        block_m=tile.columns if of_keys else tile.rows,
+        block_n=tile.rows if of_keys else tile.columns,
+        of_keys=of_keys,
+        of_dk="dk" in wanted,
+        of_dv="dv" in wanted,
+        deterministic=False,
+        chunk_columns=tile.chunk_columns,
+        stages=tile.stages,
+        stages_v=tile.stages_v,
+        ping_pong=False,
+        smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
+        **_constants(parts, _CONSUMERS, registers, bias_dtype, flags, plain_scores),
+    )
+
+
+def gradient_configs(
+    row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
+) -> tuple[GradientConfig, ...]:
+    """The configurations of a pass, that of dq first."""
+    tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options
+    return tuple(
+        gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
+        for entry, tile in tiles.items()
+    )
+
+
+def _is_taken(problem: AttentionProblem) -> bool:
+    return problem.dtype == "float32" and 0 not in (
         problem.batch,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.num_heads_q,
-    ):
+    )
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def forward(problem: AttentionProblem) -> ForwardConfig | None:
+    """The Hopper kernel for the forward pass of a float32 problem, or None."""
+    if not _is_taken(problem):
         return None
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     return forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
 
 
+@lru_cache(maxsize=MOST_KEPT)
+def backward(problem: AttentionProblem) -> tuple[GradientConfig, ...]:
+    """The kernels for dq, dk and dv of a float32 problem, that for dq first; none where others run."""
+    if not _is_taken(problem):
+        return ()
+    parts = PARTS[problem.precision]
+    widest = max(problem.head_dim, problem.head_dim_v)
+    for row in BACKWARD[parts]:
+        if widest <= row.head_dim:
+            return gradient_configs(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
+    return ()
+
+
 def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on Hopper, in words; empty unless it is this kernel."""
     config = forward(problem)
-    return "" if config is None else in_words(config.parts, config.tile, config.smem_bytes, config.flags)
+    return "" if config is None else _in_words(config.tile, config)
 
 
-def in_words(parts: int, tile: str, smem_bytes: int, flags: str) -> str:
-    """A kernel on split operands, for a reader."""
+def gradient_reason(problem: AttentionProblem) -> str:
+    """The same of the backward pass."""
+    configs = backward(problem)
+    return _in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
+
+
+def _in_words(tiles: str, *configs: Config) -> str:
+    parts = configs[0].parts
     exactness = "one product of float16 each, TF32's error" if parts == 1 else "float16 parts, float32's error"
-    limits = f"tiles of {tile}, {smem_bytes} bytes of shared memory: {flags}"
+    smem_bytes = max(config.smem_bytes for config in configs)
+    limits = f"tiles of {tiles}, {smem_bytes} bytes of shared memory: {configs[0].flags}"
     return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"
 
 
+_TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask"))
+
+
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row (and its dtype), plain, with each option of its own, and with the options of visibility."""
+    """Every forward row (and its dtype), plain, with each option of its own, and with the options of visibility."""
     for parts, rows in FORWARD.items():
         for row in rows:
-            for flags in ((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask")):
+            for flags in _TABLE_FLAGS:
                 config = forward_config(row, parts, None, flags)
                 if config is not None:
+                    yield config, "float32"
+
+
+def gradient_table() -> Iterator[tuple[Config, str]]:
+    """The same of gradients."""
+    for parts, rows in BACKWARD.items():
+        for row in rows:
+            for flags in _TABLE_FLAGS:
+                for config in gradient_configs(row, parts, None, flags):
                     yield config, "float32"

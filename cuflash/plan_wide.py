@@ -1,4 +1,4 @@
-"""Rows of the table for mma.sync on float64, and on float32 by TF32 (sm_80 and later). Pure, no CuPy."""
+"""Rows of the table for mma.sync on float64, and on float32 in float16 parts (sm_80 and later). Pure, no CuPy."""
 
 from __future__ import annotations
 
@@ -7,58 +7,86 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cuflash.config import FLAGS, MOST_KEPT
+from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT
 from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale, smem_limit
 from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
 from cuflash.plan_sm80 import Config as NarrowConfig
+from cuflash.plan_split import KEY_PARTS, PARTS
 from cuflash.problem import AttentionProblem
 
-# By kind of products.
-_BYTES = {"tf32": 4, "float64": 8}
-_DTYPES = {"tf32": "float32", "float64": "float64"}
-FORWARD_ENTRY, DQ = "forward_wide", "wide_dq"
+# float16 parts of values and dout by kind of products; float64 has whole elements, and kernels of its own.
+_PARTS = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
+_PRODUCTS = {
+    "float32": "float16 parts, float32's error",
+    "tf32": "one product of float16 each, TF32's error",
+    "float64": "float64 products",
+}
+_FAMILIES = ("wide", "parts")
 # Kernels that stay with keys, and what they compute.
-KEY_KERNELS = {"wide_dkv": ("dk", "dv"), "wide_dk": ("dk",), "wide_dv": ("dv",)}
+KEY_KERNELS = {
+    f"{family}_{name}": wanted
+    for family in _FAMILIES
+    for name, wanted in (("dkv", ("dk", "dv")), ("dk", ("dk",)), ("dv", ("dv",)))
+}
+ENTRIES = (*KEY_KERNELS, *(f"{family}_{name}" for family in _FAMILIES for name in ("forward", "dq")))
 
-# By kind; the first row that is wide enough is taken. Without tiles for options the portable kernels run.
+# Of a key and its value in forward's two buffers.
+_FACTORS = 4
+# lse and delta of a row of a gradient's tile in float64, or these and two factors in float32.
+_NUMBERS_BYTES = 16
+# By kind; the first row that is wide enough is taken.
 FORWARD = {
+    "float32": (
+        Row(64, 64, (Tile(64, 64, 4, 1, 2),), (Tile(64, 32, 4, 1, 2),)),
+        Row(128, 128, (Tile(64, 48, 4),), (Tile(64, 32, 4),)),
+    ),
     "tf32": (
-        Row(64, 64, (Tile(128, 64, 4, 1, 2), Tile(64, 64, 4)), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(256, 256, (Tile(64, 32, 4),), (Tile(64, 32, 4),)),
+        Row(64, 64, (Tile(128, 64, 4, 2, 2), Tile(128, 64, 4, 1, 2)), (Tile(64, 64, 4, 2, 2),)),
+        Row(128, 128, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
+        Row(256, 256, (Tile(64, 64, 4),), (Tile(64, 32, 4, 2),)),
     ),
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(128, 128, (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4)), ()),
+        Row(128, 128, (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
 }
-# Measured on sm_90, where its own kernels for TF32 stand before these. The tensor cores of sm_80, too, have twice the
-# rate of its other units in float64 and eight times that in TF32. Others have little advantage, or were not measured.
-CAPABILITIES = ((8, 0), (9, 0))
+# Where products of this kind are faster than the other units' multiply-adds. Exact float32 takes four in float16 for
+# one, which pays where these have 16 or 8 times the rate (sm_80, sm_87; sm_90 without wgmma), not where it is twice or
+# four times (sm_86, sm_89, sm_120). TF32's error takes one.
+CAPABILITIES: dict[str, tuple[Capability, ...]] = {
+    "float32": ((8, 0), (8, 7), (9, 0)),
+    "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)),
+    "float64": ((8, 0), (9, 0)),
+}
 
 
 @dataclass(frozen=True)
 class GradientRow:
     """Tiles for head dims up to this, whose rows stay with a thread block and whose columns it walks.
 
-    Plain or with a window, and with other options; without one they would spill, and the portable kernels run.
+    Plain or with a window, and with other options.
     """
 
     head_dim: int
     key_kernels: tuple[str, ...]
     tile: Tile
-    with_options: Tile | None
+    with_options: Tile
 
 
-_APART = ("wide_dk", "wide_dv")  # together they do not fit the registers
+_TOGETHER, _APART = ("dkv",), ("dk", "dv")  # where both do not fit the registers
 BACKWARD = {
+    "float32": (
+        GradientRow(64, _TOGETHER, Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)),
+        GradientRow(128, _APART, Tile(64, 48, 4), Tile(64, 32, 4)),
+    ),
     "tf32": (
-        GradientRow(64, ("wide_dkv",), Tile(64, 32, 4, 2, 2), Tile(64, 32, 4)),
-        GradientRow(128, _APART, Tile(64, 32, 4), Tile(64, 32, 4)),
+        GradientRow(64, _TOGETHER, Tile(64, 48, 4, 2, 2), Tile(64, 32, 4, 2, 2)),
+        GradientRow(128, _TOGETHER, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2)),
+        GradientRow(256, _APART, Tile(64, 32, 4), Tile(64, 16, 4)),
     ),
     "float64": (
-        GradientRow(64, ("wide_dkv",), Tile(64, 16, 4), Tile(64, 16, 4)),
-        GradientRow(128, _APART, Tile(32, 16, 2), None),
+        GradientRow(64, _TOGETHER, Tile(64, 16, 4), Tile(64, 16, 4)),
+        GradientRow(128, _APART, Tile(32, 16, 2), Tile(32, 16, 2)),
     ),
 }
 
@@ -70,6 +98,8 @@ class Config(NarrowConfig):
     whole_products: bool  # float64 by 16 x 8 x 8
     unroll: int  # steps of a product of queries and keys
     sum_columns: int  # of results whose sums over a tile are in registers at once
+    parts: int  # of values and dout, 0 for whole elements
+    key_parts: int  # of queries and keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +116,36 @@ def kind_of(problem: AttentionProblem) -> str:
     return problem.precision if problem.dtype == "float32" and problem.precision else problem.dtype
 
 
+def _dtype_of(kind: str) -> str:
+    return "float32" if _PARTS[kind] else kind
+
+
+def _family(kind: str) -> str:
+    return _FAMILIES[_PARTS[kind] > 0]
+
+
+def _bytes(kind: str) -> tuple[int, int]:
+    """Of an element of queries and keys, and of values and dout, in shared memory."""
+    parts = _PARTS[kind]
+    return (KEY_PARTS[parts] * HALF_BYTES, parts * HALF_BYTES) if parts else (2 * FLOAT_BYTES, 2 * FLOAT_BYTES)
+
+
 def _is_plain(flags: tuple[str, ...], plain_scores: bool, aligned: bool) -> bool:
     return set(flags) <= {"has_window"} and plain_scores and aligned
 
 
 def _constants(
-    kind: str, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool, aligned: bool, tile: Tile
+    kind: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    plain_scores: bool,
+    aligned: bool,
+    tile: Tile,
+    sum_columns: int,
 ) -> dict[str, Any]:
-    dtype = _DTYPES[kind]
+    dtype = _dtype_of(kind)
+    parts = _PARTS[kind]
+    is_plain = _is_plain(flags, plain_scores, aligned)
     return {
         "element": CPP_TYPES[dtype],
         "accum": CPP_TYPES[dtype],
@@ -102,12 +154,14 @@ def _constants(
         "stages": tile.stages,
         "min_blocks": tile.min_blocks,
         "key_warps": tile.key_warps,
-        "product_depth": 8,
+        "product_depth": 16 if parts else 8,
         "async_copies": True,
         "aligned": aligned,
         "plain_scores": plain_scores and are_products(flags),
-        "unroll": 4,
-        "sum_columns": 32 if _is_plain(flags, plain_scores, aligned) else 8,
+        "unroll": 2 if parts else 4 if is_plain else 1,
+        "sum_columns": sum_columns if is_plain else 16 if parts else 8,
+        "parts": parts,
+        "key_parts": KEY_PARTS[parts] if parts else 0,
         **{flag: flag in flags for flag in FLAGS},
     }
 
@@ -121,24 +175,29 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-) -> Config | None:
-    """The configuration of one forward kernel, if its tile fits; `flags` is a subset of `FLAGS`."""
+) -> Config:
+    """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
-    for tile in row.tiles if is_plain else row.with_options:
-        elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * (row.head_dim + row.head_dim_v)
-        smem_bytes = elements * _BYTES[kind] + SMEM_BESIDE_TILES
-        if fits(tile.min_blocks, smem_bytes, limit):
-            return Config(
-                entry=FORWARD_ENTRY,
-                head_dim=row.head_dim,
-                head_dim_v=row.head_dim_v,
-                block_m=tile.block_m,
-                block_n=tile.block_n,
-                whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
-                smem_bytes=smem_bytes,
-                **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile),
-            )
-    return None
+    size, size_v = _bytes(kind)
+    columns = size * row.head_dim + size_v * row.head_dim_v
+
+    def smem_bytes(tile: Tile) -> int:
+        factors = FLOAT_BYTES * (_FACTORS * tile.block_n + 2 * tile.block_m) if _PARTS[kind] else 0
+        elements = tile.block_m * size * row.head_dim + tile.stages * tile.block_n * columns
+        return elements + factors + SMEM_BESIDE_TILES
+
+    tiles = row.tiles if is_plain else row.with_options
+    tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
+    return Config(
+        entry=f"{_family(kind)}_forward",
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
+        smem_bytes=smem_bytes(tile),
+        **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 64 if _PARTS[kind] else 32),
+    )
 
 
 def gradient_configs(
@@ -150,17 +209,18 @@ def gradient_configs(
     plain_scores: bool = True,
     aligned: bool = True,
 ) -> tuple[GradientConfig, ...]:
-    """The configurations of a pass, that of dq first, if there are any; `flags` is a subset of `FLAGS`."""
+    """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
     # The wider product takes registers.
     takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
     configs = []
-    for entry in (DQ, *row.key_kernels) if tile is not None else ():
-        assert tile is not None
+    size, size_v = _bytes(kind)
+    for name in ("dq", *row.key_kernels):
+        entry = f"{_family(kind)}_{name}"
         wanted = KEY_KERNELS.get(entry, ())
-        elements = tile.block_m * row.head_dim * (1 if wanted == ("dv",) else 2)
-        elements += tile.stages * tile.block_n * 2 * (row.head_dim + 1)
+        row_bytes = row.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
+        column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
         config = GradientConfig(
             entry=entry,
             head_dim=row.head_dim,
@@ -171,8 +231,8 @@ def gradient_configs(
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
-            smem_bytes=elements * _BYTES[kind] + SMEM_BESIDE_TILES,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile),
+            smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 32),
         )
         configs.append(config)
     return tuple(configs)
@@ -183,7 +243,8 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     """The forward kernel for a problem, or None."""
     kind = kind_of(problem)
     widest = max(problem.head_dim, problem.head_dim_v)
-    for row in FORWARD.get(kind, ()) if capability in CAPABILITIES else ():
+    aligned |= _PARTS.get(kind, 0) > 0  # parts are
+    for row in FORWARD.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
         if widest <= row.head_dim:
             options = problem.bias_dtype, flags_of(problem)
             return forward_config(row, kind, *options, capability, limit, has_plain_scale(problem), aligned)
@@ -195,7 +256,8 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
     """The kernels for dq, dk and dv of a problem, that for dq first; none where others are faster."""
     kind = kind_of(problem)
     widest = max(problem.head_dim, problem.head_dim_v)
-    for row in BACKWARD.get(kind, ()) if capability in CAPABILITIES else ():
+    aligned |= _PARTS.get(kind, 0) > 0
+    for row in BACKWARD.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
         if widest <= row.head_dim:
             options = problem.bias_dtype, flags_of(problem)
             return gradient_configs(row, kind, *options, capability, has_plain_scale(problem), aligned)
@@ -203,23 +265,23 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What both passes take on sm_80, and on Hopper without its own kernels, in words; empty unless it is these."""
-    capability = CAPABILITIES[0]
-    config = forward(problem, True, capability, smem_limit("sm_80"))
+    """What both passes take where their own kernels do not stand before these, in words; empty unless it is these."""
+    config = forward(problem, True, (8, 0), smem_limit("sm_80"))
     if config is None:
         return ""
-    gradients = backward(problem, True, capability)
-    names = ", ".join(f"{c.entry} {c.tile}" for c in gradients) or "gradients by the portable kernels"
-    return f"mma.sync on sm_80 and sm_90, {kind_of(problem)} products, tiles of {config.tile}; {names}"
+    kind = kind_of(problem)
+    architectures = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES[kind])
+    gradients = ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, True, (8, 0)))
+    gradients = gradients or "gradients by the portable kernels"
+    return f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {config.tile}; {gradients}"
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     flag_sets: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
-    for kind in FORWARD if capability in CAPABILITIES else ():
+    for kind in [kind for kind, capabilities in CAPABILITIES.items() if capability in capabilities]:
         for flags in flag_sets:
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in FORWARD[kind]]
             gradients = [gradient_configs(row, kind, None, flags, capability) for row in BACKWARD[kind]]
             for config in (*passes, *sum(gradients, ())):
-                if config is not None:
-                    yield config, _DTYPES[kind]
+                yield config, _dtype_of(kind)

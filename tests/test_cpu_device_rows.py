@@ -22,7 +22,6 @@ from cuflash import (
     plan_sm90,
     plan_sm90_backward,
     plan_split,
-    plan_split_backward,
 )
 from cuflash.config import FLAGS, KernelConfig
 
@@ -50,7 +49,8 @@ def rows() -> Iterator[Row]:
         limit = SMEM_LIMITS[capability]
         tables = [plan_sm80.table(capability, limit), plan_sm80_backward.table(capability, limit)]
         if capability == (9, 0):
-            tables = [plan_sm90.table(), plan_sm90_backward.table(), plan_split.table(), plan_split_backward.table()]
+            tables = [plan_sm90.table(), plan_sm90_backward.table(), plan_split.table()]
+            tables.append(plan_split.gradient_table())
         found: dict[tuple[Any, ...], Row] = {}
         for config, dtype in (pair for table in tables for pair in table):
             known = found.get(identity(config))

@@ -154,6 +154,34 @@ def test_error_rule_with_options(device: Device, dtype: str, dims: tuple[int, in
     _assert_error_rule(device, case)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_lse(device: Device, dtype: str, sign: int) -> None:
+    """All scores lie near 1e4 or -1e4, where float32 has steps of 1e-3, and many of them have weight."""
+    case = gaussian_case(14, dtype, (140, 150), dims=(64, 64))
+    q, k = case.q.copy(), case.k.copy()
+    q[..., 0], k[..., 0] = sign * 283, 283
+    _assert_error_rule(device, replace(case, q=q, k=k))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradient_of_slopes_is_that_of_the_given_out(device: Device, dtype: str) -> None:
+    """Distances multiply what the rounding of `out` leaves in delta; nothing else may be lost."""
+    case = gaussian_case(
+        15,
+        dtype,
+        (100, 200),
+        dims=(64, 64),
+        alibi_slopes=np.array([0.5, 0.1, 0.02, 0.3], np.float32),
+        q_lengths=np.array([100, 71], np.int32),
+        kv_lengths=np.array([200, 157], np.int32),
+        causal=True,
+    )
+    out, lse = case.on(device).forward()
+    found = case.on(device).backward(out, lse)["alibi_slopes"]
+    np.testing.assert_allclose(found, case.reference_backward(out, lse)["alibi_slopes"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", ["own", "float32"])
 def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> None:

@@ -11,7 +11,7 @@ from cpu_device import device, hook
 from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import launch, plan_split_backward
+from cuflash import launch, plan_split
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -58,7 +58,7 @@ def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: flo
             dout, q, bad_k, bad_v, out.astype(np.float32), lse.astype(np.float32), **options
         )
     entries = {x.kernel.entry for x in launch._launches.values()}
-    assert plan_split_backward.DQ in entries and entries & set(plan_split_backward.KEY_KERNELS)
+    assert plan_split.DQ in entries and entries & set(plan_split.KEY_KERNELS)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=eps, atol=eps * np.abs(y).max())
 
@@ -152,11 +152,11 @@ def test_range(exponent: int) -> None:
 def test_wide_heads_take_the_portable_kernels() -> None:
     for head_dim, dtype in ((64, "float16"), (129, "float32")):
         problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
-        assert plan_split_backward.backward(problem) is None
+        assert plan_split.backward(problem) == ()
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_split_backward.table()}))
+@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_split.gradient_table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    for config in {config for config, _ in plan_split_backward.table() if config.entry == entry}:
+    for config in {config for config, _ in plan_split.gradient_table() if config.entry == entry}:
         assert_compiles_well("sm_90a", config)

@@ -1,4 +1,4 @@
-"""Float64, and float32 as TF32, by mma.sync against the reference: on the CPU as sm_80 and as a Hopper GPU."""
+"""Float64, and float32 in parts, by mma.sync against the reference: on the CPU as sm_80 and as a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
     case.assert_forward(out, lse)
     case.assert_gradients(gradients)
     entries = {x.kernel.entry for x in launch._launches.values()}
-    assert {plan_wide.FORWARD_ENTRY, plan_wide.DQ} <= entries and entries & set(plan_wide.KEY_KERNELS)
+    family = "parts" if case.dtype == np.float32 else "wide"
+    assert {f"{family}_forward", f"{family}_dq"} <= entries and entries & set(plan_wide.KEY_KERNELS)
     assert not entries & {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv"}
 
 
@@ -43,6 +44,11 @@ def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (33, 47), (128, 128)])
 def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float64", SHAPE, (4, 2), dims, 1, causal=True), capability)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (33, 47), (128, 128)])
+def test_float32_in_parts(dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,9 +63,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str) -> None:
-    agrees(gaussian_case(0, "float64", SHAPE, (4, 2), (64, 64), 2, **OPTIONS[name]))
+def test_options(name: str, dtype: str) -> None:
+    options = {
+        key: x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+        for key, x in OPTIONS[name].items()
+    }
+    agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -71,7 +82,7 @@ def test_tf32(head_dim: int) -> None:
     with hook.kernels_on(cpu_device.CpuDevice((8, 0), num_sms=3)):
         out, lse = cuflash.attention(q, k, v, return_lse=True, precision="tf32")
         found = cuflash.attention_backward(dout, q, k, v, out, lse, precision="tf32")
-    assert plan_wide.FORWARD_ENTRY in {x.kernel.entry for x in launch._launches.values()}
+    assert "parts_forward" in {x.kernel.entry for x in launch._launches.values()}
     for x, y in zip((out, *found), (expected, *gradients), strict=True):
         np.testing.assert_allclose(x, y, atol=4 * TF32_EPS * np.abs(y).max())
         assert np.abs(x - y).max() > TF32_EPS / 64 * np.abs(y).max()  # one product each

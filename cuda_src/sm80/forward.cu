@@ -1,5 +1,6 @@
 // Forward attention by mma.sync on 16-bit inputs.
 #include "../write_fragment.cuh"
+#include "direct.cuh"
 #include "write_rows.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
@@ -15,8 +16,9 @@ __device__ __forceinline__ void multiply_values(Arguments&&... arguments) {
 }
 
 template <class T, int FRAGMENTS, int N>
-__device__ __forceinline__ void write_results(const T& staging, int column, Element* data, i64 row_stride, int row,
-                                              int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {
+__device__ __forceinline__ void write_results(const Units (&)[FRAGMENTS], const T& staging, int column, Element* data,
+                                              i64 row_stride, int row, int len, int rows, int head_dim,
+                                              const float (&out)[FRAGMENTS][N]) {
   if constexpr (KEY_WARPS > 1) {
     write_through(staging, column, data, row_stride, row, len, rows, head_dim, out);
   } else {

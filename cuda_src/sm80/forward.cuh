@@ -3,7 +3,8 @@
 // queries, each the scores of a part of a tile's keys and a part of the columns of the result: what they need of each
 // other, weights and where maxima grow, comes through shared memory.
 //
-// The file that includes this one has said how: Weights, pack, multiply_scores, multiply_values and write_results.
+// What stands before has said how: Weights, pack, multiply_scores, multiply_values, write_results, and what direct.cuh
+// has.
 #pragma once
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
@@ -12,9 +13,9 @@
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
 constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
-using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
+using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
+using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
+using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
 using WeightTile = Tile<BLOCK_M, BLOCK_N>;
 
 struct SharedStorage {
@@ -24,8 +25,10 @@ struct SharedStorage {
   alignas(SHARES_QUERIES ? 128 : 4) unsigned char weights[SHARES_QUERIES ? WeightTile::BYTES : 4];
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
   Work work;  // this and the next are read again where needed: registers are scarce
-  Rows k_rows, v_rows;
+  OperandRows k_rows, v_rows;
   FragmentSoftmax softmax;  // its factors
+  Factors<BLOCK_M, 1> query_factors;
+  Factors<BLOCK_N, 2> factors;
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
@@ -101,13 +104,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, BLOCK_N);
   {
     const Sequence& s = work.sequence;
-    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
-    const Rows k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
-    const Rows v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);
+    const OperandRows k = rows_of(p, s, Operand::K, head_kv), v = rows_of(p, s, Operand::V, head_kv);
     if (!blocks.done()) {
-      queries.load(Rows(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim), tile_row);
+      const OperandRows q = rows_of(p, s, Operand::Q, head);
+      queries.load(q, tile_row);
+      shared.query_factors.load(0, q, q, tile_row);
       keys.load(k, blocks.block * BLOCK_N);
+      shared.factors.load(0, k, v, blocks.block * BLOCK_N);
       if constexpr (VALUES_LATER) commit_copies();
       if constexpr (STAGES == 2) values.load(v, blocks.block * BLOCK_N, first_seen);
       commit_copies();
@@ -122,11 +126,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
   __syncthreads();
   const Sequence& s = shared.work.sequence;
-  const Rows &k = shared.k_rows, &v = shared.v_rows;
+  const OperandRows &k = shared.k_rows, &v = shared.v_rows;
   const ScoreFragment held(p, s, shared.work.head);
 
   Accum out[FRAGMENTS][WARP_COLUMNS / 2];
   FragmentSoftmax softmax[FRAGMENTS];
+  Units units[FRAGMENTS];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     clear(out[f]);
@@ -154,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     if constexpr (STAGES == 2) {
       if (!blocks.done()) {
+        shared.factors.load(stage ^ 1, k, v, next_key);
         KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}.load(k, next_key);
         ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}.load(v, next_key, first_seen);
       }
@@ -167,7 +173,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     multiply_scores(x, own_queries, keys.from_row(own_key));
     if constexpr (STAGES == 1 && !SHARES_QUERIES) {
       finish_copies();
-      if (!blocks.done()) keys.load(k, next_key);
+      if (!blocks.done()) {
+        keys.load(k, next_key);
+        shared.factors.load(stage ^ 1, k, v, next_key);
+      }
       commit_copies();
     }
 
@@ -208,11 +217,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (int f = 0; f < FRAGMENTS; f++) {
         Accum rescale[2];
         const int row = first_row + 16 * f + fragment_row();
+        take_scores(x[f], shared.query_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
         scores.apply(x[f], row, first_key, masked);
         if (HIDES_ANYWHERE && masked) mark_seen(shared.seen, x[f]);
         softmax[f].take_factors(shared.softmax);
-        const bool grown = softmax[f].step(x[f], rescale);
+        bool grown = softmax[f].step(x[f], rescale);
         scores.drop(x[f], row, first_key);
+        grown |= units[f].fold(x[f], shared.factors.of_valued(stage), rescale);
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
       }
@@ -262,6 +273,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     rescale_rows(out[f], inverse);
   }
-  write_results(own_queries, key_warp * WARP_COLUMNS, p.out.at(batch, s.row_q, shared.work.head), p.out.row_stride,
-                first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+  write_results(units, own_queries, key_warp * WARP_COLUMNS, p.out.at(batch, s.row_q, shared.work.head),
+                p.out.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
 }

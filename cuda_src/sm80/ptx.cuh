@@ -79,15 +79,6 @@ __device__ __forceinline__ void mma_m16n8k8_f16(float (&d)[4], const unsigned (&
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-// tf32: a[0] is row g, column t; a[1] row g + 8; a[2], a[3] the same at column + 4; b[0] is row t of column g, b[1]
-// row t + 4. The low 13 bits of each register are ignored.
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 // float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g, columns 2 t and 2 t + 1.
 __device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
@@ -129,12 +120,6 @@ __device__ __forceinline__ float lg2(float x) {
 __device__ __forceinline__ float tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// x rounded to the nearest tf32, ties away from zero; the low 13 bits are zero.
-__device__ __forceinline__ unsigned round_to_tf32(float x) {
-  unsigned y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 

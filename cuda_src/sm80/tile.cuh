@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products.
 #pragma once
 #include "../fragment.cuh"
-#include "../rows.cuh"
+#include "../params.cuh"
 #include "ptx.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
@@ -165,6 +165,16 @@ __device__ __forceinline__ void clear(Accum (&x)[N]) {
   for (int e = 0; e < N; e++) x[e] = 0;
 }
 
+// What products take: float32 comes in float16 parts.
+template <class T>
+struct Multiplied {
+  using Type = T;
+};
+template <>
+struct Multiplied<float> {
+  using Type = __half;
+};
+
 // d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator.
 template <int N>
 __device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
@@ -172,7 +182,7 @@ __device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a
   for (int half = 0; half < 2; half++) {
     float (&d)[4] = *reinterpret_cast<float (*)[4]>(&x[first + 4 * half]);
     if constexpr (PRODUCT_DEPTH == 16) {
-      ptx::mma_m16n8k16<Element>(d, a, {b[2 * half], b[2 * half + 1]});
+      ptx::mma_m16n8k16<Multiplied<Element>::Type>(d, a, {b[2 * half], b[2 * half + 1]});
     } else {
       ptx::mma_m16n8k8_f16(d, {a[0], a[1]}, b[2 * half]);
       ptx::mma_m16n8k8_f16(d, {a[2], a[3]}, b[2 * half + 1]);
@@ -217,16 +227,17 @@ __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A&
   }
 }
 
+__device__ __forceinline__ void copy_words(u32 (&to)[4], const u32* from) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[i] = from[i];
+}
+
 // x += weights b: the packed accumulators of an earlier product with the rows of a tile, columns from `column` on.
 template <class B, int FRAGMENTS, int M, int N>
 __device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M],
                                                  const B& b, int column = 0) {
   multiply_ahead<M / 4>(
-      x,
-      [&](u32(&to)[4], int f, int step) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) to[i] = weights[f][4 * step + i];
-      },
+      x, [&](u32(&to)[4], int f, int step) { copy_words(to, &weights[f][4 * step]); },
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 

@@ -208,7 +208,7 @@ struct CappedAlibi {
   }
 };
 
-// Products become scores whose unit is softcap; with the error of the forward pass (unit_score.cuh), from which lse
+// Products become scores whose unit is softcap; with the error of the forward pass (unit_fragment.cuh), from which lse
 // comes.
 __device__ __forceinline__ void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {

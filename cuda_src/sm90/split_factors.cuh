@@ -82,3 +82,21 @@ struct ScoreFactors {
   }
   __device__ __forceinline__ float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
 };
+
+// A fragment of N columns as the left factor of a product.
+template <int N>
+struct SplitFragment {
+  u32 high[N / 4], low[N / 4];
+
+  __device__ __forceinline__ void set(const float (&x)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      high[i] = *reinterpret_cast<const u32*>(&pair);
+      if constexpr (PARTS == 2) {
+        const float2 kept = __half22float2(pair);
+        low[i] = packed(__half(), x[2 * i] - kept.x, x[2 * i + 1] - kept.y);
+      }
+    }
+  }
+};

@@ -2,6 +2,7 @@
 // their sums instead of rounding it, so the small products come first, and sums over many tiles are made elsewhere.
 #pragma once
 #include "products.cuh"
+#include "split_factors.cuh"
 
 static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "float32 or TF32");
 
@@ -38,24 +39,6 @@ __device__ __forceinline__ void multiply_transposed(float (&x)[N / 2], u32 a, u3
   multiply(0, 0, COUNT == 1);
   ptx::wgmma_commit_group();
 }
-
-// A fragment of N columns as the left factor of a product.
-template <int N>
-struct SplitFragment {
-  u32 high[N / 4], low[N / 4];
-
-  __device__ __forceinline__ void set(const float (&x)[N / 2]) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-      high[i] = *reinterpret_cast<const u32*>(&pair);
-      if constexpr (PARTS == 2) {
-        const float2 kept = __half22float2(pair);
-        low[i] = packed(__half(), x[2 * i] - kept.x, x[2 * i + 1] - kept.y);
-      }
-    }
-  }
-};
 
 // Starts sum = weights b for one chunk of WIDTH of the columns of a tile b, N rows of `columns` columns.
 template <int WIDTH, int N>

@@ -113,6 +113,7 @@ __device__ __forceinline__ void split_row(const AttentionParams& p, const SplitO
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
+  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;
   switch (blockIdx.y) {
     case 0:
       return split_row<false>(p, operands, space, p.q, operands.q, p.head_dim, false);

@@ -1,7 +1,6 @@
 // Score, mask and dropout as score_fragment.cuh has them, in the order in which the products leave time, and in units.
 #pragma once
 #include "../score_fragment.cuh"
-#include "../unit_score.cuh"
 
 constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
 constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // of a row
@@ -16,6 +15,27 @@ struct FragmentBits {
   static constexpr bool HAS_VISIBLE = HAS_MASK || HAS_BLOCK_MASK;
   u32 visible[ELEMENT_WORDS];  // bit e: element e
   uint4 mask[2][2];            // of rows `row` and row + 8, 32 columns, each lane of a quad its own
+};
+
+// Scores in the accumulators of tensor cores (16-bit inputs) stand in units: score = unit * x. The unit comes with the
+// conversion to base 2, so plain products, and those of softcap, cost no multiplication of their own.
+struct UnitScore {
+  float unit, slope;  // the slope is in units
+  float factor;       // of a product
+  float softcap;
+
+  // A bias needs natural units: in others finfo.min would overflow.
+  __device__ __forceinline__ explicit UnitScore(const Score& score) : softcap(score.softcap) {
+    unit = HAS_BIAS ? 1 : HAS_SOFTCAP ? score.softcap : PLAIN_SCORES ? score.scale : 1;
+    if constexpr (HAS_ALIBI) slope = score.slope / unit;
+    factor = HAS_SOFTCAP ? score.scale / score.softcap : score.scale;
+  }
+
+  // Before bias and alibi. The error of tanh, 2^-11 of the score, is no larger than that of scores rounded to float16.
+  __device__ __forceinline__ float of_product(float product) const {
+    if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
+    return PLAIN_SCORES ? product : product * factor;
+  }
 };
 
 struct UnitFragment : ScoreFragment {

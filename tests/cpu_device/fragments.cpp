@@ -123,11 +123,6 @@ void multiply_operation(void* const all[32], unsigned) {
   for (int l = 0; l < 32; l++) {
     const MultiplyArgs& args = *static_cast<MultiplyArgs*>(all[l]);
     const int g = l / 4, t = l % 4;
-    if (format == Format::kTf32) {  // a register holds one element; its low 13 bits do not count
-      for (int r = 0; r < 4; r++) a[g + r % 2 * 8][t + r / 2 * 4] = from_bits(args.a[r] & ~0x1fffu);
-      for (int r = 0; r < 2; r++) b[t + r * 4][g] = from_bits(args.b[r] & ~0x1fffu);
-      continue;
-    }
     for (int r = 0; r < first.depth / 4; r++)
       for (int h = 0; h < 2; h++) a[g + r % 2 * 8][2 * t + h + r / 2 * 8] = element(args.a[r], h, format);
     for (int r = 0; r < first.depth / 8; r++)

@@ -4,7 +4,7 @@
 
 namespace cpu_device {
 
-enum class Format { kFloat16, kBfloat16, kTf32 };
+enum class Format { kFloat16, kBfloat16 };
 
 // fragments.cpp: ldmatrix, stmatrix (count matrices of 8x8 16-bit elements), movmatrix, mma.sync
 void load_matrices(unsigned* d, int count, bool transposed, uint32_t address, Where where);

@@ -179,7 +179,6 @@ def _warp_products() -> list[Case]:
             "const unsigned c[2] = {a[0], a[1]};\n  ptx::mma_m16n8k8_f16(d, c, b[0]); (void)a[2], (void)b[1];",
             float16_words,
         ),
-        "mma_m16n8k8_tf32": ("ptx::mma_m16n8k8_tf32(d, a, b);", float32_words),
     }
     cases = [Case(name, "sm_80", head + call + tail, data, tolerance=2e-6) for name, (call, data) in products.items()]
     body = """const double* x = reinterpret_cast<const double*>(in);
@@ -205,8 +204,7 @@ def _numbers() -> list[Case]:
     out[i] = __float_as_uint(ptx::multiply(as_float(in[i]), as_float(in[{WORDS_IN} - 1 - i])));
   }}"""
     cases.append(Case("multiply", "sm_80", body, special_float32_words))
-    body = f"for (int i = lane; i < {WORDS_IN}; i += 32) out[i] = ptx::round_to_tf32(as_float(in[i]));"
-    return [*cases, Case("round_to_tf32", "sm_80", body, special_float32_words)]
+    return cases
 
 
 def _barriers() -> list[Case]:

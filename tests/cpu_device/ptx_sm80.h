@@ -54,9 +54,6 @@ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
 inline void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b, Where where = {}) {
   cpu_device::multiply_fragments(d, a, &b, 8, cpu_device::Format::kFloat16, where);
 }
-inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Where where = {}) {
-  cpu_device::multiply_fragments(d, a, b, 8, cpu_device::Format::kTf32, where);
-}
 inline void mma_m8n8k4_f64(double (&d)[2], double a, double b, Where where = {}) {
   cpu_device::multiply_fragments(d, a, b, where);
 }
@@ -73,13 +70,6 @@ inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
 inline float lg2(float x) { return std::log2(flushed(x)); }
 inline float tanh(float x) { return std::tanh(x); }
-inline unsigned round_to_tf32(float x) {
-  unsigned bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if (std::isnan(x)) return 0x7fffffff;
-  if (std::isinf(x)) return bits;
-  return (bits + 0x1000) & ~0x1fffu;
-}
 
 inline void barrier_sync(int id, int threads, Where where = {}) {
   cpu_device::barrier_sync(id, threads, false, "barrier.sync", where);

@@ -1,11 +1,10 @@
-// Gradients by mma.sync on float64, and on float32 as TF32: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three
+// Gradients by mma.sync on float64 and float32: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three
 // kernels without atomics, the same bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that
 // these see. dk and dv: they stay with BLOCK_N keys and walk the queries, of all heads of the group, that see them.
-// Either way rows are what stays and columns what is walked; a warp has 16 rows.
+// Either way rows are what stays and columns what is walked; a warp has 16 rows. What stands before has said how to
+// multiply: wide_tile.cuh or split_tile.cuh.
 #include "../query_walk.cuh"
-#include "../softmax.cuh"
-#include "../write_wide_fragment.cuh"
-#include "wide_tile.cuh"
+#include "../softmax_fragment.cuh"
 // Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
@@ -15,10 +14,10 @@ static_assert(ROWS == NUM_WARPS * 16, "a warp has 16 rows");
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
-using RowTile = Tile<ROWS, HEAD_DIM>;
-using RowTileV = Tile<ROWS, HEAD_DIM_V>;
-using ColumnTile = Tile<COLUMNS, HEAD_DIM>;
-using ColumnTileV = Tile<COLUMNS, HEAD_DIM_V>;
+using RowTile = KeyedTile<ROWS, HEAD_DIM>;
+using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
+using ColumnTile = KeyedTile<COLUMNS, HEAD_DIM>;
+using ColumnTileV = ValuedTile<COLUMNS, HEAD_DIM_V>;
 
 struct SharedStorage {
   alignas(128) unsigned char rows[RowTile::BYTES];
@@ -27,6 +26,8 @@ struct SharedStorage {
   alignas(128) unsigned char columns_v[STAGES * ColumnTileV::BYTES];
   Accum lse[STAGES][COLUMNS], delta[STAGES][COLUMNS];  // of walked queries
   Work work;                                           // read again where needed: registers are scarce
+  Factors<ROWS, 1> row_factors;
+  Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
@@ -34,10 +35,10 @@ static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory hol
 __device__ __forceinline__ i64 batch_of(const AttentionParams& p, const Sequence& s) {
   return p.cu_seqlens_q == nullptr ? s.batch : 0;
 }
-__device__ __forceinline__ Rows rows_of(const AttentionParams& p, const Sequence& s, const Tensor<const Element>& x,
-                                        bool of_keys, int head, int head_dim) {
-  return Rows(x.at(batch_of(p, s), of_keys ? s.row_k : s.row_q, head), x.row_stride, of_keys ? s.len_k : s.len_q,
-              head_dim);
+
+__device__ __forceinline__ void copy_number(float* to, const float* from) { copy_float(to, from); }
+__device__ __forceinline__ void copy_number(double* to, const double* from) {
+  ptx::cp_async_8(ptx::shared_address(to), from, sizeof(double));
 }
 
 // lse with which a query has weights: inf where it sees nothing.
@@ -49,10 +50,11 @@ __device__ __forceinline__ void load_columns(const AttentionParams& p, SharedSto
   const Sequence& s = shared.work.sequence;
   const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);
   const int first = walk.blocks.block * COLUMNS;
-  ColumnTile{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES}.load(
-      rows_of(p, s, OF_KEYS ? p.q : p.k, !OF_KEYS, head, p.head_dim), first, first_seen);
-  ColumnTileV{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES}.load(
-      rows_of(p, s, OF_KEYS ? p.dout : p.v, !OF_KEYS, head, p.head_dim_v), first, first_seen);
+  const OperandRows columns = rows_of(p, s, OF_KEYS ? Operand::Q : Operand::K, head);
+  const OperandRows columns_v = rows_of(p, s, OF_KEYS ? Operand::DOUT : Operand::V, head);
+  ColumnTile{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES}.load(columns, first, first_seen);
+  ColumnTileV{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES}.load(columns_v, first, first_seen);
+  shared.factors.load(stage, columns, columns_v, first);
   if (OF_KEYS && threadIdx.x < COLUMNS) {
     const i64 row = s.row_q + smaller(first + threadIdx.x, s.len_q - 1);
     copy_number(&shared.lse[stage][threadIdx.x], p.lse.at(batch_of(p, s), row, head));
@@ -70,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   __syncthreads();
   const Work& work = shared.work;
   const Sequence& s = work.sequence;
-  const int tile_row = work.tile * ROWS, num_rows = OF_KEYS ? s.rows_k : s.rows_q, len = OF_KEYS ? s.len_k : s.len_q;
-  if (tile_row >= num_rows) return;
+  const int tile_row = work.tile * ROWS;
+  if (tile_row >= (OF_KEYS ? s.rows_k : s.rows_q)) return;
 
   const int warp_row = threadIdx.x / WARP * 16, first_row = tile_row + warp_row, row = first_row + fragment_row();
   const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
@@ -82,10 +84,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   if (!walk.done()) {
     const int group = p.num_heads_q / p.num_heads_kv;
     const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
-    rows.load(rows_of(p, s, OF_KEYS ? p.k : p.q, OF_KEYS, work.head, p.head_dim), tile_row, begin);
-    if constexpr (NEEDS_GRADIENTS) {
-      rows_v.load(rows_of(p, s, OF_KEYS ? p.v : p.dout, OF_KEYS, work.head, p.head_dim_v), tile_row, begin);
-    }
+    const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
+    const OperandRows from_v = rows_of(p, s, OF_KEYS ? Operand::V : Operand::DOUT, work.head);
+    rows.load(from, tile_row, begin);
+    if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, tile_row, begin);
+    shared.row_factors.load(0, from, from_v, tile_row);
     load_columns(p, shared, 0, walk, first_seen);
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
@@ -103,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   Accum gradient[1][NEEDS_GRADIENTS ? HEAD_DIM / 2 : 4], gradient_v[1][OF_DV ? HEAD_DIM_V / 2 : 4], dslope[2] = {0, 0};
   clear(gradient[0]);
   clear(gradient_v[0]);
+  Units units, units_v;
   for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
     const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
     const ScoreGradient scores(p, s, head);
@@ -121,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     Accum x[1][FRAGMENT];
     clear(x[0]);
     multiply_scores(x, own_rows, columns);
+    take_scores(x[0], shared.row_factors, warp_row + fragment_row(), shared.factors, stage);
     SoftcapFragment softcap;
     softcap.take(scores.score, x[0]);
     scores.apply(x[0], row, first_column, masked);
@@ -136,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     clear(y[0]);
     if constexpr (NEEDS_GRADIENTS) {
       multiply_scores(y, own_rows_v, columns_v);
+      take_values(y[0], shared.row_factors, warp_row + fragment_row(), shared.factors, stage);
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {
         const int column = fragment_column() + column_offset(e);
@@ -149,12 +155,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (Accum& w : x[0]) w = larger(w, Accum(0));
       }
+      Accum rescale[2] = {1, 1};
+      if (units_v.fold(x[0], shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[0], rescale);
       pack(left[0], x[0]);
       multiply_values(gradient_v, left, columns_v);
     }
     if constexpr (NEEDS_GRADIENTS) {
       if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y[0], row, first_column);
       softcap.apply(y[0]);
+      Accum rescale[2] = {1, 1};
+      if (units.fold(y[0], shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[0], rescale);
       pack(left[0], y[0]);
       if (HIDES_ANYWHERE && !OF_KEYS && masked) {
         __syncthreads();
@@ -171,17 +181,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
 
-  const Accum scale = static_cast<Accum>(p.softmax_scale), by_scale[2] = {scale, scale}, unit[2] = {1, 1};
+  const Accum scale = static_cast<Accum>(p.softmax_scale), by_scale[2] = {scale, scale};
   const i64 batch = batch_of(p, s);
+  const int num_rows = OF_KEYS ? s.rows_k : s.rows_q, len = OF_KEYS ? s.len_k : s.len_q;
   if constexpr (OF_KEYS) {
     const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
     if (OF_DK && p.dk.data != nullptr) {
-      write_wide_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
-                          gradient[0], by_scale, unit);
+      write_in_units(units, p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
+                     gradient[0], by_scale);
     }
     if (OF_DV && p.dv.data != nullptr) {
-      write_wide_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows, p.head_dim_v,
-                          gradient_v[0], by_kept, unit);
+      write_in_units(units_v, p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows, p.head_dim_v,
+                     gradient_v[0], by_kept);
     }
   } else {
     if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
@@ -193,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
     }
     if (p.dq.data != nullptr) {
-      write_wide_fragment(p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
-                          gradient[0], by_scale, unit);
+      write_in_units(units, p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
+                     gradient[0], by_scale);
     }
   }
 }

@@ -1,0 +1,39 @@
+// Operands as they lie in their arrays. split_tile.cuh says the same of those that come in parts.
+#pragma once
+#include "../sequence.cuh"
+#include "tile.cuh"
+
+enum class Operand { Q, K, V, DOUT };
+
+template <int ROWS, int COLUMNS>
+using KeyedTile = Tile<ROWS, COLUMNS>;  // of queries or keys
+template <int ROWS, int COLUMNS>
+using ValuedTile = Tile<ROWS, COLUMNS>;  // of values or dout
+
+using OperandRows = Rows;
+__device__ __forceinline__ Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
+  const bool of_keys = operand == Operand::K || operand == Operand::V;
+  const bool keyed = operand == Operand::Q || operand == Operand::K;
+  const Tensor<const Element>& x = of_keys ? (keyed ? p.k : p.v) : keyed ? p.q : p.dout;
+  return Rows(x.at(p.cu_seqlens_q == nullptr ? s.batch : 0, of_keys ? s.row_k : s.row_q, head), x.row_stride,
+              of_keys ? s.len_k : s.len_q, keyed ? p.head_dim : p.head_dim_v);
+}
+
+// Nothing has factors.
+template <int, int>
+struct Factors {
+  __device__ __forceinline__ void load(u32, const Rows&, const Rows&, int) {}
+  __device__ __forceinline__ const float* of_keyed(u32) const { return nullptr; }
+  __device__ __forceinline__ const float* of_valued(u32) const { return nullptr; }
+};
+template <class... Arguments>
+__device__ __forceinline__ void take_scores(Arguments&&...) {}
+template <class... Arguments>
+__device__ __forceinline__ void take_values(Arguments&&...) {}
+struct Units {
+  template <class X>
+  __device__ __forceinline__ bool fold(X&, const float*, Accum (&)[2]) {
+    return false;
+  }
+  __device__ __forceinline__ Accum at(int) const { return 1; }
+};
