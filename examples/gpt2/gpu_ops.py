@@ -21,7 +21,7 @@ WARP, VECTOR = 32, 8  # as in vectors.cuh
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 PARTIAL_WARPS = 16  # of sum_partials
-ROWS_AT_ONCE, RUN = 8, 128  # of add_rows: at once, and in all, in a block
+ROWS_AT_ONCE, RUN = 4, 64  # of add_rows: at once, and in all, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
 SCORE_VECTORS = 4
 TILE = 64  # of weights_to_eight: rows and columns of a block
@@ -151,9 +151,9 @@ class CupyOps(NumpyOps):
         order = tokens.ravel().argsort(kind="stable")
         ordered, count = tokens.ravel()[order], np.int32(len(rows))
         shares = self.xp.empty((-(-len(rows) // RUN), self.width), np.float32)
-        arguments = (table, shares, rows, ordered, order, count)
-        self._launch("add_rows", (len(rows),), (self.width // VECTOR, ROWS_AT_ONCE), *arguments)
-        self._launch("add_runs", (len(shares),), (self.width // VECTOR,), table, shares, ordered, count)
+        block = (self.width // VECTOR, ROWS_AT_ONCE)
+        self._launch("add_rows", (len(rows),), block, table, shares, rows, ordered, order, count)
+        self._launch("add_runs", (len(shares),), block, table, shares, ordered, count)
 
     def layer_norm(self, x: Array, gain: Array, shift: Array) -> tuple[Rounded, Statistics]:
         """See `NumpyOps`."""

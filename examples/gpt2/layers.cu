@@ -13,12 +13,25 @@ extern "C" __global__ void embed(Element* x, const int* tokens, const Element* o
   }
 }
 
+// What the threads of a column have, in one order: it becomes the row, or is added to it.
+__device__ void sum_columns(float* row, bool is_added, const Vector& sum) {
+  __shared__ float of_thread[ROWS_AT_ONCE][WIDTH];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) of_thread[threadIdx.y][threadIdx.x * VECTOR + i] = sum.x[i];
+  __syncthreads();
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < WIDTH; i += blockDim.y * blockDim.x) {
+    float total = is_added ? row[i] : 0;
+#pragma unroll
+    for (int y = 0; y < ROWS_AT_ONCE; ++y) total += of_thread[y][i];
+    row[i] = total;
+  }
+}
+
 // Adds rows to those of a table; sorted tells of each place in `order` to which. The block at the first place of a
 // token adds that token's rows up to the next multiple of RUN; one at such a multiple leaves the sum of its rows in
 // shares[multiple], since a token may have a fifth of all rows. The others have nothing to do.
 extern "C" __global__ void add_rows(float* table, float* shares, const Element* rows, const int* sorted,
                                     const Index* order, int count) {
-  __shared__ float of_thread[ROWS_AT_ONCE][WIDTH];
   const int first = blockIdx.x, token = sorted[first], column = threadIdx.x * VECTOR;
   const bool goes_on = first > 0 && sorted[first - 1] == token;
   if (goes_on && first % RUN > 0) return;
@@ -39,30 +52,23 @@ extern "C" __global__ void add_rows(float* table, float* shares, const Element* 
       for (int i = 0; i < VECTOR; ++i) sum.x[i] += v.x[i];
     }
   }
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) of_thread[threadIdx.y][column + i] = sum.x[i];
-  __syncthreads();
-  float* to = goes_on ? shares + Index(first / RUN) * WIDTH : table + Index(token) * WIDTH;
-  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < WIDTH; i += blockDim.y * blockDim.x) {
-    float total = goes_on ? 0 : to[i];
-#pragma unroll
-    for (int y = 0; y < ROWS_AT_ONCE; ++y) total += of_thread[y][i];
-    to[i] = total;
-  }
+  sum_columns(goes_on ? shares + Index(first / RUN) * WIDTH : table + Index(token) * WIDTH, !goes_on, sum);
 }
 
 // Adds the shares that add_rows left: the block at the first of a token's multiples of RUN adds those of all.
 extern "C" __global__ void add_runs(float* table, const float* shares, const int* sorted, int count) {
-  const int first = blockIdx.x * RUN, token = sorted[first];
+  const int first = blockIdx.x * RUN, token = sorted[first], column = threadIdx.x * VECTOR;
   const auto goes_on = [=](int place) {
     return place > 0 && place < count && sorted[place - 1] == token && sorted[place] == token;
   };
   if (!goes_on(first) || goes_on(first - RUN)) return;
-  for (int i = threadIdx.x; i < WIDTH; i += blockDim.x) {
-    float total = table[Index(token) * WIDTH + i];
-    for (int place = first; goes_on(place); place += RUN) total += shares[Index(place / RUN) * WIDTH + i];
-    table[Index(token) * WIDTH + i] = total;
+  Vector sum = {};
+  for (int place = first + threadIdx.y * RUN; goes_on(place); place += ROWS_AT_ONCE * RUN) {
+    const float* share = shares + Index(place / RUN) * WIDTH + column;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) sum.x[i] += share[i];
   }
+  sum_columns(table + Index(token) * WIDTH, true, sum);
 }
 
 // The layer norm of x, perhaps in 8 bits too. One warp a row.

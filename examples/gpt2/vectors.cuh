@@ -14,7 +14,7 @@ constexpr int WARPS = 8;                              // in a block that has a r
 constexpr int GRADIENT_THREADS = 288;                 // of layer_norm_backward, or those of one row
 constexpr int AHEAD = 4;                              // loads of a thread under way
 constexpr int PARTIAL_WARPS = 16;                     // of sum_partials
-constexpr int ROWS_AT_ONCE = 8, RUN = 128;            // of add_rows: at once, and in all, in a block
+constexpr int ROWS_AT_ONCE = 4, RUN = 64;             // of add_rows: at once, and in all, in a block
 constexpr float LOWEST = -1e30f;                      // below every score; e to it is 0
 constexpr int VECTOR = 8;                             // elements in 16 bytes
 constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);  // of a row of the model's width, per lane
