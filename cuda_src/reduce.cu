@@ -18,10 +18,10 @@ __device__ __forceinline__ double sum_of_block(double x) {
 }
 
 // Rows of the sequences: packed rows before the first and behind the last one hold anything.
-struct Rows {
+struct SequenceRows {
   i64 begin, end;
 
-  __device__ __forceinline__ explicit Rows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
+  __device__ __forceinline__ explicit SequenceRows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
     if (p.cu_seqlens_q == nullptr) return;
     begin = clamped(p.cu_seqlens_q[0], p.seqlen_q);
     end = clamped(p.cu_seqlens_q[p.batch], p.seqlen_q);
@@ -32,7 +32,7 @@ struct Rows {
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
   const int head = blockIdx.x;
   const Accum sink = p.sink[head];
-  const Rows own(p);
+  const SequenceRows own(p);
   const i64 batches = p.cu_seqlens_q == nullptr ? p.batch : 1, rows = own.end - own.begin;
   double sum = 0;
   for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
   const bool shared_slopes = p.dalibi_batch_stride == 0;  // slopes of stride 0 may still be one of each sequence
-  const Rows all(p);
+  const SequenceRows all(p);
   i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
   if (p.cu_seqlens_q != nullptr) {
     first_batch = 0;
