@@ -4,6 +4,9 @@
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
+// Beside a window.
+constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
+constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 constexpr int CANONICAL = 64;                 // blocks of a BlockMask's own store
 constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of such a block
 

@@ -9,6 +9,17 @@
 // weights up to 256 are as exact, and most steps need no rescaling. Decided per row, so rows stay independent.
 constexpr float MAX_GROWTH = 8;
 
+// a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.
+__device__ __forceinline__ Accum quotient(Accum a, Accum b) {
+  if constexpr (sizeof(Element) == 2) return __fdividef(a, b);
+  return a / b;
+}
+
+__device__ __forceinline__ Accum natural_log(Accum x) {
+  if constexpr (sizeof(Element) == 2) return ptx::lg2(x) * 0.6931471805599453f;
+  return log_e(x);
+}
+
 // The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
 // value row.
 __device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
@@ -20,8 +31,8 @@ __device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Acc
     own = seen == -infinity() ? 0 : weight(seen, top);
     total = (total == 0 ? 0 : total * own) + (sink == top ? 1 : weight(sink, top));
   }
-  inverse = total == 0 ? 0 : own / total;
-  lse = total == 0 ? -infinity() : top + log_e(total);
+  inverse = total == 0 ? 0 : quotient(own, total);
+  lse = total == 0 ? -infinity() : top + natural_log(total);
 }
 
 __device__ __forceinline__ float power_of_2(float x) { return ptx::ex2(x); }
@@ -40,7 +51,7 @@ struct FragmentSoftmax {
 
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
   __device__ __forceinline__ FragmentSoftmax(Accum scale)
-      : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(MAX_GROWTH / to_base_2) {
+      : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(quotient(MAX_GROWTH, to_base_2)) {
     reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
   }
@@ -57,7 +68,7 @@ struct FragmentSoftmax {
     FragmentSoftmax softmax(unit);
     softmax.to_natural = unit;
     softmax.to_base_2 = unit * LOG2_E;
-    softmax.room = MAX_GROWTH / softmax.to_base_2;
+    softmax.room = quotient(MAX_GROWTH, softmax.to_base_2);
     return softmax;
   }
 
@@ -129,15 +140,17 @@ struct FragmentSoftmax {
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
     if constexpr (EVERY) {
+      bool any_grown = false;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
         const Accum grown = larger(reference[r], maximum + shift[r]);
+        any_grown |= grown > reference[r];
         rescale[r] = power_of_2((reference[r] - (grown == -infinity() ? 0 : grown)) * to_base_2);
         reference[r] = grown;
         sum[r] *= rescale[r];
       }
-      return true;
+      return HEAD_DIM_V <= 128 || __any_sync(ALL_LANES, any_grown);  // to ask costs more than to multiply few results
     }
     const Accum limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
     rescale[0] = rescale[1] = 1;

@@ -139,11 +139,12 @@ class Forward(Kernel):
         return {"heads_together": plan_sm90.heads_together(problem)}
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
-        """Maps of the arrays that TMA reads."""
+        """Maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
-        # The last map is the bias's, read or not.
-        last = ("bias", m) if self.config.has_bias_tiles else ("v", n)
-        return Persistent(problem, (("q", m), ("k", n), ("v", n), last), arrays, device, tiles)
+        bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)  # a map that is not read
+        out = "out" if self.config.staging_panels else "v"
+        tiles_of = (("q", m), ("k", n), ("v", n), bias, (out, plan_sm90.ROWS_OF_WARP), (out, 1))
+        return Persistent(problem, tiles_of, arrays, device, tiles)
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,18 @@ def forward(work: Work) -> bool:
     if config is None:
         return False
     parts = _results_of_parts(work, config)
-    config = replace(config, split=bool(parts))
+    if parts or not _is_out_expressible(work):
+        config = replace(config, split=bool(parts), staging_panels=0)
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
         work.run(MergeParts("merge_parts", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
     return True
+
+
+def _is_out_expressible(work: Work) -> bool:
+    """Whether TMA can write the result."""
+    layouts = work.layouts(("out",))
+    return layouts is not None and plan_sm90.expressible(*layouts[0])
 
 
 def _layout_of_bias(work: Work) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:

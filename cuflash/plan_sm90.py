@@ -12,6 +12,7 @@ from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 ROWS_OF_WARPGROUP = 64
+ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
 # that are done again, lists of a block mask and tiles of a bias take more of the first; several options, of the others.
@@ -90,7 +91,7 @@ FORWARD = (
         Tile(128, 128, early_eighths=2),
         Tile(128, 128, early_eighths=2),
         Tile(128, 128),
-        Tile(128, 128),
+        Tile(128, 112),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
@@ -142,7 +143,7 @@ FORWARD = (
         Tile(128, 32),
         Tile(64, 32, ping_pong=False),
         many_keys=Tile(128, 64, early_eighths=4),
-        many_windowed=Tile(128, 64, early_eighths=4),
+        many_windowed=Tile(128, 64, early_eighths=2),
         few_queries=Tile(128, 64, early_eighths=4),
     ),
 )
@@ -158,7 +159,7 @@ class Config(KernelConfig):
     stages: int
     query_stages: int
     split: bool  # the keys of a tile are split among thread blocks
-    staging: bool  # results leave through shared memory, in whole lines
+    staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
     bias_stages: int
     consumers: int  # warpgroups that compute
     producer_registers: int
@@ -214,10 +215,14 @@ def forward_config(
         smem_bytes += bias_stages * tile.block_m * row_bytes
     # With room for it results leave through shared memory, and the next tile's queries come early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
-    staging = smem_bytes + staging_bytes <= SMEM_BYTES
-    smem_bytes += staging * staging_bytes
+    staging_panels = int(smem_bytes + staging_bytes <= SMEM_BYTES)
+    smem_bytes += staging_panels * staging_bytes
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries
+    panels = row_bytes_v // SWIZZLE_BYTES
+    while 0 < staging_panels < panels and smem_bytes + staging_bytes <= SMEM_BYTES:
+        staging_panels += 1
+        smem_bytes += staging_bytes
     return Config(
         entry="forward_sm90",
         element=CPP_TYPES[dtype],
@@ -230,7 +235,7 @@ def forward_config(
         stages=STAGES,
         query_stages=query_stages,
         split=split,
-        staging=staging,
+        staging_panels=0 if split else staging_panels,
         bias_stages=bias_stages,
         consumers=consumers,
         producer_registers=producer_registers,
@@ -336,12 +341,17 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it): plain, with a window and any one option, and with all."""
+    """Every row in both dtypes (returned beside it): plain, with a window and any one option, and with all.
+
+    With any of them a result that TMA cannot store makes another kernel; here plain ones stand for all.
+    """
     single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
     for row in FORWARD:
         for dtype in DTYPES:
             for flags in ((), ("has_window",), *single, FLAGS):
                 yield forward_config(row, dtype, None, flags), dtype
+            for flags in ((), ("has_window",)):
+                yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
             yield forward_config(row, dtype, None, (), split=True, few_queries=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
@@ -362,18 +372,18 @@ def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> in
 
 
 def heads_together(problem: AttentionProblem) -> int:
-    """Query heads (of all sequences) that thread blocks compute at a time: as many as keys and values fit in L2.
+    """The last query heads (of all sequences), which go together where tiles differ in length, the longest first.
 
-    Of short sequences fewer, so that reading keys goes on beside products all the time; of long ones more, so that
-    tiles of differing length even out.
+    The heads before come one by one. So many as keys and values fit in L2; of short sequences fewer, so that reading
+    keys goes on beside products all the time; of long ones more, so that tiles even out.
     """
-    sequences = 1 if problem.packed else problem.batch
+    # Of packed sequences one after the other is computed for all of these heads; the host knows their mean.
+    sequences, of_mean = (1, problem.batch) if problem.packed else (problem.batch, 1)
+    seqlen_q, seqlen_k = -(-problem.seqlen_q // of_mean), -(-problem.seqlen_k // of_mean)
     heads = problem.num_heads_q * sequences
-    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
-    l2_bytes = L2_BYTES // 2 if problem.seqlen_q <= _SHORT_QUERIES else L2_BYTES
+    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
     fitting = max(l2_bytes // bytes_of_head, 1)
-    if problem.seqlen_q >= _LONG_QUERIES:
-        fitting = max(fitting, -(-_EVEN_ROWS // (problem.seqlen_q * problem.group_size)))
-    # Groups of one size: a small one at the end would not even out.
-    groups = -(-heads // (fitting * problem.group_size))
-    return -(-heads // (groups * problem.group_size)) * problem.group_size
+    if seqlen_q >= _LONG_QUERIES:
+        fitting = max(fitting, -(-_EVEN_ROWS // (seqlen_q * problem.group_size)))
+    return min(fitting * problem.group_size, heads)

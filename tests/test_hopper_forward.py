@@ -196,8 +196,16 @@ def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
         assert plan_sm90.heads_as_rows(other) is other
 
 
+def test_warpgroups_whose_rows_see_no_keys(place: Device) -> None:
+    """They wait for none who wait for them to clear the values of hidden keys: the first of four here."""
+    q, k, v = (normal(2, 327, 1, 64) for _ in range(3))
+    lengths: dict[str, Any] = {"q_lengths": np.array([20, 233], np.int32), "kv_lengths": np.array([49, 159], np.int32)}
+    both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
+
+
 @no_compiler
-def test_results_at_any_address() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_results_at_any_address(causal: bool) -> None:
     q, k, v = inputs(64, 64)
     aligned = np.empty(q.size + 8, q.dtype)
     first, second = aligned[:-8].reshape(q.shape), aligned[1:-7].reshape(q.shape)
@@ -205,7 +213,7 @@ def test_results_at_any_address() -> None:
     for out in (first, second):
         devices.forget_launches()
         with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
-            results.append(cuflash.attention(q, k, v, out=out).copy())
+            results.append(cuflash.attention(q, k, v, out=out, causal=causal).copy())
         assert [x.kernel.entry for x in launch._launches.values()] == ["forward_sm90"]
     np.testing.assert_array_equal(*results)
 

@@ -3,30 +3,11 @@
 // tile.
 #include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
-#include "bias_tile.cuh"
 #include "epilogue.cuh"
-#include "given_work.cuh"
-#include "hidden_values.cuh"
 #include "unit_fragment.cuh"
 
-struct SharedStorage {
-  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
-  alignas(1024) unsigned char k[STAGES * K_BYTES];
-  alignas(1024) unsigned char v[STAGES * V_BYTES];
-  alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
-  Staging staging;
-  GivenWork work[WORK_STAGES];
-  Blocks lists[WORK_STAGES];                // with a block mask, of the tiles handed on
-  int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
-  int spoiled[WORK_STAGES];                 // whether hidden values have come into a tile's result
-  RingBarriers<WORK_STAGES> work_barriers;
-  RingBarriers<QUERY_STAGES> q_barriers;
-  RingBarriers<STAGES> k_barriers, v_barriers;
-  RingBarriers<BIAS_STAGES> bias_barriers;
-  SeenKeys seen;
-};
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
-constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
+// Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
+constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && !HAS_OPTIONS;
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too. A single
 // copy takes half as long to compile, and is up to a tenth slower.
 constexpr bool WIDE_OPTION = HEAD_DIM > 64 && HAS_OPTIONS && !HAS_BLOCK_MASK;
@@ -34,148 +15,9 @@ constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : !WIDE_OPTION ? 3 : H
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
-struct Rings {
-  Ring<WORK_STAGES, sizeof(GivenWork), true> work;
-  Ring<QUERY_STAGES, Q_BYTES, true> q;
-  Ring<STAGES, K_BYTES, true> k;
-  Ring<STAGES, V_BYTES, true> v;
-  Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
-
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
-      : work(shared.work, shared.work_barriers),
-        q(shared.q, shared.q_barriers),
-        k(shared.k, shared.k_barriers),
-        v(shared.v, shared.v_barriers),
-        bias(shared.bias, shared.bias_barriers) {}
-};
-
-// One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
-template <int ROWS, int NUM_PANELS, class AnyRing>
-__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
-  ring.acquire();
-  ring.expect();
-#pragma unroll
-  for (int panel = 0; panel < NUM_PANELS; panel++) {
-    ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
-  }
-  ring.advance();
-}
-
-// The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
-__device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
-  // The tile, behind those that come round again to the stage that it takes.
-  const auto hand_on = [&](const PartialWork& work) {
-    bool careful;
-    do {
-      rings.work.acquire();
-      careful = HIDES_ANYWHERE && shared.spoiled[rings.work.stage];
-      shared.spoiled[rings.work.stage] = 0;
-      GivenWork& given = shared.work[rings.work.stage];
-      if (!careful) given = {work};
-      given.careful = careful;
-      if (HAS_BLOCK_MASK && given.tile >= 0) {
-        shared.lists[rings.work.stage] = blocks_of_part(p, given);
-        given.empty = shared.lists[rings.work.stage].done();
-      }
-      rings.work.publish();
-    } while (careful);
-  };
-  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
-  u32 index = blockIdx.x;
-  // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
-  int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
-  while (index < total || looks-- > 0) {
-    if (index >= total) {
-      hand_on({{{}, 0, NO_WORK}, 0});
-      continue;
-    }
-    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
-    if (work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
-    rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
-    index = next_index(p, index, total);
-  }
-  rings.work.acquire();
-  shared.work[rings.work.stage].tile = NO_TILE;
-  rings.work.publish();
-}
-
-// The loading thread.
-struct Loader {
-  const AttentionParams& p;
-  SharedStorage& shared;
-  Rings rings;
-  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
-
-  __device__ __forceinline__ void load_all() {
-    while (true) {
-      rings.work.wait();
-      const GivenWork& work = shared.work[rings.work.stage];
-      if (work.tile == NO_TILE) break;
-      if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
-      rings.work.release();
-    }
-  }
-
- private:
-  // Tiles come in the order of their use: the next keys before the values of the current ones.
-  __device__ __forceinline__ void load_tile(const GivenWork& work) {
-    const Sequence& s = work.sequence;
-    Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage] : blocks_of_part(p, work);
-    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const int row_k = static_cast<int>(s.row_k);
-    bool last = blocks.done();
-    int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
-    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
-    while (!last) {
-      if constexpr (HAS_BIAS_TILES) load_bias(work, block);
-      const int values = row_k + block * BLOCK_N;
-      last = blocks.done();
-      if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
-      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
-    }
-  }
-
-  // Loads the current tile of keys, advances, and returns its number.
-  __device__ __forceinline__ int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
-    const int block = blocks.block;
-    if constexpr (HAS_BLOCK_MASK) {
-      const bool masked = needs_mask(blocks, work);
-      blocks.advance();
-      const bool last = blocks.done(), next_masked = !last && needs_mask(blocks, work);
-      rings.k.acquire();
-      shared.blocks[rings.k.stage] = GivenBlocks::entry(block, masked, last, next_masked);
-    } else {
-      blocks.advance();
-    }
-    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
-    return block;
-  }
-
-  // Whether some warpgroup has to mask the current tile of keys.
-  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, const Work& work) const {
-    if (HAS_MASK || HAS_ALIBI || blocks.partial) return true;
-    const Mask mask(p, work.sequence, work.head);
-    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, blocks.block * BLOCK_N, BLOCK_N);
-  }
-
-  __device__ __forceinline__ void load_bias(const Work& work, int block) {
-    const bool one_row = p.bias.row_stride == 0;
-    rings.bias.acquire();
-    ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * (one_row ? ROW_BYTES : BIAS_PANEL_BYTES));
-    const int row = one_row ? 0 : work.tile * BLOCK_M, head = p.bias.head_stride == 0 ? 0 : work.head;
-    const int batch = p.bias.batch_stride == 0 ? 0 : work.sequence.batch;
-#pragma unroll
-    for (int panel = 0; panel < PANELS_BIAS; panel++) {
-      ptx::tma_load(rings.bias.buffer() + panel * BIAS_PANEL_BYTES, bias_map, rings.bias.full(),
-                    block * BLOCK_N + panel * BIAS_PANEL, row, head, batch);
-    }
-    rings.bias.advance();
-  }
-};
-
 // A warpgroup.
-__device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
+__device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
+                                       const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
   // From double once, not for each tile as the compiler would. With options there is no register to hold it.
@@ -194,7 +36,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
-    hidden.begin(p, s, scores.mask);
+    hidden.begin(p, s, scores.mask, work.first_row());
     FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
@@ -203,9 +45,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
 
     const float sink = p.sink == nullptr || work.part > 0 ? -infinity() : p.sink[work.head];
     // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
-    const GivenBlocks all(p, work);
+    const GivenBlocks all(work, work.keys);
     GivenBlocks blocks = all;
-    if constexpr (!HIDES_ANYWHERE) blocks.limit(p, work, first_row / ROWS_OF_WARPGROUP, ROWS_OF_WARPGROUP);
+    if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
     const auto pass_over = [&](int begin, int end) {
       for (int block = begin; block < end; block++) {
         rings.k.wait();
@@ -217,15 +59,21 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         rings.v.release();
       }
     };
+    // There is one turn more than tiles of keys. Rows before all keys take it first, as rows that end early do: who
+    // waits for others to clear values holds no turn up.
+    const auto pass_turn = [&](bool before_keys) {
+      if (before_keys != (HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q) || !blocks.done() || all.done()) return;
+      turns.take();
+      turns.pass();
+    };
     rings.q.wait();
+    pass_turn(true);
     pass_over(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
-      if (!all.done()) {
-        turns.take();
-        turns.pass();
-      }
+      pass_turn(false);
       rings.q.release();
-      softmax.finish(sink, inverse, lse);
+      inverse[0] = inverse[1] = 0;
+      lse[0] = lse[1] = sink;
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
       const bool careful = HIDES_ANYWHERE && work.careful;
@@ -287,19 +135,19 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
+        if (EARLY_QUERIES && last) rings.q.release();
         const bool grown = bound(x, shift, first_key, masked);
         if constexpr (EARLY_POWERS > 0) {
           // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
           softmax.weigh<0, EARLY_POWERS>(x, shift);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
-          if (!EXACT_MAXIMA && grown) {
+          if (grown) {
             finish_values();
             rescale_rows(out, rescale);
           }
           finish_values();
           rings.v.release();
-          if (EXACT_MAXIMA) rescale_rows(out, rescale);
           softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift);
           pack(weights, x);
         } else {
@@ -341,6 +189,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
+        if (EARLY_QUERIES && last) rings.q.release();
         bound(x, shift, first_key, masked);
         softmax.weigh<0, BLOCK_N / 2>(x, shift);
         scores.drop(x, row, first_key);
@@ -359,7 +208,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       turns.take();
       multiply_values(out, weights, rings.v.buffer());
       turns.pass();
-      rings.q.release();
+      if (!EARLY_QUERIES) rings.q.release();
       softmax.finish(sink, inverse, lse);
       ptx::wgmma_wait_group<0>();
       keep(out);
@@ -378,30 +227,31 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       write_part(p, work, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+      if constexpr (STAGING_PANELS > 0) {
+        store_rows(p, out_map, row_map, work, out, inverse, ptx::shared_address(&shared));
+      } else {
+        write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
+                       inverse);
+      }
       if (lane() % 4 < 2) {
         const int i = row + 8 * (lane() % 4);
         const float own = lane() % 4 == 0 ? lse[0] : lse[1];
-        if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
-      }
-      Element* target = p.out.at(batch, s.row_q, work.head);
-      if constexpr (STAGING) {
-        const int staged_row = static_cast<int>(threadIdx.x) / WARP * ROWS_OF_WARP;
-        write_rows(target, p.out.row_stride, tile_row + staged_row, s.len_q, s.rows_q, p.head_dim_v, out, inverse,
-                   shared.staging.rows[staged_row]);
-      } else {
-        write_fragment(target, p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out, inverse);
+        if (i >= work.first_row() && i < s.rows_q)
+          *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
       }
     }
     __syncwarp();
     rings.work.release();
   }
   turns.finish();
+  if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();  // shared memory stays until TMA has read it
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
-                 const __grid_constant__ ptx::TensorMap bias_map) {
+                 const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap out_map,
+                 const __grid_constant__ ptx::TensorMap row_map) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -424,6 +274,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == CONSUMERS * WARPGROUP + WARP) schedule_tiles(p, shared, rings);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, shared, rings, warpgroup);
+    attend(p, shared, rings, warpgroup, &out_map, &row_map);
   }
 }

@@ -26,8 +26,9 @@ struct HiddenValues {
     }
   }
 
-  __device__ __forceinline__ void begin(const AttentionParams& p, const Sequence& s, const Mask& mask) {
-    first_seen = mask.columns(0).begin;
+  __device__ __forceinline__ void begin(const AttentionParams& p, const Sequence& s, const Mask& mask,
+                                        int first_row = 0) {
+    first_seen = mask.columns(first_row).begin;
     // Beyond the end of an array TMA has written zeros.
     const bool at_end = p.cu_seqlens_k == nullptr && s.len_k == p.seqlen_k;
     end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
@@ -70,8 +71,10 @@ struct HiddenValues {
  private:
   template <u32 BYTES, class Hidden>
   static __device__ __forceinline__ void clear_rows(u32 values, Hidden hidden) {
+#pragma unroll 1
     for (int row = threadIdx.x; row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
       if (!hidden(row)) continue;
+#pragma unroll 1
       for (u32 at = row * ROW_BYTES; at < BYTES; at += BLOCK_N * ROW_BYTES) {  // in each panel
         auto* target = static_cast<uint4*>(__cvta_shared_to_generic(values + at));
 #pragma unroll

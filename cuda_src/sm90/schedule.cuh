@@ -8,21 +8,19 @@ __device__ __forceinline__ u32 num_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
-// Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window they come in
-// groups of heads whose keys fit in L2, and in each group the last queries, whose rows are the longest, come first.
+// Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window the last queries,
+// whose rows are the longest, come first, in the last heads in all of these heads before the next: blocks end together.
 __device__ __forceinline__ Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
-  u32 tile, image;
+  u32 tile = index % num_tiles, image = index / num_tiles;
   if constexpr (HAS_WINDOW) {
-    const u32 together = p.heads_together;
-    const u32 group = index / (num_tiles * together) * together;
-    const u32 in_group = index - group * num_tiles;
-    const u32 heads = min(together, num_images(p) - group);
-    tile = num_tiles - 1 - in_group / heads;
-    image = group + in_group % heads;
-  } else {
-    tile = index % num_tiles;
-    image = index / num_tiles;
+    const u32 images = num_images(p), last_heads = images - min(p.heads_together, images);
+    if (image >= last_heads) {
+      const u32 place = index - last_heads * num_tiles, heads = images - last_heads;
+      tile = place / heads;
+      image = last_heads + place % heads;
+    }
+    tile = num_tiles - 1 - tile;
   }
   if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, image);
   return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};

@@ -8,7 +8,6 @@ constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's
 // With other options or wide results registers are too scarce to hold a mask's bytes beside the products.
 constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
 static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
-constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
 
 // What does not depend on the products, to be found while they are computed.
 struct FragmentBits {

@@ -41,10 +41,9 @@ Box box_of(const void* map, const int* coordinates, int rank, Where where) {
   return box;
 }
 
-// The box must start where its swizzle pattern does.
+// Swizzle patterns go by addresses: a box may start amid one.
 unsigned char* box_memory(const Box& box, uint32_t shared, Where where) {
-  const size_t alignment = box.map.swizzle ? kBoxAlignment << box.map.swizzle : kBoxAlignment;
-  return shared_memory(shared, box.bytes, alignment, "TMA", where);
+  return shared_memory(shared, box.bytes, kBoxAlignment, "TMA", where);
 }
 
 // 16 bytes of a box: bytes [from, to) of them are inside of the tensor.

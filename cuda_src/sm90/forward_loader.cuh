@@ -1,0 +1,287 @@
+// The forward kernel's shared memory; what its warpgroups are handed with a tile, and with each tile of its keys; and
+// the two threads that do so: one finds out which tiles there are, one loads them.
+#pragma once
+#include "bias_tile.cuh"
+#include "hidden_values.cuh"
+#include "schedule.cuh"
+
+// Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
+// attention of its own, and merge_parts.cu makes one of them.
+struct PartialWork : Work {
+  int part;  // of its keys
+};
+
+__device__ __forceinline__ u32 number_of_parts(const AttentionParams& p) { return SPLIT ? p.splits : 1; }
+
+// Tiles of keys that some query of the tile sees, or the part of them.
+__device__ __forceinline__ Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
+  Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N);
+  if constexpr (SPLIT) {
+    const int first = blocks.block, number = larger(blocks.end - first, 0);
+    blocks.block = first + number * work.part / p.splits;
+    blocks.end = first + number * (work.part + 1) / p.splits;
+  }
+  return blocks;
+}
+
+// Writes the thread's rows `row` and row + 8 of a part's result; rows in [len, rows) are padding.
+__device__ __forceinline__ void write_part(const AttentionParams& p, const PartialWork& work, int row,
+                                           const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2],
+                                           const float (&lse)[2]) {
+  const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = row + 8 * r;
+    if (i >= work.sequence.rows_q) continue;
+    const bool used = i < work.sequence.len_q;
+    if (lane() % 4 == 0) *p.lse_parts.at(part, i, work.head) = used ? lse[r] : -infinity();
+    float* target = p.out_parts.at(part, i, work.head);
+#pragma unroll
+    for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        const int column = fragment_column() + column_offset(e + side);
+        if (column < p.head_dim_v) target[column] = used ? out[e + side] * factor[r] : 0;
+      }
+    }
+  }
+}
+
+// What the scheduling thread hands on: a tile, whether no key is visible to it (told with a block mask), whether it is
+// done again carefully (hidden_values.cuh), and which tiles of keys it sees, and each warpgroup of them.
+constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
+struct KeyRange {
+  int begin, end;
+};
+struct GivenWork : PartialWork {
+  bool empty = true, careful = false;
+  int skipped = 0;  // rows before the sequence's first
+  KeyRange keys, own_keys[CONSUMERS];
+
+  __device__ __forceinline__ int first_row() const { return SKIPS_ROWS ? skipped : 0; }
+
+  // The tile that is not full comes first: under a diagonal it sees the fewest keys there. So the sequence begins
+  // earlier than it does, by rows that nobody writes; the diagonal stays where it is, as it is counted from the end.
+  __device__ __forceinline__ void fill_last_tile() {
+    Sequence& s = sequence;
+    skipped = ceil_div(s.rows_q, BLOCK_M) * BLOCK_M - s.rows_q;
+    s.row_q -= skipped;
+    s.rows_q += skipped;
+    s.len_q += skipped;
+  }
+
+  __device__ __forceinline__ void find_keys(const AttentionParams& p) {
+    if constexpr (SKIPS_ROWS) fill_last_tile();
+    const Blocks blocks = blocks_of_part(p, *this);
+    keys = {blocks.block, blocks.end};
+    if constexpr (!HIDES_ANYWHERE) {
+#pragma unroll 1
+      for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+        const Blocks own = blocks_of_keys(p, sequence, head, tile * CONSUMERS + warpgroup, ROWS_OF_WARPGROUP, BLOCK_N);
+        const bool skips_all = (tile * CONSUMERS + warpgroup + 1) * ROWS_OF_WARPGROUP <= skipped;
+        own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
+      }
+    }
+  }
+};
+constexpr int NO_WORK = -2;  // in place of a tile
+
+// Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
+// tile of keys which one it is, whether to mask it, and what comes next.
+struct GivenBlocks {
+  int block, next, end;
+  bool masked = false, next_masked = false;
+
+  static __device__ __forceinline__ int entry(int block, bool masked, bool last, bool next_masked) {
+    return block << 3 | next_masked << 2 | last << 1 | masked;
+  }
+
+  __device__ __forceinline__ GivenBlocks(const GivenWork& work, const KeyRange& keys)
+      : next(HAS_BLOCK_MASK ? 0 : keys.begin), end(HAS_BLOCK_MASK ? !work.empty : keys.end) {}
+
+  __device__ __forceinline__ bool done() const { return next >= end; }
+
+  template <class KeyRing>
+  __device__ __forceinline__ void take(const KeyRing& keys, const int* entries) {
+    if constexpr (HAS_BLOCK_MASK) {
+      keys.wait();
+      const int entry = entries[keys.stage];
+      block = entry >> 3;
+      next_masked = entry >> 2 & 1;
+      next = entry >> 1 & 1;
+      masked = entry & 1;
+    } else {
+      block = next++;
+    }
+  }
+};
+
+// As many panels of each warp's rows as there is room for, in the swizzle of TMA.
+template <int NUM_PANELS>
+struct Staging {
+  alignas(ATOM_BYTES) unsigned char panels[NUM_PANELS][BLOCK_M][ROW_BYTES];
+};
+template <>
+struct Staging<0> {};
+
+struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it is empty
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
+  alignas(1024) unsigned char k[STAGES * K_BYTES];
+  alignas(1024) unsigned char v[STAGES * V_BYTES];
+  alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
+  GivenWork work[WORK_STAGES];
+  Blocks lists[WORK_STAGES];                // with a block mask, of the tiles handed on
+  int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
+  int spoiled[WORK_STAGES];                 // whether hidden values have come into a tile's result
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
+  RingBarriers<STAGES> k_barriers, v_barriers;
+  RingBarriers<BIAS_STAGES> bias_barriers;
+  SeenKeys seen;
+};
+static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
+
+struct Rings {
+  Ring<WORK_STAGES, sizeof(GivenWork), true> work;
+  Ring<QUERY_STAGES, Q_BYTES, true> q;
+  Ring<STAGES, K_BYTES, true> k;
+  Ring<STAGES, V_BYTES, true> v;
+  Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
+
+  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+      : work(shared.work, shared.work_barriers),
+        q(shared.q, shared.q_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers),
+        bias(shared.bias, shared.bias_barriers) {}
+};
+
+// One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
+template <int ROWS, int NUM_PANELS, class AnyRing>
+__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
+  ring.acquire();
+  ring.expect();
+#pragma unroll
+  for (int panel = 0; panel < NUM_PANELS; panel++) {
+    ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
+  }
+  ring.advance();
+}
+
+// The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
+__device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
+  // The tile, behind those that come round again to the stage that it takes.
+  const auto hand_on = [&](const PartialWork& work) {
+    bool careful;
+    do {
+      rings.work.acquire();
+      careful = HIDES_ANYWHERE && shared.spoiled[rings.work.stage];
+      shared.spoiled[rings.work.stage] = 0;
+      GivenWork& given = shared.work[rings.work.stage];
+      if (!careful) given = {work};
+      given.careful = careful;
+      if (given.tile >= 0) {
+        if constexpr (HAS_BLOCK_MASK) {
+          shared.lists[rings.work.stage] = blocks_of_part(p, given);
+          given.empty = shared.lists[rings.work.stage].done();
+        } else {
+          given.find_keys(p);
+        }
+      }
+      rings.work.publish();
+    } while (careful);
+  };
+  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
+  u32 index = blockIdx.x;
+  // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
+  int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
+  while (index < total || looks-- > 0) {
+    if (index >= total) {
+      hand_on({{{}, 0, NO_WORK}, 0});
+      continue;
+    }
+    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
+    if (work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
+    rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
+    index = next_index(p, index, total);
+  }
+  rings.work.acquire();
+  shared.work[rings.work.stage].tile = NO_TILE;
+  rings.work.publish();
+}
+
+// The loading thread.
+struct Loader {
+  const AttentionParams& p;
+  SharedStorage& shared;
+  Rings rings;
+  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
+
+  __device__ __forceinline__ void load_all() {
+    while (true) {
+      rings.work.wait();
+      const GivenWork& work = shared.work[rings.work.stage];
+      if (work.tile == NO_TILE) break;
+      if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
+      rings.work.release();
+    }
+  }
+
+ private:
+  // Tiles come in the order of their use: the next keys before the values of the current ones.
+  __device__ __forceinline__ void load_tile(const GivenWork& work) {
+    const Sequence& s = work.sequence;
+    Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
+                                   : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
+    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int row_k = static_cast<int>(s.row_k);
+    bool last = blocks.done();
+    int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
+    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
+    while (!last) {
+      if constexpr (HAS_BIAS_TILES) load_bias(work, block);
+      const int values = row_k + block * BLOCK_N;
+      last = blocks.done();
+      if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
+      load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+    }
+  }
+
+  // Loads the current tile of keys, advances, and returns its number.
+  __device__ __forceinline__ int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
+    const int block = blocks.block;
+    if constexpr (HAS_BLOCK_MASK) {
+      const bool masked = needs_mask(blocks, work);
+      blocks.advance();
+      const bool last = blocks.done(), next_masked = !last && needs_mask(blocks, work);
+      rings.k.acquire();
+      shared.blocks[rings.k.stage] = GivenBlocks::entry(block, masked, last, next_masked);
+    } else {
+      blocks.advance();
+    }
+    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+    return block;
+  }
+
+  // Whether some warpgroup has to mask the current tile of keys.
+  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, const Work& work) const {
+    if (HAS_MASK || HAS_ALIBI || blocks.partial) return true;
+    const Mask mask(p, work.sequence, work.head);
+    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, blocks.block * BLOCK_N, BLOCK_N);
+  }
+
+  __device__ __forceinline__ void load_bias(const Work& work, int block) {
+    const bool one_row = p.bias.row_stride == 0;
+    rings.bias.acquire();
+    ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * (one_row ? ROW_BYTES : BIAS_PANEL_BYTES));
+    const int row = one_row ? 0 : work.tile * BLOCK_M, head = p.bias.head_stride == 0 ? 0 : work.head;
+    const int batch = p.bias.batch_stride == 0 ? 0 : work.sequence.batch;
+#pragma unroll
+    for (int panel = 0; panel < PANELS_BIAS; panel++) {
+      ptx::tma_load(rings.bias.buffer() + panel * BIAS_PANEL_BYTES, bias_map, rings.bias.full(),
+                    block * BLOCK_N + panel * BIAS_PANEL, row, head, batch);
+    }
+    rings.bias.advance();
+  }
+};
