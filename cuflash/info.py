@@ -122,8 +122,8 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "backward on Hopper": _on_hopper(problem, plan_split.gradient_reason, plan_sm90_backward.reason),
     }
     mma = {
-        "forward on tensor cores": plan_wide.reason(problem) or plan_sm80.reason(problem),
-        "backward on tensor cores": plan_wide.reason(problem) or plan_sm80_backward.reason(problem),
+        "forward on tensor cores": plan_wide.reason(problem, False) or plan_sm80.reason(problem),
+        "backward on tensor cores": plan_wide.reason(problem, True) or plan_sm80_backward.reason(problem),
     }
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 

@@ -181,7 +181,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
 def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on GPUs of sm_75 to sm_89 and of sm_100 on, and why, in words."""
     if problem.dtype not in dtypes((8, 0)):
-        return f"portable kernel: mma.sync here takes 16-bit inputs, not {problem.dtype}"
+        return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
     older = (
         "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )

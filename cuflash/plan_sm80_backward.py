@@ -272,7 +272,7 @@ def reason(problem: AttentionProblem) -> str:
     for name in ("sm_80", "sm_86"):
         chosen = backward(problem, True, capability_of(name), smem_limit(name))
         if not chosen:
-            return f"portable kernels: mma.sync here takes 16-bit inputs, not {problem.dtype}"
+            return f"portable kernels: mma.sync has none for {problem.dtype} of this size"
         tiles.append(f"{chosen[0].tile} on {name}")
     order = "; dq by the portable kernel, as its bits must repeat" if problem.deterministic else ""
     return f"mma.sync, tiles of {', '.join(tiles)}{order}"

@@ -264,16 +264,16 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
     return ()
 
 
-def reason(problem: AttentionProblem) -> str:
-    """What both passes take where their own kernels do not stand before these, in words; empty unless it is these."""
+def reason(problem: AttentionProblem, gradients: bool) -> str:
+    """What a pass takes where its own kernels do not stand before these, in words; empty unless it is these."""
     config = forward(problem, True, (8, 0), smem_limit("sm_80"))
     if config is None:
         return ""
     kind = kind_of(problem)
     architectures = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES[kind])
-    gradients = ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, True, (8, 0)))
-    gradients = gradients or "gradients by the portable kernels"
-    return f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {config.tile}; {gradients}"
+    kernels = backward(problem, True, (8, 0)) if gradients else (config,)
+    tiles = ", ".join(f"{c.entry} {c.tile}" for c in kernels)
+    return f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}" if tiles else "portable kernels"
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
