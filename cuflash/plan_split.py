@@ -72,7 +72,7 @@ _MASK_WORD = 32
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _CONSUMERS = 2
-_BLOCK_MASK_REGISTERS = (64, 224)
+_BLOCK_MASK_REGISTERS = (56, 224)
 SMEM_ALIGNMENT = 1024
 
 

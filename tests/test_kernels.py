@@ -10,7 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import kernels, params, plan, plan_sm80, plan_sm80_backward, plan_wide
+from cuflash import (
+    kernels,
+    params,
+    plan,
+    plan_sm80,
+    plan_sm80_backward,
+    plan_sm90,
+    plan_sm90_backward,
+    plan_split,
+    plan_wide,
+)
 from cuflash.config import FLAGS, KernelConfig
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
@@ -184,6 +194,18 @@ def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
     for name in (*params.TENSORS, *params.SCORE_TENSORS, *params.POINTERS, "dropout_key"):
         assert params.PARAMS.fields[name][1] % 8 == 0
     assert params.PARAMS.itemsize <= 4096, "what a launch may pass by value"
+
+
+def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
+    """One that waited for more (setmaxnreg.inc) would wait for ever: a block has those that it was launched with."""
+    tables = (plan_sm90.table, plan_sm90_backward.table, plan_split.table, plan_split.gradient_table)
+    configs = [config for table in tables for config, _ in table()]
+    assert configs
+    for config in configs:
+        of_thread = min(65536 // config.threads // 8 * 8, 255)  # as ptxas gives them to kernels with launch bounds
+        of_dq = getattr(config, "dq_registers", 0)  # where the last of those that compute has a number of its own
+        asked = [config.producer_registers, *(config.consumers - bool(of_dq)) * [config.consumer_registers], of_dq]
+        assert sum(asked) <= of_thread * config.threads // plan_sm90.WARPGROUP, config
 
 
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 65, 128, 129, 256])
