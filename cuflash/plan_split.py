@@ -38,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles for head dims up to these: without a window, with one, with other options, with a bias or a mask.
+    """Tiles for head dims up to these: without a window, with one, and with other options.
 
     No kernel spills; None where that leaves no tile: the portable kernel runs.
     """
@@ -48,23 +48,24 @@ class Row:
     full: Tile
     windowed: Tile
     with_options: Tile | None
-    with_arrays: Tile | None
+    with_array: Tile | None  # a bias or a mask
+    with_all: Tile | None  # either of these beside anything but a window
 
 
-# By number of parts; the first row that is wide enough is taken.
+# By number of parts; the first row that is wide enough is taken. `*2 * (tile,)` is one tile for two kinds of options.
 FORWARD = {
     2: (
-        Row(64, 64, Tile(128, 112, 64), Tile(128, 112, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
-        Row(128, 128, Tile(128, 64, 64, 2, 1), Tile(128, 48, 64), Tile(128, 32, 64), Tile(128, 16, 64)),
-        Row(192, 128, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), Tile(128, 16, 64)),
-        Row(192, 192, Tile(128, 32, 64, 1, 1), Tile(128, 32, 64, 1, 1), None, None),
-        Row(256, 256, Tile(64, 16, 64, ping_pong=False), Tile(64, 16, 64, ping_pong=False), None, None),
+        Row(64, 64, *2 * (Tile(128, 112, 64),), *2 * (Tile(128, 64, 64),), Tile(128, 32, 64)),
+        Row(128, 128, Tile(128, 64, 64, 2, 1), Tile(128, 48, 64), Tile(128, 32, 64), *2 * (Tile(128, 16, 64),)),
+        Row(192, 128, *3 * (Tile(128, 32, 64, 1, 1),), *2 * (Tile(128, 16, 64),)),
+        Row(192, 192, *2 * (Tile(128, 32, 64, 1, 1),), None, None, None),
+        Row(256, 256, *2 * (Tile(64, 16, 64, ping_pong=False),), None, None, None),
     ),
     1: (
-        Row(64, 64, Tile(128, 128, 64), Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 64, 64)),
-        Row(128, 128, Tile(128, 96, 64), Tile(128, 96, 64), Tile(128, 64, 64), Tile(128, 32, 64)),
-        Row(192, 192, Tile(128, 64, 64), Tile(128, 64, 64), Tile(128, 32, 64), Tile(128, 32, 64)),
-        Row(256, 256, Tile(128, 32, 64), Tile(128, 32, 64), None, None),
+        Row(64, 64, *2 * (Tile(128, 128, 64),), *2 * (Tile(128, 64, 64),), Tile(128, 32, 64)),
+        Row(128, 128, *2 * (Tile(128, 96, 64),), Tile(128, 64, 64), *2 * (Tile(128, 32, 64),)),
+        Row(192, 192, *2 * (Tile(128, 64, 64),), *2 * (Tile(128, 32, 64),), Tile(128, 16, 64)),
+        Row(256, 256, *2 * (Tile(128, 32, 64),), None, None, None),
     ),
 }
 # A block mask is read in words of this many keys.
@@ -192,9 +193,10 @@ def _constants(
 
 
 def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | None:
-    if {"has_bias", "has_mask"} & set(flags):
-        tile = row.with_arrays
-    elif set(flags) <= {"has_window"} and plain_scores:
+    options = set(flags) - {"has_window"}
+    if options & {"has_bias", "has_mask"}:
+        tile = row.with_array if len(options) == 1 else row.with_all
+    elif not options and plain_scores:
         tile = row.windowed if flags else row.full
     else:
         tile = row.with_options
@@ -343,11 +345,14 @@ _TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), *((flag,) for flag in FLAGS), (
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every forward row (and its dtype), plain, with each option of its own, and with the options of visibility."""
+    """Every forward row (and its dtype), plain, with each option, those of visibility, the others, and with all."""
+    others, no_block_mask = ("has_softcap", "has_alibi", "has_dropout"), [f for f in FLAGS if f != "has_block_mask"]
     for parts, rows in FORWARD.items():
         for row in rows:
-            for flags in _TABLE_FLAGS:
+            for flags in (*_TABLE_FLAGS, others, FLAGS):
                 config = forward_config(row, parts, None, flags)
+                if config is None and flags == FLAGS:
+                    config = forward_config(row, parts, None, tuple(no_block_mask))
                 if config is not None:
                     yield config, "float32"
 
