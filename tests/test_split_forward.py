@@ -8,6 +8,7 @@ import devices
 import numpy as np
 import pytest
 from cpu_device import device, hook
+from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
 from cuflash import launch, plan_split
@@ -175,3 +176,15 @@ def test_what_is_no_float32_takes_other_kernels() -> None:
     for dtype in ("float16", "float64"):
         assert plan_split.forward(cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, dtype)) is None
     assert plan_split.forward(cuflash.problem.AttentionProblem(1, 8, 0, 1, 1, 64, 64, "float32")) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("parts", "head_dims"),
+    [(parts, (row.head_dim, row.head_dim_v)) for parts, rows in plan_split.FORWARD.items() for row in rows],
+)
+def test_every_row_compiles_without_spills(parts: int, head_dims: tuple[int, int]) -> None:
+    configs = [c for c, _ in plan_split.table() if c.parts == parts and (c.head_dim, c.head_dim_v) == head_dims]
+    assert configs
+    for config in configs:
+        assert_compiles_well("sm_90a", config)
