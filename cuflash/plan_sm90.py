@@ -23,9 +23,9 @@ OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
 _POWERS_AT_ONCE = 4
 SMEM_BYTES = 227 * 1024
-# Queries of short and long sequences for the order of tiles, and of a group of heads whose causal tiles even out: four
-# tiles of 128 for each of an H100's multiprocessors.
-_SHORT_QUERIES, _LONG_QUERIES, _EVEN_ROWS = 512, 4096, 4 * 128 * 132
+# Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
+# H100's multiprocessors.
+_SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
 # Tiles of keys; parts that are shorter gain less than their merging costs.
 _SHORTEST_PART = 8
 DTYPES = ("float16", "bfloat16")
@@ -371,7 +371,7 @@ def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> in
     return max(min(num_sms // tiles, -(-seen.seqlen_k // config.block_n) // _SHORTEST_PART), 1)
 
 
-def heads_together(problem: AttentionProblem) -> int:
+def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
     """The last query heads (of all sequences), which go together where tiles differ in length, the longest first.
 
     The heads before come one by one. So many as keys and values fit in L2; of short sequences fewer, so that reading
@@ -385,5 +385,5 @@ def heads_together(problem: AttentionProblem) -> int:
     l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
     fitting = max(l2_bytes // bytes_of_head, 1)
     if seqlen_q >= _LONG_QUERIES:
-        fitting = max(fitting, -(-_EVEN_ROWS // (seqlen_q * problem.group_size)))
+        fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
     return min(fitting * problem.group_size, heads)
