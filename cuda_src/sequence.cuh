@@ -80,6 +80,14 @@ __device__ __forceinline__ Work packed_work(const AttentionParams& p, int block,
   return w;
 }
 
+// The number of a tile of queries; packed: its slot (packed_work).
+__device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile, int block) {
+  if (p.cu_seqlens_q == nullptr) {
+    return (static_cast<i64>(s.batch) * p.num_heads_q + head) * p.num_query_tiles + tile;
+  }
+  return static_cast<i64>(head) * p.num_query_tiles + s.row_q / block + (s.batch + 1) + tile;
+}
+
 // Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2. Where a
 // diagonal makes tiles differ, as many images as fill a GPU go together, their longest tiles first: the last to run are
 // short.

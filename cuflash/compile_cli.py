@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *(c.entry for c, _ in _hopper_table()),
         *plan_sm80.ENTRIES,
         plan_sm80_backward.MAIN,
+        plan_sm80_backward.ORDERED_DQ,
         *plan_wide.ENTRIES,
         *(k for k, *_ in PORTABLE),
     }

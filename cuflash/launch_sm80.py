@@ -83,6 +83,20 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     return others
 
 
+def of_queries(work: Work, grads: Arrays) -> Arrays:
+    """Write dq and each row's part of the slopes' gradient where families left them; return the other gradients."""
+    if not grads.keys() & {"q", "alibi_slopes"}:
+        return grads
+    place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
+    config = plan_sm80_backward.of_queries(*place)
+    if config is None:
+        return grads
+    work.arrays |= launch_portable.rows_of_slopes(work, grads)
+    wanted = {"dq": grads["q"]} if "q" in grads else {}
+    work.run(Kernel(config.entry, config), {name: x for name, x in work.arrays.items() if name != "out"} | wanted)
+    return {name: x for name, x in grads.items() if name != "q"}
+
+
 def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)

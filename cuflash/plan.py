@@ -140,7 +140,8 @@ KERNEL_FILES = {
     "backward_sm90_wide": "sm90/backward_wide",
     "backward_sm90_dq": "sm90/backward_dq",
     "split_forward": "sm90/split_forward",
-    "forward_sm80": "sm80/forward",
+    "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
+    "ordered_dq": "sm80/half_tile.cuh sm80/wide_backward.cuh",
     **{
         f"{family}_{name}": f"sm80/{tile}.cuh sm80/{'forward' if name == 'forward' else 'wide_backward'}.cuh"
         for family, tile in (("wide", "wide_tile"), ("parts", "split_tile"))
@@ -276,7 +277,7 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
 
 
-_TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
+TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
 
 
 def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
@@ -284,5 +285,5 @@ def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
-            for flags in _TABLE_FLAGS if entry != "backward_bias" else (("has_bias",), FLAGS):
+            for flags in TABLE_FLAGS if entry != "backward_bias" else (("has_bias",), FLAGS):
                 yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype

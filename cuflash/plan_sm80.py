@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, has_plain_scale, smem_limit
+from cuflash.plan import CPP_TYPES, TABLE_FLAGS, are_products, capability_of, flags_of, has_plain_scale, smem_limit
 from cuflash.problem import AttentionProblem
 
 WARP = 32
@@ -130,6 +130,34 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
+def constants(
+    row: Row[Any],
+    tile: Any,
+    dtype: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    capability: Capability,
+    aligned: bool,
+) -> dict[str, Any]:
+    """What all kernels on 16 bits are told alike."""
+    return {
+        "element": CPP_TYPES[dtype],
+        "accum": "float",
+        "bias_element": CPP_TYPES[bias_dtype or dtype],
+        "head_dim": row.head_dim,
+        "head_dim_v": row.head_dim_v,
+        "block_m": tile.block_m,
+        "block_n": tile.block_n,
+        "num_warps": tile.warps,
+        "stages": tile.stages,
+        "min_blocks": tile.min_blocks,
+        "product_depth": 16 if capability >= (8, 0) else 8,
+        "async_copies": capability >= (8, 0),
+        "aligned": aligned,
+        **{flag: flag in flags for flag in FLAGS},
+    }
+
+
 def forward_config(
     row: Row[Tile],
     dtype: str,
@@ -139,31 +167,19 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
+    entry: str = ENTRIES[0],
+    smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one kernel that stays with queries; `flags` is a subset of `config.FLAGS`."""
     plain_scores = plain_scores and are_products(flags)
     tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
-    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, _forward_smem(t, row), limit))
-    ampere = capability >= (8, 0)
+    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t, row), limit))
     return Config(
-        entry="forward_sm80",
-        element=CPP_TYPES[dtype],
-        accum="float",
-        bias_element=CPP_TYPES[bias_dtype or dtype],
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim_v,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        num_warps=tile.warps,
-        stages=tile.stages,
-        min_blocks=tile.min_blocks,
+        entry=entry,
         key_warps=tile.key_warps,
-        product_depth=16 if ampere else 8,
-        async_copies=ampere,
-        aligned=aligned,
         plain_scores=plain_scores,
-        smem_bytes=_forward_smem(tile, row),
-        **{flag: flag in flags for flag in FLAGS},
+        smem_bytes=smem_bytes(tile, row),
+        **constants(row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
 
 
@@ -193,6 +209,6 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for row in FORWARD:
         for dtype in dtypes(capability):
-            for flags in ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS):
+            for flags in TABLE_FLAGS:
                 yield forward_config(row, dtype, None, flags, capability, limit), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False), dtype

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import CPP_TYPES, are_products, capability_of, flags_of, smem_limit
-from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, dtypes, fits
+from cuflash.plan import TABLE_FLAGS, are_products, capability_of, flags_of, smem_limit
+from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits, forward_config
+from cuflash.plan_sm80 import Config as QueryConfig
+from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import AttentionProblem
 
 
@@ -132,14 +134,46 @@ BACKWARD = (
         (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
     ),
 )
+# Of the kernel that stays with queries.
+OF_QUERIES = (
+    Row(
+        64,
+        64,
+        (QueryTile(64, 64, 4, 2, 3), QueryTile(64, 64, 4)),
+        (QueryTile(64, 32, 4),),
+    ),
+    Row(
+        128,
+        128,
+        (
+            QueryTile(128, 32, 4, 2, 2, below=_LARGER),
+            QueryTile(128, 32, 4, 1, 2, below=_LARGER),
+            QueryTile(64, 64, 4, 1, 2),
+            QueryTile(64, 32, 4),
+        ),
+        (QueryTile(64, 32, 4),),
+    ),
+    Row(
+        192,
+        192,
+        (QueryTile(64, 32, 4, 2, 2), QueryTile(64, 32, 4), QueryTile(32, 32, 2)),
+        (QueryTile(64, 16, 4), QueryTile(32, 16, 2)),
+    ),
+    Row(
+        256,
+        256,
+        (QueryTile(128, 64, 8), QueryTile(64, 32, 4), QueryTile(32, 16, 2)),
+        (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2)),
+    ),
+)
 # Queries that a tile of keys walks, up to which blocks that share a multiprocessor are faster than larger tiles.
 _SHORT = 1024
 # Of a block of the kernel before the gradients.
 _ROW_WARPS = 4
 # GPUs from here on add in memory what a warp has in shared memory, or vectors.
 _LARGE_ADDS = (9, 0)
-MAIN, ROWS, DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq"
-ENTRIES = (MAIN, ROWS, DQ)
+MAIN, ROWS, DQ, ORDERED_DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq", "ordered_dq"
+ENTRIES = (MAIN, ROWS, DQ, ORDERED_DQ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,36 +242,22 @@ def configs(
     tile = _fitting(row.tiles if plain else row.with_options, row, capability, limit, is_short)
     if tile is None:
         return ()
-    ampere = capability >= (8, 0)
     passes = ((True, True),) if tile.together else ((True, False), (False, True))
     return tuple(
         Config(
             entry=MAIN,
-            element=CPP_TYPES[dtype],
-            accum="float",
-            bias_element=CPP_TYPES[bias_dtype or dtype],
-            head_dim=row.head_dim,
-            head_dim_v=row.head_dim_v,
-            block_m=tile.block_m,
-            block_n=tile.block_n,
-            num_warps=tile.warps,
             dq_fragments=tile.dq_fragments,
-            stages=tile.stages,
-            min_blocks=tile.min_blocks,
             score_stages=tile.score_stages,
             query_warps=tile.query_warps,
             query_parts=tile.query_parts,
-            product_depth=16 if ampere else 8,
-            async_copies=ampere,
             vector_adds=capability >= _LARGE_ADDS,
             bulk_adds=tile.bulk_adds,
             dq_buffer=tile.dq_buffer,
-            aligned=aligned,
             plain_scores=are_products(flags),
             computes_dk=computes_dk,
             computes_dv=computes_dv,
             smem_bytes=_smem_bytes(tile, row, computes_dk),
-            **{flag: flag in flags for flag in FLAGS},
+            **constants(row, tile, dtype, bias_dtype, flags, capability, aligned),
         )
         for computes_dk, computes_dv in passes
     )
@@ -266,6 +286,22 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability, l
     )
 
 
+def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
+    rows = tile.block_m + tile.stages * tile.block_n
+    of_walk = tile.stages * tile.block_n * 2 * FLOAT_BYTES  # lse and delta, where queries are walked
+    return rows * HALF_BYTES * (row.head_dim + row.head_dim_v) + of_walk + SMEM_BESIDE_TILES
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def of_queries(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> QueryConfig | None:
+    """The kernel for dq in the order of keys, or None where mma.sync does not take a problem's dtype."""
+    if problem.dtype not in dtypes(capability):
+        return None
+    row = next(r for r in OF_QUERIES if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    of = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
+    return forward_config(*of, aligned=aligned, entry=ORDERED_DQ, smem_bytes=_smem_of_queries)
+
+
 def reason(problem: AttentionProblem) -> str:
     """What the backward pass takes on GPUs of sm_80 to sm_89 and of sm_100 on, and why, in words."""
     tiles = []
@@ -274,17 +310,22 @@ def reason(problem: AttentionProblem) -> str:
         if not chosen:
             return f"portable kernels: mma.sync has none for {problem.dtype} of this size"
         tiles.append(f"{chosen[0].tile} on {name}")
-    order = "; dq by the portable kernel, as its bits must repeat" if problem.deterministic else ""
+    order = "; dq by a kernel of its own, in the order of keys" if problem.deterministic else ""
     return f"mma.sync, tiles of {', '.join(tiles)}{order}"
 
 
-def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
+def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryConfig, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False) for flags in ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)]
+            kinds = [(flags, True, False) for flags in TABLE_FLAGS]
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True), (("has_window",), True, True)]
             for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):
                 for config in configs(row, dtype, None, flags, capability, limit, aligned, is_short):
                     yield config, dtype
+    for of_queries in OF_QUERIES:
+        for dtype in dtypes(capability):
+            for flags, aligned in (*((flags, True) for flags in TABLE_FLAGS), (FLAGS, False)):
+                of = of_queries, dtype, None, flags, capability, limit
+                yield forward_config(*of, aligned=aligned, entry=ORDERED_DQ, smem_bytes=_smem_of_queries), dtype

@@ -47,6 +47,7 @@ def rows() -> Iterator[Row]:
     """A configuration (with the GPU's capability and its dtype) of each row, that with the fewest options."""
     for capability in ((7, 5), (8, 0), (9, 0)):
         limit = SMEM_LIMITS[capability]
+        tables: list[Iterator[tuple[Any, str]]]
         tables = [plan_sm80.table(capability, limit), plan_sm80_backward.table(capability, limit)]
         if capability == (9, 0):
             tables = [plan_sm90.table(), plan_sm90_backward.table(), plan_split.table()]
@@ -110,7 +111,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
     if of.get("parts") == 1:
         chosen["precision"] = "tf32"
-    if of.get("deterministic") and config.entry in (plan_sm90_backward.NARROW, plan_sm90_backward.WIDE):
+    hopper = plan_sm90_backward.NARROW, plan_sm90_backward.WIDE
+    if config.entry == plan_sm80_backward.ORDERED_DQ or (of.get("deterministic") and config.entry in hopper):
         chosen["deterministic"] = True
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), (config.head_dim, config.head_dim_v), 1, **chosen)
     if "precision" in chosen:

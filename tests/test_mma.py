@@ -74,7 +74,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block mask": {"block_mask": MASK, "causal": True},
     "deterministic": {"deterministic": True},
 }
-OPTIONS["all"] = {**OPTIONS["softcap"], **OPTIONS["alibi"], **OPTIONS["bias"], **OPTIONS["dropout"], "mask": MASK}
+OPTIONS["all"] = {
+    "deterministic": True,
+    **OPTIONS["softcap"],
+    **OPTIONS["alibi"],
+    **OPTIONS["bias"],
+    **OPTIONS["dropout"],
+    "mask": MASK,
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

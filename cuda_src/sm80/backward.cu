@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (auto& fragment : dq) clear(fragment);
         multiply_columns(dq, gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
-        float* sum = own_sum_at(p, query_tile(p, s, head, tile));
+        float* sum = own_sum_at(p, query_tile(p, s, head, tile, BLOCK_M));
         if constexpr (BULK_ADDS) {
           unsigned char* first = DQ_BUFFER ? shared.dq : shared.q + stage * QueryTile::BYTES;
           unsigned char* second = DQ_BUFFER ? shared.dq + sizeof(shared.dq) / 2 : shared.dout + stage * DoutTile::BYTES;

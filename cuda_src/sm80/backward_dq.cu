@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_dq(const
   const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
   float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2] = {};
   if (s.len_q > 0) {
-    const float* sum = own_sum_at(p, query_tile(p, s, work.head, work.tile));
+    const float* sum = own_sum_at(p, query_tile(p, s, work.head, work.tile, BLOCK_M));
 #pragma unroll
     for (int f = 0; f < DQ_FRAGMENTS; f++) read_fragment(dq[f], sum + f * (16 * DQ_COLUMNS));
   }

@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   }
 
   if (p.dq_sum != nullptr && s.batch >= 0) {
-    auto* sum = reinterpret_cast<float4*>(p.dq_sum + query_tile(p, s, work.head, work.tile) * (BLOCK_M * HEAD_DIM));
+    auto* sum =
+        reinterpret_cast<float4*>(p.dq_sum + query_tile(p, s, work.head, work.tile, BLOCK_M) * (BLOCK_M * HEAD_DIM));
     for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += NUM_THREADS) sum[i] = make_float4(0, 0, 0, 0);
   }
 }

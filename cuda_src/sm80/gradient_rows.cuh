@@ -10,14 +10,6 @@ constexpr int DQ_WARPS_M = BLOCK_M / (DQ_FRAGMENTS * 16), DQ_WARPS_N = NUM_WARPS
 constexpr int DQ_COLUMNS = HEAD_DIM / DQ_WARPS_N;
 static_assert(DQ_WARPS_M * DQ_WARPS_N == NUM_WARPS && DQ_COLUMNS % 32 == 0, "how dq is divided");
 
-// The number of a tile of queries; packed: its slot (packed_work of sequence.cuh).
-__device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile) {
-  if (p.cu_seqlens_q == nullptr) {
-    return (static_cast<i64>(s.batch) * p.num_heads_q + head) * p.num_query_tiles + tile;
-  }
-  return static_cast<i64>(head) * p.num_query_tiles + s.row_q / BLOCK_M + (s.batch + 1) + tile;
-}
-
 // A warp's part of a tile's sum, fragment by fragment. Element e of a thread's DQ_COLUMNS / 2 of a fragment is at
 // sum_offset(e) from its first: side by side for a warp's lanes, in the width of the additions.
 constexpr int OWN_SUM = DQ_FRAGMENTS * 16 * DQ_COLUMNS;

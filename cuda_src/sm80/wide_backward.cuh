@@ -1,16 +1,16 @@
-// Gradients by mma.sync on float64 and float32: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three
-// kernels without atomics, the same bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that
-// these see. dk and dv: they stay with BLOCK_N keys and walk the queries, of all heads of the group, that see them.
-// Either way rows are what stays and columns what is walked; a warp has 16 rows. What stands before has said how to
-// multiply: wide_tile.cuh or split_tile.cuh.
+// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics, the same
+// bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that these see. dk and dv: they stay with
+// BLOCK_N keys and walk the queries, of all heads of the group, that see them. Either way rows are what stays and
+// columns what is walked; a warp has FRAGMENTS * 16 rows. What stands before has said how to multiply: half_tile.cuh
+// (dq alone), wide_tile.cuh or split_tile.cuh.
 #include "../query_walk.cuh"
 #include "../softmax_fragment.cuh"
 // Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
-constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
+constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS, FRAGMENTS = ROWS / (NUM_WARPS * 16);
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
-static_assert(ROWS == NUM_WARPS * 16, "a warp has 16 rows");
+static_assert(ROWS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
@@ -41,8 +41,13 @@ __device__ __forceinline__ void copy_number(double* to, const double* from) {
   ptx::cp_async_8(ptx::shared_address(to), from, sizeof(double));
 }
 
-// lse with which a query has weights: inf where it sees nothing.
-__device__ __forceinline__ Accum reference_of(Accum lse) { return lse == -infinity() ? infinity() : lse; }
+// What a query's scores are compared with, from its lse: inf where it sees nothing.
+__device__ __forceinline__ Accum reference_of(Accum lse) {
+  return lse == -infinity() ? infinity() : SUBTRACTS_FIRST ? lse : lse * LOG2_E;
+}
+__device__ __forceinline__ Accum weight_of(Accum score, Accum scale, Accum reference) {
+  return SUBTRACTS_FIRST ? weight(score * scale, reference) : power_of_2(score * (scale * LOG2_E) - reference);
+}
 
 // Starts to load the tile that the walk is at. Keys before `first_seen` are hidden: they may hold anything.
 __device__ __forceinline__ void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage,
@@ -75,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const int tile_row = work.tile * ROWS;
   if (tile_row >= (OF_KEYS ? s.rows_k : s.rows_q)) return;
 
-  const int warp_row = threadIdx.x / WARP * 16, first_row = tile_row + warp_row, row = first_row + fragment_row();
+  const int warp_row = threadIdx.x / WARP * FRAGMENTS * 16, first_row = tile_row + warp_row;
+  const int own_row = first_row + fragment_row();
   const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
   const RowTileV rows_v{ptx::shared_address(shared.rows_v)}, own_rows_v = rows_v.from_row(warp_row);
 
@@ -93,26 +99,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
   }
-  Accum lse[2], delta[2];  // of own queries
+  Accum lse[FRAGMENTS][2], delta[FRAGMENTS][2];  // of own queries
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int i = row + 8 * r;
-    const bool used = !OF_KEYS && i < s.len_q;
-    lse[r] = used ? reference_of(*p.lse.at(batch_of(p, s), s.row_q + i, work.head)) : infinity();
-    delta[r] = used ? *p.delta.at(batch_of(p, s), s.row_q + i, work.head) : 0;
+  for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = own_row + 16 * f + 8 * r;
+      const bool used = !OF_KEYS && i < s.len_q;
+      lse[f][r] = used ? reference_of(*p.lse.at(batch_of(p, s), s.row_q + i, work.head)) : infinity();
+      delta[f][r] = used ? *p.delta.at(batch_of(p, s), s.row_q + i, work.head) : 0;
+    }
   }
 
   // Arrays have a size.
-  Accum gradient[1][NEEDS_GRADIENTS ? HEAD_DIM / 2 : 4], gradient_v[1][OF_DV ? HEAD_DIM_V / 2 : 4], dslope[2] = {0, 0};
-  clear(gradient[0]);
-  clear(gradient_v[0]);
-  Units units, units_v;
+  Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? HEAD_DIM / 2 : 4], gradient_v[FRAGMENTS][OF_DV ? HEAD_DIM_V / 2 : 4];
+  Accum dslope[FRAGMENTS][2];
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) clear(gradient[f]), clear(gradient_v[f]), clear(dslope[f]);
+  Units units[FRAGMENTS], units_v[FRAGMENTS];
   for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
     const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
     const ScoreGradient scores(p, s, head);
-    const bool masked = OF_KEYS          ? scores.needs_mask(walk.blocks.partial, first_column, COLUMNS, first_row, 16)
-                        : HIDES_ANYWHERE ? scores.needs_mask(walk.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
-                                         : scores.needs_mask(walk.blocks.partial, first_row, 16, first_column, COLUMNS);
+    const int query = OF_KEYS ? first_column : HIDES_ANYWHERE ? tile_row : first_row;
+    const int queries = OF_KEYS ? COLUMNS : HIDES_ANYWHERE ? ROWS : FRAGMENTS * 16;
+    const bool masked = scores.needs_mask(walk.blocks.partial, query, queries, OF_KEYS ? first_row : first_column,
+                                          OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
     finish_copies();
@@ -122,57 +133,74 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       commit_copies();
     }
 
-    Accum x[1][FRAGMENT];
-    clear(x[0]);
-    multiply_scores(x, own_rows, columns);
-    take_scores(x[0], shared.row_factors, warp_row + fragment_row(), shared.factors, stage);
-    SoftcapFragment softcap;
-    softcap.take(scores.score, x[0]);
-    scores.apply(x[0], row, first_column, masked);
-    if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen, x[0]);
-    const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
+    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];
 #pragma unroll
-    for (int e = 0; e < FRAGMENT; e++) {
-      const int column = fragment_column() + column_offset(e);
-      x[0][e] = weight(x[0][e] * scale, OF_KEYS ? reference_of(shared.lse[stage][column]) : lse[e / 2 % 2]);
-    }
-    scores.mark_dropped(x[0], row, first_column);
-    Accum y[1][FRAGMENT];
-    clear(y[0]);
-    if constexpr (NEEDS_GRADIENTS) {
-      multiply_scores(y, own_rows_v, columns_v);
-      take_values(y[0], shared.row_factors, warp_row + fragment_row(), shared.factors, stage);
+    for (auto& fragment : x) clear(fragment);
+    multiply_scores(x, own_rows, columns);
+    SoftcapFragment softcap[FRAGMENTS];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      const int row = own_row + 16 * f;
+      take_scores(x[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
+      softcap[f].take(scores.score, x[f]);
+      scores.apply(x[f], row, first_column, masked);
+      if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen, x[f]);
+      const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {
         const int column = fragment_column() + column_offset(e);
-        y[0][e] = score_gradient(y[0][e], x[0][e], OF_KEYS ? shared.delta[stage][column] : delta[e / 2 % 2],
-                                 static_cast<Accum>(p.dropout_rescale));
+        x[f][e] = weight_of(x[f][e], scale, OF_KEYS ? reference_of(shared.lse[stage][column]) : lse[f][e / 2 % 2]);
+      }
+      scores.mark_dropped(x[f], row, first_column);
+    }
+#pragma unroll
+    for (auto& fragment : y) clear(fragment);
+    if constexpr (NEEDS_GRADIENTS) {
+      multiply_scores(y, own_rows_v, columns_v);
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
+#pragma unroll
+        for (int e = 0; e < FRAGMENT; e++) {
+          const int column = fragment_column() + column_offset(e);
+          y[f][e] = score_gradient(y[f][e], x[f][e], OF_KEYS ? shared.delta[stage][column] : delta[f][e / 2 % 2],
+                                   static_cast<Accum>(p.dropout_rescale));
+        }
       }
     }
-    LeftFragment<COLUMNS> left[1];
+    LeftFragment<COLUMNS> left[FRAGMENTS];
     if constexpr (OF_DV) {
-      if constexpr (HAS_DROPOUT) {
 #pragma unroll
-        for (Accum& w : x[0]) w = larger(w, Accum(0));
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if constexpr (HAS_DROPOUT) {
+#pragma unroll
+          for (Accum& w : x[f]) w = larger(w, Accum(0));
+        }
+        Accum rescale[2] = {1, 1};
+        if (units_v[f].fold(x[f], shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
+        pack(left[f], x[f]);
       }
-      Accum rescale[2] = {1, 1};
-      if (units_v.fold(x[0], shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[0], rescale);
-      pack(left[0], x[0]);
       multiply_values(gradient_v, left, columns_v);
     }
     if constexpr (NEEDS_GRADIENTS) {
-      if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y[0], row, first_column);
-      softcap.apply(y[0]);
-      Accum rescale[2] = {1, 1};
-      if (units.fold(y[0], shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[0], rescale);
-      pack(left[0], y[0]);
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        if constexpr (HAS_ALIBI && !OF_KEYS) {
+          // Made anew: held all along it would take registers.
+          ScoreGradient(p, s, head).add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
+        }
+        softcap[f].apply(y[f]);
+        Accum rescale[2] = {1, 1};
+        if (units[f].fold(y[f], shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
+        pack(left[f], y[f]);
+      }
       if (HIDES_ANYWHERE && !OF_KEYS && masked) {
         __syncthreads();
         if (threadIdx.x < COLUMNS && shared.seen[threadIdx.x] == 0) columns.clear_row(threadIdx.x);
         __syncthreads();
         if (threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
       }
-      multiply_values(gradient, left, columns);
+      if (sizeof(Element) > 2 || p.dq.data != nullptr) multiply_values(gradient, left, columns);
     }
     if constexpr (STAGES == 1) {
       __syncthreads();
@@ -184,28 +212,32 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const Accum scale = static_cast<Accum>(p.softmax_scale), by_scale[2] = {scale, scale};
   const i64 batch = batch_of(p, s);
   const int num_rows = OF_KEYS ? s.rows_k : s.rows_q, len = OF_KEYS ? s.len_k : s.len_q;
-  if constexpr (OF_KEYS) {
-    const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
-    if (OF_DK && p.dk.data != nullptr) {
-      write_in_units(units, p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
-                     gradient[0], by_scale);
-    }
-    if (OF_DV && p.dv.data != nullptr) {
-      write_in_units(units_v, p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows, p.head_dim_v,
-                     gradient_v[0], by_kept);
-    }
-  } else {
-    if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const Accum total = reduce_row<4>(dslope[r], [](Accum a, Accum b) { return a + b; });
-        const int i = row + 8 * r;
-        if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
+  for (int f = 0; f < FRAGMENTS; f++) {
+    const int row = own_row + 16 * f;
+    if constexpr (OF_KEYS) {
+      const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
+      if (OF_DK && p.dk.data != nullptr) {
+        write_in_units(units[f], p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
+                       gradient[f], by_scale);
       }
-    }
-    if (p.dq.data != nullptr) {
-      write_in_units(units, p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
-                     gradient[0], by_scale);
+      if (OF_DV && p.dv.data != nullptr) {
+        write_in_units(units_v[f], p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows,
+                       p.head_dim_v, gradient_v[f], by_kept);
+      }
+    } else {
+      if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const Accum total = reduce_row<4>(dslope[f][r], [](Accum a, Accum b) { return a + b; });
+          const int i = row + 8 * r;
+          if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
+        }
+      }
+      if (p.dq.data != nullptr) {
+        write_in_units(units[f], p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
+                       gradient[f], by_scale);
+      }
     }
   }
 }

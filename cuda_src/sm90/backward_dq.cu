@@ -15,7 +15,8 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
 #pragma unroll
   for (float4& x : dq) x = make_float4(0, 0, 0, 0);
   if (first_row < s.len_q) {
-    const auto* sum = reinterpret_cast<const float4*>(dq_sum_at(p, query_tile(p, s, work.head, work.tile), part));
+    const auto* sum =
+        reinterpret_cast<const float4*>(dq_sum_at(p, query_tile(p, s, work.head, work.tile, BLOCK_M), part));
 #pragma unroll
     for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = sum[i * WARP];
   }

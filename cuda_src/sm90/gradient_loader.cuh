@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
     const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
     for (bool first = true; !walk.done(); first = false) {
       const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
-      const i64 number = query_tile(p, s, head, walk.block());
+      const i64 number = query_tile(p, s, head, walk.block(), BLOCK_M);
       const int turn = walk.turn();
       const CountedRows queries = counted_queries(p, s, first_row);
       const int slot = walk.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;

@@ -3,14 +3,6 @@
 #pragma once
 #include "products.cuh"
 
-// The number of a tile of queries; packed: its slot (packed_work of sequence.cuh).
-__device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile) {
-  if (p.cu_seqlens_q == nullptr) {
-    return (static_cast<i64>(s.batch) * p.num_heads_q + head) * p.num_query_tiles + tile;
-  }
-  return static_cast<i64>(head) * p.num_query_tiles + s.row_q / BLOCK_M + (s.batch + 1) + tile;
-}
-
 // dq of a tile is computed in parts of 64 queries and DQ_COLUMNS columns: parts of queries, or of columns.
 constexpr bool DQ_BY_QUERIES = BLOCK_M > ROWS_OF_WARPGROUP;
 static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),

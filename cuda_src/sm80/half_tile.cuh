@@ -1,10 +1,15 @@
-// Forward attention by mma.sync on 16-bit inputs.
+// Tiles of 16-bit elements as the factors of a warp's products: of the forward pass, and of dq as a sum in the order of
+// keys, with each row's part of the slopes' gradient.
+#pragma once
 #include "../write_fragment.cuh"
 #include "direct.cuh"
 #include "write_rows.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
-using Weights = u32[WARP_KEYS / 4];
+template <int COLUMNS>
+using LeftFragment = u32[COLUMNS / 4];
+using Weights = LeftFragment<WARP_KEYS>;
+[[maybe_unused]] constexpr bool OF_KEYS = false, OF_DK = false, OF_DV = false;
 
 template <class... Arguments>
 __device__ __forceinline__ void multiply_scores(Arguments&&... arguments) {
@@ -30,4 +35,7 @@ __device__ __forceinline__ void write_results(const Units (&)[FRAGMENTS], const 
   }
 }
 
-#include "forward.cuh"
+template <class... Arguments>
+__device__ __forceinline__ void write_in_units(const Units&, Arguments&&... arguments) {
+  write_fragment(arguments...);
+}
