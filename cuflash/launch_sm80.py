@@ -88,12 +88,10 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
     place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
-    config = plan_sm80_backward.of_queries(*place)
-    if config is None:
+    if (config := plan_sm80_backward.of_queries(*place)) is None:
         return grads
     work.arrays |= launch_portable.rows_of_slopes(work, grads)
-    wanted = {"dq": grads["q"]} if "q" in grads else {}
-    work.run(Kernel(config.entry, config), {name: x for name, x in work.arrays.items() if name != "out"} | wanted)
+    work.run(Kernel(config.entry, config), work.arrays | {f"d{name}": x for name, x in grads.items() if name == "q"})
     return {name: x for name, x in grads.items() if name != "q"}
 
 

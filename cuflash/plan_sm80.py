@@ -184,14 +184,20 @@ def forward_config(
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
+def forward(
+    problem: AttentionProblem,
+    aligned: bool,
+    capability: Capability,
+    limit: int,
+    rows: tuple[Row[Tile], ...] = FORWARD,
+    **of: Any,
+) -> Config | None:
     """The forward kernel for a problem, or None where mma.sync does not take its dtype."""
     if problem.dtype not in dtypes(capability):
         return None
-    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    return forward_config(
-        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, has_plain_scale(problem), aligned
-    )
+    row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
+    return forward_config(*given, has_plain_scale(problem), aligned, **of)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -205,10 +211,12 @@ def reason(problem: AttentionProblem) -> str:
     return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
 
 
-def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
+def table(
+    capability: Capability, limit: int, rows: tuple[Row[Tile], ...] = FORWARD, **of: Any
+) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
-    for row in FORWARD:
+    for row in rows:
         for dtype in dtypes(capability):
             for flags in TABLE_FLAGS:
-                yield forward_config(row, dtype, None, flags, capability, limit), dtype
-            yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False), dtype
+                yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
+            yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

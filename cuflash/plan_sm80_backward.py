@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
+from cuflash import plan_sm80
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
 from cuflash.plan import TABLE_FLAGS, are_products, capability_of, flags_of, smem_limit
-from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits, forward_config
+from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import AttentionProblem
@@ -213,20 +215,6 @@ def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:
     return elements + SMEM_BESIDE_TILES
 
 
-def _fitting(
-    tiles: tuple[Tile, ...], row: Row[Tile], capability: Capability, limit: int, is_short: bool
-) -> Tile | None:
-    fitting = (
-        t
-        for t in tiles
-        if capability < t.below
-        and (capability >= _LARGE_ADDS or not t.bulk_adds)
-        and (is_short or not t.short)
-        and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
-    )
-    return next(fitting, None)
-
-
 def configs(
     row: Row[Tile],
     dtype: str,
@@ -239,7 +227,15 @@ def configs(
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `config.FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
-    tile = _fitting(row.tiles if plain else row.with_options, row, capability, limit, is_short)
+    fitting = (
+        t
+        for t in (row.tiles if plain else row.with_options)
+        if capability < t.below
+        and (capability >= _LARGE_ADDS or not t.bulk_adds)
+        and (is_short or not t.short)
+        and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
+    )
+    tile = next(fitting, None)
     if tile is None:
         return ()
     passes = ((True, True),) if tile.together else ((True, False), (False, True))
@@ -292,14 +288,9 @@ def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
     return rows * HALF_BYTES * (row.head_dim + row.head_dim_v) + of_walk + SMEM_BESIDE_TILES
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def of_queries(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> QueryConfig | None:
-    """The kernel for dq in the order of keys, or None where mma.sync does not take a problem's dtype."""
-    if problem.dtype not in dtypes(capability):
-        return None
-    row = next(r for r in OF_QUERIES if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    of = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    return forward_config(*of, aligned=aligned, entry=ORDERED_DQ, smem_bytes=_smem_of_queries)
+_QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
+# The kernel for dq in the order of keys, or None where mma.sync does not take a problem's dtype.
+of_queries = partial(plan_sm80.forward, **_QUERY_KERNEL)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -310,8 +301,7 @@ def reason(problem: AttentionProblem) -> str:
         if not chosen:
             return f"portable kernels: mma.sync has none for {problem.dtype} of this size"
         tiles.append(f"{chosen[0].tile} on {name}")
-    order = "; dq by a kernel of its own, in the order of keys" if problem.deterministic else ""
-    return f"mma.sync, tiles of {', '.join(tiles)}{order}"
+    return f"mma.sync, tiles of {', '.join(tiles)}"
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryConfig, str]]:
@@ -324,8 +314,4 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
             for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):
                 for config in configs(row, dtype, None, flags, capability, limit, aligned, is_short):
                     yield config, dtype
-    for of_queries in OF_QUERIES:
-        for dtype in dtypes(capability):
-            for flags, aligned in (*((flags, True) for flags in TABLE_FLAGS), (FLAGS, False)):
-                of = of_queries, dtype, None, flags, capability, limit
-                yield forward_config(*of, aligned=aligned, entry=ORDERED_DQ, smem_bytes=_smem_of_queries), dtype
+    yield from plan_sm80.table(capability, limit, **_QUERY_KERNEL)
