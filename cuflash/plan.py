@@ -149,7 +149,7 @@ KERNEL_FILES = {
     },
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
-    "backward_sm80_dq": "sm80/backward_dq",
+    "backward_sm80_dq": "sm80/backward_rows",
     **{f"split_{name}": "sm90/split_backward" for name in ("dq", "dkv", "dk", "dv")},
 }
 # What a file's function is called where entries are not.
