@@ -65,14 +65,6 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
-__device__ __forceinline__ DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
-  rings.dq_steps.wait();
-  const DqStep step = shared.dq_steps[rings.dq_steps.stage];
-  __syncwarp();
-  rings.dq_steps.release();
-  return step;
-}
-
 // The warp that adds a warpgroup's parts of dq to their sums, from shared memory.
 __device__ __forceinline__ void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
                                           int part) {
@@ -97,6 +89,44 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
     }
   }
   if (lane() == 0) ptx::bulk_wait_group<0>();
+}
+
+// In turns an addition takes longer than a step: it waits for those before, and until it has arrived. So the warps take
+// steps one after the other instead, and all parts of a step.
+constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
+static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
+
+__device__ __forceinline__ void add_steps(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
+                                          u32 warp) {
+  DqRing first(shared.dq[0], shared.dq_barriers[0]), second(shared.dq[1], shared.dq_barriers[1]);
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.number == NO_DQ) break;
+    second.follow(first);
+    if (first.stage != warp) {
+      first.advance();
+      continue;
+    }
+    const bool adds = p.dq_sum != nullptr && lane() == 0;
+    if (adds) wait_for_turn(p, step.number, 0, step.turn);
+    __syncwarp();
+    first.wait();
+    second.wait();
+    if (adds) {
+      float* sum = p.dq_sum + step.number * DQ_TILE;
+      ptx::bulk_reduce_add_f32(sum, first.buffer(), DQ_BYTES);
+      ptx::bulk_reduce_add_f32(sum + DQ_PART, second.buffer(), DQ_BYTES);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    first.release();
+    second.release();
+    if (adds) {
+      ptx::bulk_wait_group<0>();
+      end_turn(p, step.number, 0);
+    }
+  }
 }
 
 // The warp that writes dbias, which is ds.
@@ -302,7 +332,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (warp <= DQ_PARTS) {
-      add_parts(p, shared, rings, warp - 1);
+      if constexpr (ADDS_STEPS) {
+        add_steps(p, shared, rings, warp - 1);
+      } else {
+        add_parts(p, shared, rings, warp - 1);
+      }
     } else if (WRITES_DBIAS) {
       write_bias(p, shared, rings, &dbias_map);
     }

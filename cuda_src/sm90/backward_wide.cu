@@ -11,7 +11,7 @@ constexpr u32 DS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
-constexpr int DQ_BARRIER = 1, DK_BARRIER = 2;  // of the warps of one warpgroup
+constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
 
 struct SharedStorage {
   alignas(1024) unsigned char k[K_BYTES];
@@ -31,7 +31,7 @@ struct SharedStorage {
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
-  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> added_barriers;
+  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
   u64 clearing;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
@@ -47,7 +47,8 @@ struct Rings {
   Ring<DS_STAGES, DS_BYTES> ds;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> added;  // nothing but the word that a part of dq is on its way
+  // Nothing but the word that it is a step's turn, and that its dq is on its way.
+  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
   __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
@@ -58,6 +59,7 @@ struct Rings {
         ds(shared.ds, shared.ds_barriers),
         weights(shared.weights, shared.weight_barriers),
         dq_steps(shared.dq_steps, shared.dq_step_barriers),
+        turns(shared.dq_steps, shared.turn_barriers),
         added(shared.dq_steps, shared.added_barriers) {}
 };
 
@@ -208,19 +210,13 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
 }
 
-// Waits for the warps that add dq.
-__device__ __forceinline__ void sync_dq_warps() { ptx::barrier_sync(DQ_BARRIER, WARPGROUP); }
-
 // dq.
 __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
                                             const KeyWork& work) {
   if (work.unseen) return;
   rings.k.wait();
   for (bool last = false; !last;) {
-    rings.dq_steps.wait();
-    const DqStep step = shared.dq_steps[rings.dq_steps.stage];
-    __syncwarp();
-    rings.dq_steps.release();
+    const DqStep step = next_dq_step(shared, rings);
     last = step.last;
     rings.ds.wait();
     if (p.dq_sum != nullptr) {
@@ -231,20 +227,20 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * BLOCK_N * ROW_BYTES);
         ptx::wgmma_wait_group<0>();
         keep(dq);
-        if (DETERMINISTIC && part == 0) {  // all parts of a tile are added in one turn
-          if (threadIdx.x % WARPGROUP == 0) wait_for_turn(p, step.number, 0, step.turn);
-          sync_dq_warps();
-        }
+        if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
         FourFloats* sum = dq_sum_at(p, step.number, part);
 #pragma unroll
         for (int i = 0; i < DQ_COLUMNS / 8; i++) {
           ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         }
       }
+    } else if (DETERMINISTIC) {
+      rings.turns.wait();
     }
     __syncwarp();
     rings.ds.release();
     if (DETERMINISTIC) {
+      rings.turns.release();
       rings.added.acquire();
       rings.added.publish_part();
     }
@@ -252,16 +248,25 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
   rings.k.release();
 }
 
+// The warp that waits for turns, ahead of their use.
+__device__ __forceinline__ void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.number == NO_DQ) break;
+    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.number, 0, step.turn);
+    __syncwarp();
+    rings.turns.acquire();
+    rings.turns.publish_written();
+  }
+}
+
 // The warp that ends turns: it waits for additions to arrive, while the next products are under way.
 __device__ __forceinline__ void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
-    rings.dq_steps.wait();
-    const i64 number = shared.dq_steps[rings.dq_steps.stage].number;
-    __syncwarp();
-    rings.dq_steps.release();
-    if (number == NO_DQ) break;
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.number == NO_DQ) break;
     rings.added.wait();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, number, 0);
+    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.number, 0);
     __syncwarp();
     rings.added.release();
   }
@@ -293,7 +298,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.dout_barriers.init(2 * WARPS);
     shared.weight_barriers.init(WARPS, WARPS);
     shared.ds_barriers.init(WARPS, WARPS);
-    shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 1 : WARPS);
+    shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 2 : WARPS);
+    shared.turn_barriers.init(WARPS);
     shared.added_barriers.init(1, WARPS);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
     ptx::fence_mbarrier_init();
@@ -318,6 +324,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map});
     } else if (DETERMINISTIC && warp == 1) {
       end_turns(p, shared, rings);
+    } else if (DETERMINISTIC && warp == 2) {
+      watch_turns(p, shared, rings);
     }
   }
 }

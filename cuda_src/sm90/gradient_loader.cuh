@@ -96,6 +96,15 @@ __device__ __forceinline__ u32 of_lane_0(Get get) {
   return __shfl_sync(ALL_LANES, lane() == 0 ? get() : 0, 0);
 }
 
+template <class SharedStorage, class Rings>
+__device__ __forceinline__ DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
+  rings.dq_steps.wait();
+  const DqStep step = shared.dq_steps[rings.dq_steps.stage];
+  __syncwarp();
+  rings.dq_steps.release();
+  return step;
+}
+
 // The loading warp. Tiles come in the order of their use.
 template <class SharedStorage, class Rings>
 __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
