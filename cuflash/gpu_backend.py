@@ -7,7 +7,6 @@ from cuflash import (
     launch_portable,
     launch_sm80,
     launch_sm90,
-    launch_sm90_backward,
     launch_split,
 )
 from cuflash.launch import Work
@@ -17,7 +16,7 @@ from cuflash.recording import Recording
 # Hopper's own first, then those for any tensor cores.
 _FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch_portable.forward)
 _BACKWARD = (
-    launch_sm90_backward.backward,
+    launch_sm90.backward,
     launch_split.backward,
     launch_sm80.backward,
     launch_sm80.wide_backward,
