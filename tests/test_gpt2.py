@@ -213,7 +213,7 @@ def test_goes_on_exactly(tmp_path: Path) -> None:
 
 def test_refuses_the_checkpoint_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer().save(tmp_path)
-    assert main(argv=[*OPTIONS, "--steps", "7", "--rate", "0.001", "--out", str(tmp_path)]) == 2
+    assert main([*OPTIONS, "--steps", "7", "--rate", "0.001", "--out", str(tmp_path)]) == 2
     assert "steps" in capsys.readouterr().err
 
 
@@ -221,9 +221,9 @@ def test_what_is_not_installed_is_said_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "find_spec", lambda name: None)
-    assert main(argv=[*OPTIONS, "--out", str(tmp_path / "run")]) == 2
+    assert main([*OPTIONS, "--out", str(tmp_path / "run")]) == 2
     assert "matplotlib, tqdm: not installed" in capsys.readouterr().err
-    assert main(argv=[*OPTIONS, "--fp8", "--out", str(tmp_path / "run")]) == 2
+    assert main([*OPTIONS, "--fp8", "--out", str(tmp_path / "run")]) == 2
     assert "--fp8: expected a GPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -281,7 +281,7 @@ def test_tokens_of_a_byte_pair_encoding(tmp_path: Path) -> None:
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "WARM_UP_STEPS", 1)
     path = tmp_path / "figures.json"
-    assert main(argv=[*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
+    assert main([*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]
     assert list(results) == ["cuflash", "baseline"]
     losses = [result["loss"] for result in results.values()]
