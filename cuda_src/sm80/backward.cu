@@ -7,7 +7,6 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
 #include "../query_walk.cuh"
 #include "gradient_rows.cuh"
-#include "write_rows.cuh"
 
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,

@@ -3,7 +3,6 @@
 #pragma once
 #include "../write_fragment.cuh"
 #include "direct.cuh"
-#include "write_rows.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
 template <int COLUMNS>
