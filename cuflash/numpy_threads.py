@@ -13,6 +13,7 @@ import functools
 import importlib
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from cuflash.platforms import blas_libraries
 
 T = TypeVar("T")
 
@@ -41,7 +40,9 @@ _THREAD_FUNCTIONS = (
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """How to read and set the number of threads of NumPy's BLAS; None if it is none that we know."""
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    for path in blas_libraries(Path(np.__file__).parent, Path(extension)):
+    # What the module that calls BLAS links to is found through it, but on Windows a file has only its own functions.
+    found = [] if sys.platform == "win32" else [Path(extension)]
+    for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
         try:
             library = ctypes.CDLL(str(path))
         except OSError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-
-from cuflash.platforms import driver_library
 
 # Bytes of a row in shared memory under the swizzle that all kernels use, and what addresses and strides are multiples
 # of.
@@ -32,7 +31,7 @@ def whole_rows(size: int) -> int:
 @cache
 def driver() -> ctypes.CDLL:
     """The CUDA driver's own library."""
-    return ctypes.CDLL(driver_library())
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def encode(
