@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import interop
+from cuflash.checks import check_target
 from cuflash.config import MOST_KEPT
-from cuflash.overlap import check_target
 from cuflash.problem import (
     OPTION_NAMES,
     Array,

@@ -1,13 +1,14 @@
-"""Checks of the options, from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value.
+"""Checks from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value.
 
-Each returns what the problem holds of its option, if anything.
+Those of options return what the problem holds of them, if anything. Arrays that are to be written have no memory in
+common with what is read meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -191,3 +192,85 @@ def check_seed(seed: Any, dropout_p: float) -> None:
         raise TypeError(f"dropout_seed: expected {form}, got dtype {seed.dtype.name}")
     elif math.prod(seed.shape) != 1:
         raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")
+
+
+# The exact test solves a Diophantine equation; slices of a fused qkv take a few hundred steps.
+_MAX_WORK: Any = 1_000_000
+
+
+def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
+    """ValueError unless `target` is writable, has a contiguous last axis and shares no element with `inputs`.
+
+    `inputs` are all arrays that are in use beside it, other targets included.
+    """
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if target.size == 0:
+        return
+    if target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
+        raise ValueError(
+            f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.strides, strict=True)):
+        raise ValueError(f"{name}: expected distinct elements, got a broadcast array with strides {target.strides}")
+    for other, x in inputs.items():
+        if x is not None and share_memory(target, x):
+            raise ValueError(
+                f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
+            )
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays have a byte in common; interleaved slices of one buffer have none."""
+    first, second = _phantom(a), _phantom(b)
+    if not np.may_share_memory(first, second):
+        return False
+    try:
+        return bool(np.shares_memory(first, second, max_work=_MAX_WORK))
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
+
+
+class _Addresses:
+    """A device array's addresses, dressed so that NumPy can reason about them; nothing reads them."""
+
+    def __init__(self, x: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "data": (x.data.ptr, True),
+        }
+
+
+def _phantom(x: Array) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(_Addresses(x))
+
+
+class Distances(NamedTuple):
+    """From one array's address to another's where two arrays of their metadata have no byte in common."""
+
+    before: int  # this or less: the first ends where the second begins
+    behind: int  # this or more
+    known: int  # between the two, such as slices of one buffer have
+
+    @classmethod
+    def between(cls, target: Array, other: Array) -> Distances:
+        """Of two arrays that have no byte in common."""
+        (low, high), (other_low, other_high) = _extent(target), _extent(other)
+        return cls(other_low - high, other_high - low, _address(target) - _address(other))
+
+    def allow(self, distance: int) -> bool:
+        """Whether arrays at this distance are known to have no byte in common."""
+        return distance >= self.behind or distance <= self.before or distance == self.known
+
+
+def _extent(x: Array) -> tuple[int, int]:
+    """The bytes that an array covers, from its address on."""
+    reaches = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + x.dtype.itemsize
+
+
+def _address(x: Array) -> int:
+    return int(_phantom(x).__array_interface__["data"][0])

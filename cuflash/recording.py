@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cuflash import capture
-from cuflash.checks import MAX_SEED
+from cuflash.checks import MAX_SEED, Distances
 from cuflash.config import MOST_KEPT
-from cuflash.overlap import Distances
 from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
