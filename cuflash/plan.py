@@ -138,7 +138,7 @@ KERNEL_FILES = {
     "backward_sm90_rows": "sm90/backward_rows",
     "backward_sm90": "sm90/backward",
     "backward_sm90_wide": "sm90/backward_wide",
-    "backward_sm90_dq": "sm90/backward_dq",
+    "backward_sm90_dq": "sm90/backward_rows",
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/wide_backward.cuh",
