@@ -101,7 +101,7 @@ FORWARD = (
         128,
         Tile(128, 128, early_eighths=2, exact=True),
         Tile(128, 128, early_eighths=2, exact=True),
-        Tile(128, 176),
+        Tile(192, 80),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),

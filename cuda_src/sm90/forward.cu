@@ -11,8 +11,7 @@
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && !HAS_OPTIONS;
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too. A single
 // copy takes half as long to compile, and is up to a tenth slower.
-constexpr bool WIDE_OPTION = HEAD_DIM > 64 && HAS_OPTIONS && !HAS_BLOCK_MASK;
-constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : !WIDE_OPTION ? 3 : HAS_ALIBI ? 1 : 2;
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
