@@ -142,7 +142,9 @@ def _constants(
     aligned: bool,
     tile: Tile,
     sum_columns: int,
+    unroll: int,
 ) -> dict[str, Any]:
+    """What all kernels have; `sum_columns` are of plain scores, `unroll` is of float64 with options."""
     dtype = _dtype_of(kind)
     parts = _PARTS[kind]
     is_plain = _is_plain(flags, plain_scores, aligned)
@@ -158,7 +160,7 @@ def _constants(
         "async_copies": True,
         "aligned": aligned,
         "plain_scores": plain_scores and are_products(flags),
-        "unroll": 2 if parts else 4 if is_plain else 1,
+        "unroll": 2 if parts else 4 if is_plain else unroll,
         "sum_columns": sum_columns if is_plain else 16 if parts else 8,
         "parts": parts,
         "key_parts": KEY_PARTS[parts] if parts else 0,
@@ -196,7 +198,7 @@ def forward_config(
         block_n=tile.block_n,
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 64 if _PARTS[kind] else 32),
+        **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 64 if _PARTS[kind] else 32, 1),
     )
 
 
@@ -232,7 +234,7 @@ def gradient_configs(
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
             smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 32),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 32, 3),
         )
         configs.append(config)
     return tuple(configs)
