@@ -185,10 +185,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (NEEDS_GRADIENTS) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        if constexpr (HAS_ALIBI && !OF_KEYS) {
-          // Made anew: held all along it would take registers.
-          ScoreGradient(p, s, head).add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
-        }
+        if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
         Accum rescale[2] = {1, 1};
         if (units[f].fold(y[f], shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
