@@ -16,6 +16,8 @@ _ALIGN = r"(?:(?:__align__|alignas)\s*\(" + _BALANCED + r"\)\s*)?"
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+" + _ALIGN + r"([\w:\s]+?)\s+(\w+)\s*\[\s*\]\s*;")
 _STATIC = re.compile(r"(?:static\s+)?__shared__\s+" + _ALIGN + r"([\w:<>,\s]+?[\w>])\s+(\w+)\s*((?:\[[^\[\]]*\]\s*)*);")
 _STORAGE = re.compile(r"(\bstruct\s+" + _ALIGN + r"SharedStorage\s*)\{([^{}]*)\}\s*;")
+# Alignment, extents, and arguments of templates.
+_BESIDE_NAMES = re.compile(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]|<(?:[^<>]|<[^<>]*>)*>")
 _DECLARATOR = re.compile(r"(\w+)\s*(?:,|=|$)")
 
 
@@ -68,7 +70,7 @@ def _separate_members(text: str) -> tuple[str, str]:
     for member in body.split(";"):
         declaration = member.strip()
         if declaration and not declaration.startswith(("static", "using", "typedef")):
-            bare = re.sub(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]", "", declaration)
+            bare = _BESIDE_NAMES.sub("", declaration)
             name = _DECLARATOR.search(bare)
             if name is None or "(" in bare:
                 raise DeviceError(f"a member of SharedStorage of an unknown form: {declaration!r}")
