@@ -281,7 +281,9 @@ def gradient_config(
 def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
-    """The configurations of a pass, that of dq first."""
+    """The configurations of a pass, that of dq first; none with a block mask beside options that are no window."""
+    if "has_block_mask" in flags and not set(flags) <= {"has_window", "has_block_mask"}:
+        return ()  # 12 to 584 bytes would spill
     tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options
     return tuple(
         gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
@@ -342,17 +344,18 @@ def _in_words(tiles: str, *configs: Config) -> str:
 
 
 _TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask"))
+_ALL_BUT_BLOCK_MASK = tuple(flag for flag in FLAGS if flag != "has_block_mask")
 
 
 def table() -> Iterator[tuple[Config, str]]:
     """Every forward row (and its dtype), plain, with each option, those of visibility, the others, and with all."""
-    others, no_block_mask = ("has_softcap", "has_alibi", "has_dropout"), [f for f in FLAGS if f != "has_block_mask"]
+    others = "has_softcap", "has_alibi", "has_dropout"
     for parts, rows in FORWARD.items():
         for row in rows:
             for flags in (*_TABLE_FLAGS, others, FLAGS):
                 config = forward_config(row, parts, None, flags)
                 if config is None and flags == FLAGS:
-                    config = forward_config(row, parts, None, tuple(no_block_mask))
+                    config = forward_config(row, parts, None, _ALL_BUT_BLOCK_MASK)
                 if config is not None:
                     yield config, "float32"
 
@@ -361,6 +364,6 @@ def gradient_table() -> Iterator[tuple[Config, str]]:
     """The same of gradients."""
     for parts, rows in BACKWARD.items():
         for row in rows:
-            for flags in _TABLE_FLAGS:
+            for flags in (*_TABLE_FLAGS, _ALL_BUT_BLOCK_MASK):
                 for config in gradient_configs(row, parts, None, flags):
                     yield config, "float32"
