@@ -40,7 +40,7 @@ class Tile:
 class Row:
     """Tiles for head dims up to these: without a window, with one, and with other options.
 
-    No kernel spills; None where that leaves no tile: the portable kernel runs.
+    No kernel spills; None where that leaves no tile: other kernels run.
     """
 
     head_dim: int
@@ -103,7 +103,7 @@ class GradientRow:
     with_options: dict[str, Walk]
 
 
-# By number of parts; the first row that is wide enough is taken, and wider heads take the portable kernels.
+# By number of parts; the first row that is wide enough is taken; wider heads take other kernels.
 _WIDE = {DQ: Walk(128, 32, 64, 2, 1), DK: Walk(128, 32, 64, 2, 1), DV: Walk(128, 64, 64, 2, 1)}
 BACKWARD = {
     2: (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import devices
@@ -149,10 +150,27 @@ def test_range(exponent: int) -> None:
     both(dout, q, k, np.ldexp(v, exponent), causal=True)
 
 
-def test_wide_heads_take_the_portable_kernels() -> None:
+def test_what_takes_other_kernels() -> None:
     for head_dim, dtype in ((64, "float16"), (129, "float32")):
         problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
         assert plan_split.backward(problem) == ()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_a_block_mask_beside_options_other_than_a_window(head_dim: int, precision: str | None) -> None:
+    problem = cuflash.problem.AttentionProblem(
+        1, 8, 8, 1, 1, head_dim, head_dim, "float32", window_right=0, block_mask=True, precision=precision
+    )
+    assert plan_split.backward(problem)
+    for option in (
+        {"softcap": 2.0},
+        {"alibi": (1, 1)},
+        {"bias": (1, 1, 8, 8)},
+        {"mask": (1, 1, 8, 8)},
+        {"dropout_p": 0.1},
+    ):
+        assert plan_split.backward(replace(problem, **option)) == (), option
 
 
 @needs_compiler
