@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import devices
+import numpy as np
 import pytest
 
 
@@ -22,6 +23,13 @@ def device(request: pytest.FixtureRequest) -> devices.Device:
     """Each device of this machine in turn: NumPy always, CuPy where there is a GPU."""
     chosen: devices.Device = request.param
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def _numbers_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's `RNG` begins anew for every test: its numbers are the same whichever tests ran before, and where."""
+    if isinstance(getattr(request.module, "RNG", None), np.random.Generator):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(1))
 
 
 @pytest.hookimpl(wrapper=True)

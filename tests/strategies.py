@@ -10,6 +10,7 @@ every run, some minutes in all) or "long" (new examples every time, `LONG_FACTOR
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Test = TypeVar("Test", bound=Callable[..., Any])
+
+# Some of the numbers that Hypothesis draws stand in the sources of the modules imported so far: "the same examples in
+# every run" would depend on the tests that this process ran before, and change with every commit.
+with contextlib.suppress(ImportError, AttributeError):  # versions of it that do no such thing
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = providers.Constants
 
 LONG_FACTOR = 30
 PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "quick")
