@@ -41,17 +41,22 @@ def both(
     with_dlse: bool = False,
     **options: Any,
 ) -> None:
-    """Compares the gradients with the NumPy path's in float64; hidden rows hold NaN and inf on the device."""
+    """Compares the gradients with the NumPy path's in float64, from the same rounded out and lse.
+
+    (What the rounding of out leaves in delta is multiplied by distances, and summed, in the gradient of slopes.) Hidden
+    rows hold NaN and inf on the device.
+    """
     exact_q, exact_k, exact_v = (wide(x) for x in (q, k, v))
     wide_options = {name: wide(x) for name, x in options.items()}
     out, lse = cuflash.attention(exact_q, exact_k, exact_v, return_lse=True, **wide_options)
     dout = normal(*out.shape)
     dlse = RNG.standard_normal(lse.shape).astype(np.float32) if with_dlse else None
+    out, lse = out.astype(q.dtype), lse.astype(np.float32)
     expected = cuflash.attention_backward(
-        wide(dout), exact_q, exact_k, exact_v, out, lse, dlse=wide(dlse), **wide_options
+        wide(dout), exact_q, exact_k, exact_v, wide(out), wide(lse), dlse=wide(dlse), **wide_options
     )
 
-    tensors = [x.copy() for x in (dout, q, k, v, out.astype(q.dtype))]
+    tensors = [x.copy() for x in (dout, q, k, v, out)]
     for which, rows in ((hidden_queries, (0, 1, 4)), (hidden_keys, (2, 3))):
         for index in rows if which is not None else ():
             tensors[index][which] = np.nan if index % 2 else np.inf
@@ -68,7 +73,7 @@ def both(
             tensors[2],
             tensors[3],
             tensors[4],
-            lse.astype(np.float32),
+            lse,
             dlse=dlse,
             out=(*grads, *extra_grads),
             **options,
