@@ -10,12 +10,13 @@ strides, offsets and the sharing of buffers), calls the library there and gets t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -105,6 +106,22 @@ def forget_launches() -> None:
 
     launch._launches.clear()
     recording._repeats.clear()
+
+
+@contextmanager
+def threads_of_cpu_path(count: int) -> Iterator[None]:
+    """Within, every call of the CPU path runs on that many threads, however many cores there are."""
+    from cuflash.numpy_threads import _BlasThreads
+
+    real = _BlasThreads.single
+
+    @contextmanager
+    def single(self: _BlasThreads) -> Iterator[int]:
+        with real(self):
+            yield count
+
+    with mock.patch.object(_BlasThreads, "single", single):
+        yield
 
 
 def _device(name: str) -> Device:

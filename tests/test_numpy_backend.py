@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import Case, accum_dtype, assert_same_bits, gaussian, gaussian_case, np_dtype, same_bits
-from devices import Device
+from devices import Device, threads_of_cpu_path
 from numpy.typing import NDArray
 
 import cuflash
@@ -145,21 +143,6 @@ def test_full_tiles_have_no_mask() -> None:
     assert any(not tile.is_cut for tile in tiles)
 
 
-@contextlib.contextmanager
-def workers(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, every call runs on that many threads."""
-    real = numpy_threads._BlasThreads.single
-
-    @contextlib.contextmanager
-    def single(self: Any) -> Iterator[int]:
-        with real(self):
-            yield count
-
-    with monkeypatch.context() as patch:
-        patch.setattr(numpy_threads._BlasThreads, "single", single)
-        yield
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("small_tiles")
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
@@ -172,7 +155,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: 
     monkeypatch.setattr(numpy_tiles, "MIN_PARALLEL_SCORES", 0)
     results = []
     for count in (1, 2, 7, 2):
-        with workers(count, monkeypatch):
+        with threads_of_cpu_path(count):
             on_device = case.on(CPU)
             out, lse = on_device.forward()
             results.append({"out": out, "lse": lse, **on_device.backward(out, lse)})
