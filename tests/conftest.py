@@ -28,8 +28,11 @@ def device(request: pytest.FixtureRequest) -> devices.Device:
 @pytest.fixture(autouse=True)
 def _numbers_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module's `RNG` begins anew for every test: its numbers are the same whichever tests ran before, and where."""
-    if isinstance(getattr(request.module, "RNG", None), np.random.Generator):
-        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(1))
+    rng = getattr(request.module, "RNG", None)
+    if isinstance(rng, np.random.Generator):
+        seed = rng.bit_generator.seed_seq
+        assert isinstance(seed, np.random.SeedSequence)
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(seed))
 
 
 @pytest.hookimpl(wrapper=True)

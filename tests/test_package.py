@@ -93,15 +93,10 @@ def test_public_names() -> None:
         assert getattr(cuflash, name).__doc__, name
 
 
-# NumPy's own import, where cuflash's takes 25 ms: says how slow the machine is, and what else it does, at the time.
-NUMPY_SECONDS = 0.1
-
-
 def test_import_adds_less_than_50_ms_to_numpy() -> None:
     # The processor's time: the wall's is that of whatever else the machine does.
-    code = "from time import process_time as t; a = t(); import numpy; b = t(); import cuflash; print(b - a, t() - b)"
-    numpys, ours = (min(x) for x in zip(*(map(float, python(code).split()) for _ in range(7)), strict=True))
-    assert ours < 0.050 * max(1, numpys / NUMPY_SECONDS), f"NumPy takes {numpys:.3f} s"
+    code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
+    assert min(float(python(code)) for _ in range(7)) < 0.050
 
 
 def test_works_without_cupy() -> None:
