@@ -14,8 +14,7 @@ import pytest
 from cuflash import bench, reference
 from cuflash.bench import check, peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
-from cuflash.bench.inputs import Inputs
-from cuflash.bench.options import arguments
+from cuflash.bench.inputs import Inputs, arguments
 
 PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
 CELLS = [

@@ -20,10 +20,8 @@ import numpy as np
 
 from cuflash.bench import check, peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
-from cuflash.bench.inputs import Inputs
-from cuflash.bench.options import arguments
-from cuflash.bench.report import Result
-from cuflash.bench.timing import Stopwatch
+from cuflash.bench.inputs import Inputs, arguments
+from cuflash.bench.report import Result, Stopwatch
 from cuflash.numpy_threads import BLAS_THREADS
 
 __all__ = ["add_arguments", "namespace", "run"]

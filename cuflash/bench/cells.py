@@ -22,7 +22,7 @@ RELATIVE_FLOPS = {FORWARD: 1.0, BACKWARD: 2.5}
 class Cell:
     """One problem.
 
-    `lengths` makes it packed; `density` gives it a random block mask; `options` are names of `options.py`.
+    `lengths` makes it packed; `density` gives it a random block mask; `options` are names of `inputs.py`.
     """
 
     name: str

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.bench.cells import Cell
-from cuflash.bench.inputs import Inputs, as_float64
-from cuflash.bench.options import scores
+from cuflash.bench.inputs import Inputs, as_float64, scores
 
 # By the result's name: max, mean, and max relative to the largest value.
 Errors = dict[str, dict[str, float]]
