@@ -1,6 +1,6 @@
 // Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1. One thread block computes
 // BLOCK_M queries of one head.
-#include "score_tile.cuh"
+#include "tile.cuh"
 #include "softmax.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM_V / SIDE;

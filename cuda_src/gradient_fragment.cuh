@@ -3,7 +3,6 @@
 #pragma once
 #include "blocks.cuh"
 #include "fragment.cuh"
-#include "philox.cuh"
 #include "score.cuh"
 #include "sm80/ptx.cuh"
 

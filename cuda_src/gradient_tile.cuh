@@ -1,7 +1,7 @@
 // What all gradient kernels begin with: weights P and their gradient dS of one tile, from the saved lse.
 // FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
 #pragma once
-#include "score_tile.cuh"
+#include "tile.cuh"
 #include "softmax.cuh"
 
 // d(score) / d(scale * q.k) of a tile; 1 without softcap, and then it takes no registers.

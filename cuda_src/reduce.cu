@@ -1,9 +1,11 @@
-// The last sums of the backward pass, each in a fixed order: gradients of sink and slopes from rows, of bias from
-// parts.
+// Sums beside the passes over tiles, each in a fixed order: delta of the backward pass, the result from its parts, and
+// gradients of sink and slopes from rows, of bias from parts.
 #include "softmax.cuh"
 #include "sequence.cuh"
 
 constexpr int THREADS = 256;
+constexpr int WARPS = 8, WARP = 32;       // where a warp computes a row of a head
+constexpr int MOST_COLUMNS = 256 / WARP;  // of a thread
 
 // Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
 __device__ __forceinline__ double sum_of_block(double x) {
@@ -84,4 +86,66 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
   rest /= p.dbias_rows;
   p.dbias.data[rest / p.dbias_heads * p.dbias.batch_stride + rest % p.dbias_heads * p.dbias.head_stride +
                row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
+}
+
+// delta = rowsum(dout * out) - dlse: what the gradient kernels subtract in every row (FlashAttention-2, Algorithm 2,
+// line 4, with the gradient through the returned lse).
+extern "C" __global__ void __launch_bounds__(WARPS* WARP) delta(const AttentionParams p) {
+  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
+  const Sequence& s = work.sequence;
+  const int row = work.tile * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32, head = work.head;
+  if (row >= s.rows_q) return;
+  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 at = s.row_q + row;
+
+  // Padded rows and rows that saw nothing may hold anything.
+  Accum sum = 0;
+  if (row < s.len_q && *p.lse.at(batch, at, head) != -infinity()) {
+    const Element* dout = p.dout.at(batch, at, head);
+    const Element* out = p.out.at(batch, at, head);
+    for (int column = lane; column < p.head_dim_v; column += 32) sum += to_accum(dout[column]) * to_accum(out[column]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (p.dlse.data != nullptr) sum -= *p.dlse.at(batch, at, head);
+  }
+  if (lane == 0) *p.delta.at(batch, at, head) = sum;
+}
+
+// One attention from its parts over disjoint keys: out = sum of w out_parts with w = exp(lse_part - lse) (Dao et al.
+// 2022, section 3.1).
+extern "C" __global__ void __launch_bounds__(WARPS* WARP) merge_parts(const AttentionParams p) {
+  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
+  const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
+  if (row >= p.seqlen_q) return;
+  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+
+  const auto lse_of = [&](int part) {
+    return part < p.splits ? *p.lse_parts.at(first_part + part, row, head) : -infinity();
+  };
+  Accum top = -infinity();
+  for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
+  top = reduce_row<WARP>(top, [](Accum a, Accum b) { return larger(a, b); });
+  Accum total = 0, sum[MOST_COLUMNS] = {};
+  for (int first = 0; first < p.splits && top != -infinity(); first += WARP) {
+    const Accum own = weight(lse_of(first + lane), top);  // each lane's is another part
+    total += own;
+#pragma unroll 4
+    for (int part = 0; part < smaller(p.splits - first, WARP); part++) {
+      const Accum of_part = __shfl_sync(0xffffffffu, own, part);
+      const Accum* out = p.out_parts.at(first_part + first + part, row, head);
+#pragma unroll
+      for (int i = 0; i < MOST_COLUMNS; i++) {
+        const int column = lane + i * WARP;
+        if (column < p.head_dim_v) sum[i] += of_part * out[column];
+      }
+    }
+  }
+  total = reduce_row<WARP>(total, [](Accum a, Accum b) { return a + b; });
+#pragma unroll
+  for (int i = 0; i < MOST_COLUMNS; i++) {
+    const int column = lane + i * WARP;
+    if (column >= p.head_dim_v) break;
+    p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum[i] / total);
+  }
+  if (lane == 0) *p.lse.at(batch, row, head) = top == -infinity() ? top : top + log_e(total);
 }

@@ -3,7 +3,6 @@
 #pragma once
 #include "blocks.cuh"
 #include "fragment.cuh"
-#include "philox.cuh"
 #include "score.cuh"
 
 constexpr int MASK_WORD = 32;  // columns of a word of a block mask

@@ -2,7 +2,6 @@
 #pragma once
 #include "blocks.cuh"
 #include "fragment.cuh"
-#include "philox.cuh"
 #include "score.cuh"
 
 constexpr int FRAGMENT_COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N, FRAGMENT = FRAGMENT_COLUMNS / 2;

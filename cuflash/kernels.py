@@ -6,17 +6,18 @@ messages. CuPy's disk cache, keyed by source text and options, is then right, an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash import tensor_map
-from cuflash.capture import allocations_allowed, capture_of
 from cuflash.config import FLAGS
 from cuflash.params import layout_asserts
 
@@ -33,6 +34,8 @@ _LAST = ("smem_bytes", *FLAGS)
 _SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 # Shared memory that every kernel may use without asking for more.
 _DEFAULT_SMEM_BYTES = 48 * 1024
+# CUstreamCaptureMode: allocations do not end a capture.
+_RELAXED = 2
 
 
 class Kernel(Protocol):
@@ -145,7 +148,7 @@ class CupyDevice:
     def lasting(self, size: int) -> tuple[int, Any]:
         """The same for memory that is no pool's, also while a stream is captured."""
         cuda = self.namespace.cuda
-        with allocations_allowed():
+        with _allocations_allowed():
             memory = cuda.MemoryPointer(cuda.Memory(size), 0)
         return memory.ptr, memory
 
@@ -166,7 +169,7 @@ class CupyDevice:
 
         The legacy default stream, whose handle is 0, is never captured.
         """
-        return capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
+        return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
 
 class CupyKernel:
@@ -203,6 +206,29 @@ def _begin_thread(cupy: Any, index: int) -> None:
     """Give a thread that has done nothing with the GPU so far what calls of the driver want: a current context."""
     cupy.cuda.runtime.setDevice(index)
     cupy.cuda.runtime.memGetInfo()  # CUDA makes it when first needed
+
+
+def _capture_of(stream: int) -> int:
+    """The driver's number of the capture that a stream takes part in; 0 if there is none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    nothing = ctypes.c_void_p()
+    error = tensor_map.driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
+    )
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: error {error}")
+    return number.value if status.value else 0
+
+
+@contextmanager
+def _allocations_allowed() -> Iterator[None]:
+    """Let this thread allocate memory while streams are captured."""
+    mode = ctypes.c_int(_RELAXED)
+    tensor_map.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        tensor_map.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @cache

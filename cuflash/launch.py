@@ -13,8 +13,7 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.config import MOST_KEPT, KernelConfig
-from cuflash.launch_params import Arrays, fixed_params
-from cuflash.params import word_of
+from cuflash.params import Arrays, fixed_params, word_of
 from cuflash.plan import KERNEL_FILES, function_of
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording

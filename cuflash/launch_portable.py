@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from cuflash.launch import Kernel, Work, images, num_tiles
-from cuflash.launch_params import Arrays, num_splits
+from cuflash.params import Arrays, num_splits
 from cuflash.plan import KEY_KERNELS, key_kernels, plan
 from cuflash.problem import AttentionProblem
 
-# Rows of one block of delta.cu and merge_parts.cu, threads of one block of reduce.cu.
+# Of reduce.cu: rows of a block where a warp has one, and threads of the others.
 _ROWS = 8
 _REDUCE_THREADS = 256
 

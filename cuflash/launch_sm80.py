@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cuflash import launch_portable, launch_split, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.launch import Kernel, Work, images, num_tiles
-from cuflash.launch_params import Arrays
+from cuflash.params import Arrays
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
 from cuflash.problem import AttentionProblem
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import Further, Kernel, Words, Work, images, num_tiles
-from cuflash.launch_params import Arrays
 from cuflash.launch_portable import Rows
-from cuflash.params import SCORE_TENSORS, word_of
+from cuflash.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
 from cuflash.problem import Array, AttentionProblem

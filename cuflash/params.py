@@ -1,9 +1,14 @@
-"""The parameter struct of the attention kernels as one NumPy dtype: AttentionParams of cuda_src/params.cuh."""
+"""The parameter struct of the attention kernels, AttentionParams of cuda_src/params.cuh: its layout, and its values."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from cuflash.problem import Array, AttentionProblem
+
+Arrays = dict[str, Array]
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
 _SCORE_TENSOR = np.dtype(
     [
@@ -99,6 +104,11 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
+# Beyond every index, and far enough from 2^31 that adding an index to it is safe.
+_UNBOUNDED = 1 << 30
+_NO_LIMIT = (1 << 31) - 1
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
+_PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
 
 
 def word_of(name: str) -> int:
@@ -117,3 +127,57 @@ def layout_asserts() -> str:
     ]
     lines.append(f'static_assert(sizeof(AttentionParams) == {PARAMS.itemsize}, "AttentionParams");')
     return "\n".join(lines)
+
+
+def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
+    """The struct of a launch on arrays of these shapes and strides, without pointers and seed."""
+    params = np.zeros(1, PARAMS)
+    p = params[0]
+    for name in TENSORS:
+        if name in arrays:
+            p[name] = (0, *_tensor_strides(name, arrays[name], problem.packed))
+    for name in SCORE_TENSORS:
+        if name in arrays:
+            x = arrays[name]
+            strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+            p[name] = (0, *strides, *(_NO_LIMIT if n == 1 else n for n in x.shape[2:]))
+    left, right = problem.window_left, problem.window_right
+    p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
+    p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
+    p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
+    p["dropout_rescale"] = 1.0 / (1.0 - problem.dropout_p)
+    p["dropout_threshold"] = math.floor(problem.dropout_p * 2.0**32)
+    for name in _SIZES:
+        p[name] = getattr(problem, name)
+    if problem.alibi is not None:
+        p["alibi_batch_stride"] = _batch_stride(arrays.get("alibi_slopes"))
+        p["dalibi_batch_stride"] = _batch_stride(arrays.get("dalibi_slopes"))
+    if "dbias" in arrays:
+        p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
+        p["splits"] = num_splits(arrays)
+    if "out_parts" in arrays:
+        p["splits"] = len(arrays["out_parts"]) // problem.batch
+    if "block_list" in arrays:
+        slots, lists = arrays["block_slots"], arrays["block_list"]
+        p["slot_rows"], p["slot_columns"] = slots.shape[2:]
+        p["num_lists"], p["list_capacity"] = lists.shape[2:]
+        p["block_batch_stride"] = slots.shape[1] if slots.shape[0] > 1 else 0
+        p["block_head_stride"] = 1 if slots.shape[1] > 1 else 0
+    return params
+
+
+def num_splits(arrays: Arrays) -> int:
+    """Into how many parts the sum behind dbias is split."""
+    return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+
+
+def _batch_stride(slopes: Array | None) -> int:
+    return 0 if slopes is None or slopes.shape[0] == 1 else slopes.strides[0] // slopes.dtype.itemsize
+
+
+def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
+    """(batch, row, head) strides in elements; 0 on axes of size 1, whose stride means nothing."""
+    strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    if name in _PER_ROW:
+        return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
+    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

@@ -131,9 +131,7 @@ LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",
-    "reduce_sink": "reduce",
-    "reduce_slopes": "reduce",
-    "reduce_bias": "reduce",
+    **dict.fromkeys(("delta", "merge_parts", "reduce_sink", "reduce_slopes", "reduce_bias"), "reduce"),
     "forward_sm90": "sm90/forward",
     "backward_sm90_rows": "sm90/backward_rows",
     "backward_sm90": "sm90/backward",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cuflash import capture
 from cuflash.checks import MAX_SEED, Distances
 from cuflash.config import MOST_KEPT
 from cuflash.tensor_map import ALIGNMENT
@@ -149,7 +148,7 @@ class Repeat:
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:
             if captured:
-                block = capture.take(captured, stream, size, device.lasting)
+                block = take(captured, stream, size, device.lasting)
                 addresses.append(block.address)
                 scratch.append(block)
             else:
@@ -160,7 +159,7 @@ class Repeat:
             launch.enqueue(addresses, places, call.seed, stream)
         # Later work of the same stream may have the scratch memory from here on.
         if captured:
-            capture.give_back(captured, stream, scratch)
+            give_back(captured, stream, scratch)
         return results
 
 
@@ -183,6 +182,38 @@ def are_aligned(addresses: Iterable[int]) -> bool:
     return bits % ALIGNMENT == 0
 
 
+class Block(NamedTuple):
+    """Memory of calls that are captured into a graph: nobody else may have it, as the graph runs at any time."""
+
+    size: int
+    address: int
+    memory: Any  # keeps it
+
+
+# Calls of one capture on one stream come one after the other, and share it.
+_free: dict[tuple[int, int], list[Block]] = {}
+
+
+def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
+    """A block of at least `size` bytes for a call that is captured.
+
+    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left, and
+    that is for arrays of the caller.
+    """
+    free = _free.setdefault((capture, stream), [])
+    fitting = [block for block in free if block.size >= size]
+    if fitting:
+        block = min(fitting, key=lambda block: block.size)
+        free.remove(block)
+        return block
+    return Block(size, *allocate(size))
+
+
+def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
+    """Let later calls of the same capture and stream have them."""
+    _free.setdefault((capture, stream), []).extend(blocks)  # none where the call took none
+
+
 class Recording:
     """Watches the launches of a call.
 
@@ -200,7 +231,7 @@ class Recording:
         self._stream = stream
         self._arrays = arrays
         self._capture = device.capture(stream)
-        self._blocks: list[capture.Block] = []
+        self._blocks: list[Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
         self._tiles: list[tuple[int, int, bool]] = []
@@ -210,7 +241,7 @@ class Recording:
         """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
         if self._capture:
             size = math.prod(shape) * np.dtype(dtype).itemsize
-            self._blocks.append(capture.take(self._capture, self._stream, size, self._device.lasting))
+            self._blocks.append(take(self._capture, self._stream, size, self._device.lasting))
             scratch = self._device.empty(shape, dtype, self._blocks[-1].memory)
         else:
             scratch = self._device.empty(shape, dtype)
@@ -220,7 +251,7 @@ class Recording:
     def end(self) -> None:
         """Every launch is enqueued: others may have the scratch memory."""
         if self._capture:
-            capture.give_back(self._capture, self._stream, self._blocks)
+            give_back(self._capture, self._stream, self._blocks)
 
     def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
         """Note that a launch reads the store of the call's block mask and its lists for tiles of this size."""

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 import cuflash
 from cuflash import numpy_scores, numpy_threads, numpy_tiles, reference
 from cuflash.call import Call
+from cuflash.numpy_scores import keep_tile
 from cuflash.numpy_threads import InOrder, Workspace, run_tasks
 from cuflash.numpy_tiles import Tiling
-from cuflash.philox import keep_tile
 
 Array = NDArray[Any]
 

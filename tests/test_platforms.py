@@ -75,7 +75,7 @@ def test_python_of_an_environment(system: str) -> None:
 
 def test_sources_are_the_same_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A checkout may have another line ending; the kernels' key and the lines of messages are of the text."""
-    text = kernels._read("philox.cuh")
-    (tmp_path / "philox.cuh").write_bytes(text.replace("\n", "\r\n").encode())
+    text = kernels._read("score.cuh")
+    (tmp_path / "score.cuh").write_bytes(text.replace("\n", "\r\n").encode())
     monkeypatch.setattr(kernels, "files", lambda package: tmp_path)
-    assert kernels._read("philox.cuh") == text
+    assert kernels._read("score.cuh") == text

@@ -6,7 +6,7 @@
 #include "schedule.cuh"
 
 // Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
-// attention of its own, and merge_parts.cu makes one of them.
+// attention of its own, and reduce.cu makes one of them.
 struct PartialWork : Work {
   int part;  // of its keys
 };

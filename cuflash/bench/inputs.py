@@ -16,7 +16,7 @@ import numpy as np
 
 from cuflash.bench.cells import Cell, block_mask, default_scale
 from cuflash.interop import bfloat16
-from cuflash.philox import philox4x32
+from cuflash.numpy_scores import philox4x32
 
 Array = Any
 
