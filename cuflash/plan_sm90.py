@@ -52,7 +52,8 @@ class Row:
     """Tiles for head dims up to these: without a window, with one, and with other options.
 
     The more an option takes in registers, the smaller the tile: no kernel spills. For many keys, and few queries of
-    them, other tiles may be faster; of few keys the largest weights decide the error, so their maxima are exact.
+    them, other tiles may be faster, and of a narrow window the smaller a tile the less of it is hidden; of few keys the
+    largest weights decide the error, so their maxima are exact.
     """
 
     head_dim: int
@@ -66,6 +67,7 @@ class Row:
     with_more: Tile  # several options
     many_keys: Tile | None = None
     many_windowed: Tile | None = None
+    narrow_window: Tile | None = None
     few_queries: Tile | None = None
 
 
@@ -108,6 +110,7 @@ FORWARD = (
         Tile(128, 64),
         many_keys=Tile(192, 80),
         many_windowed=Tile(192, 80),
+        narrow_window=Tile(192, 64),
         few_queries=Tile(128, 176, early_eighths=2),
     ),
     Row(
@@ -149,6 +152,7 @@ FORWARD = (
 )
 STAGES = 2
 _MANY_KEYS = 2048
+_WIDE_WINDOW = 2048  # keys
 _FEW_QUERIES = ROWS_OF_WARPGROUP
 
 
@@ -185,13 +189,14 @@ def forward_config(
     bias_tiles: bool = False,
     split: bool = False,
     many_keys: bool = False,
+    narrow_window: bool = False,
     few_queries: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
     options = set(flags) - {"has_window"}
     if not options and plain_scores:
         if flags:
-            tile = (many_keys and row.many_windowed) or row.windowed
+            tile = (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
         else:
             tile = (few_queries and row.few_queries) or (many_keys and row.many_keys) or row.full
     elif options <= {"has_softcap"} or options == {"has_alibi"}:
@@ -313,6 +318,12 @@ def _has_many_keys(problem: AttentionProblem) -> bool:
     return 2 * problem.seqlen_k >= _MANY_KEYS * problem.batch
 
 
+def _has_narrow_window(problem: AttentionProblem) -> bool:
+    left, right = problem.window_left, problem.window_right
+    bounded = left is not None and right is not None and left + right < _WIDE_WINDOW
+    return bounded and _has_many_keys(problem)
+
+
 def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
@@ -325,6 +336,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         plain_scores,
         bias_tiles,
         many_keys=_has_many_keys(problem),
+        narrow_window=_has_narrow_window(problem),
         few_queries=problem.seqlen_q <= _FEW_QUERIES,
     )
 
@@ -356,6 +368,8 @@ def table() -> Iterator[tuple[Config, str]]:
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
                 yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype
+                if row.narrow_window:
+                    yield forward_config(row, dtype, None, ("has_window",), narrow_window=True), dtype
                 yield forward_config(row, dtype, None, (), few_queries=True), dtype
             for bias_dtype in (dtype, "float32"):
                 for flags in (("has_window", "has_bias"), FLAGS):

@@ -77,6 +77,8 @@ def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
     if config.split:
         return plan_sm90._FEW_QUERIES, 3000  # few tiles, of keys that are worth a split
     flags = tuple(flag for flag in FLAGS if getattr(config, flag))
+    if takes_narrow_window(config, dtype):
+        return queries, plan_sm90._MANY_KEYS
     for lengths in (LENGTHS, (queries, plan_sm90._MANY_KEYS), (plan_sm90._FEW_QUERIES, keys)):
         many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
         for row in plan_sm90.FORWARD:
@@ -85,6 +87,11 @@ def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
             ):
                 return lengths
     return LENGTHS
+
+
+def takes_narrow_window(config: plan_sm90.Config, dtype: str) -> bool:
+    narrow = [row for row in plan_sm90.FORWARD if row.narrow_window]
+    return config in [plan_sm90.forward_config(row, dtype, None, ("has_window",), narrow_window=True) for row in narrow]
 
 
 def case_of(config: KernelConfig, dtype: str) -> Case:
@@ -109,6 +116,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
     if of.get("has_bias_tiles") is False and config.has_bias:
         chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
+    if isinstance(config, plan_sm90.Config) and takes_narrow_window(config, dtype):
+        chosen = {"window": (100, 0)}
     if of.get("parts") == 1:
         chosen["precision"] = "tf32"
     hopper = plan_sm90_backward.NARROW, plan_sm90_backward.WIDE
