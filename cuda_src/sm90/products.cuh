@@ -1,7 +1,7 @@
 // The two matrix products of a warpgroup, and where the elements of its fragments stand. Tiles lie in shared memory as
 // TMA writes them: panels of 64 columns, each with its rows one after the other in the 128-byte swizzle.
 #pragma once
-#include "pipeline.cuh"
+#include "schedule.cuh"
 
 constexpr int ROWS_OF_WARPGROUP = 64;  // M of wgmma
 constexpr int STEP = 16;               // K of wgmma

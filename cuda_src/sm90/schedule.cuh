@@ -1,7 +1,137 @@
-// Which tiles a persistent thread block computes: one of its threads takes them one after the other and hands them on.
+// Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, the turns that
+// the warpgroups take at the tensor cores, and which tiles a persistent thread block computes: one of its threads takes
+// them one after the other and hands them on.
 #pragma once
+#include "../fragment.cuh"
 #include "../sequence.cuh"
-#include "pipeline.cuh"
+#include "ptx.cuh"
+
+constexpr int WARPGROUP = 128;
+
+__device__ __forceinline__ void wait_for(u32 mbarrier, u32 parity) {
+  while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
+  }
+}
+
+template <int STAGES>
+struct RingBarriers {
+  u64 full[STAGES], empty[STAGES];
+
+  // Every warp of the consumers releases a buffer by itself, and every warp that writes one publishes it.
+  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++) {
+      ptx::mbarrier_init(ptx::shared_address(&full[stage]), producers);
+      ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumer_warps);
+    }
+  }
+};
+
+// One side's walk around a ring; both sides visit the buffers in the same order. HURRIED: two buffers change without a
+// comparison, where steps wait for it.
+template <int STAGES, u32 BYTES, bool HURRIED = false>
+struct Ring {
+  static constexpr u32 SIZE = BYTES;
+  u32 buffers, full_barriers, empty_barriers;
+  u32 stage = 0, phase = 0;
+
+  __device__ __forceinline__ Ring(const void* data, const RingBarriers<STAGES>& barriers)
+      : buffers(ptx::shared_address(data)),
+        full_barriers(ptx::shared_address(barriers.full)),
+        empty_barriers(ptx::shared_address(barriers.empty)) {}
+
+  __device__ __forceinline__ u32 buffer() const { return buffers + stage * BYTES; }
+  __device__ __forceinline__ u32 full() const { return full_barriers + stage * 8; }
+
+  __device__ __forceinline__ void advance() {
+    if constexpr (HURRIED && STAGES == 2) {
+      phase ^= stage;
+      stage ^= 1;
+      return;
+    }
+    if constexpr (STAGES > 1) {
+      if (++stage < STAGES) return;
+      stage = 0;
+    }
+    phase ^= 1;
+  }
+
+  // To where another ring stands that always takes as many steps, if it has as many buffers: one place less to keep.
+  template <int OTHER_STAGES, u32 OTHER_BYTES>
+  __device__ __forceinline__ void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
+    if constexpr (OTHER_STAGES == STAGES) {
+      stage = other.stage;
+      phase = other.phase;
+    }
+  }
+
+  // The place before this one.
+  __device__ __forceinline__ Ring behind() const {
+    Ring ring = *this;
+    ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
+    ring.phase = stage == 0 ? phase ^ 1 : phase;
+    return ring;
+  }
+  __device__ __forceinline__ Ring following() const {
+    Ring next = *this;
+    next.advance();
+    return next;
+  }
+
+  // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
+  __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
+  __device__ __forceinline__ void expect(u32 elsewhere = 0) const {
+    ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere);
+  }
+  __device__ __forceinline__ void publish() {
+    ptx::mbarrier_arrive(full());
+    advance();
+  }
+
+  // A warp of several that write a buffer together, for TMA or wgmma too.
+  __device__ __forceinline__ void publish_part() {
+    ptx::fence_async_shared();
+    publish_written();
+  }
+  // For ordinary loads alone.
+  __device__ __forceinline__ void publish_written() {
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(full());
+    advance();
+  }
+
+  // The using warps.
+  __device__ __forceinline__ void wait() const { wait_for(full(), phase); }
+  __device__ __forceinline__ void release() {
+    if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
+    advance();
+  }
+};
+
+// Ping-pong (FlashAttention-3, section 3.1): the warpgroups issue their products in turn, so that the softmax of one
+// runs under the products of another.
+struct Turns {
+  static constexpr int FIRST_BARRIER = 1;  // ids FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1
+  int own, next;
+
+  __device__ __forceinline__ Turns(int warpgroup)
+      : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
+    if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
+  }
+  // Takes the turn that is left over.
+  __device__ __forceinline__ void finish() const {
+    if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
+  }
+};
+
+// Waits for all warpgroups that compute.
+__device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1 + CONSUMERS, CONSUMERS * WARPGROUP); }
 
 // Heads of all sequences; packed sequences are one.
 __device__ __forceinline__ u32 num_images(const AttentionParams& p) {
