@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
+from typing import Any
 
 from cuflash.config import FLAGS, MOST_KEPT, KernelConfig
 from cuflash.problem import MAX_HEAD_DIM, AttentionProblem
@@ -194,6 +195,21 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
     return (2 * chunk + factor) * size + math.ceil(seen / 16) * 16
 
 
+def common(
+    family: type[KernelConfig], dtype: str, bias_dtype: str | None, flags: tuple[str, ...], *rows: Any
+) -> dict[str, Any]:
+    """Fields of a family's configuration: types, flags, and all that rows and tiles of its table have by that name."""
+    accum = "float64" if dtype == "float64" else "float32"
+    names = {f.name for f in fields(family)}
+    return {
+        "element": CPP_TYPES[dtype],
+        "accum": CPP_TYPES[accum],
+        "bias_element": CPP_TYPES[bias_dtype or dtype],
+        **{flag: flag in flags for flag in FLAGS},
+        **{f.name: getattr(row, f.name) for row in rows for f in fields(row) if f.name in names},
+    }
+
+
 @cache
 def config_of(
     entry: str,
@@ -212,17 +228,10 @@ def config_of(
     tile = next(fitting, row.with_options)
     return Config(
         entry=entry,
-        element=CPP_TYPES[dtype],
-        accum=CPP_TYPES[accum],
-        bias_element=CPP_TYPES[bias_dtype or dtype],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        unroll=tile.unroll,
         smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
-        **{flag: flag in flags for flag in FLAGS},
+        **common(Config, dtype, bias_dtype, flags, tile),
     )
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale
+from cuflash.plan import are_products, common, flags_of, has_plain_scale
 from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
 from cuflash.problem import AttentionProblem
 from cuflash.tensor_map import whole_rows
@@ -175,20 +175,14 @@ class GradientConfig(Config):
     stages_v: int
 
 
-def _constants(
-    parts: int, consumers: int, registers: tuple[int, int], bias_dtype: str | None, flags: tuple[str, ...], plain: bool
-) -> dict[str, Any]:
+def _constants(parts: int, consumers: int, registers: tuple[int, int], plain_scores: bool) -> dict[str, Any]:
     return {
-        "element": CPP_TYPES["float32"],
-        "accum": CPP_TYPES["float32"],
-        "bias_element": CPP_TYPES[bias_dtype or "float32"],
         "parts": parts,
         "key_parts": KEY_PARTS[parts],
         "consumers": consumers,
         "producer_registers": registers[0],
         "consumer_registers": registers[1],
-        "plain_scores": plain and are_products(flags),
-        **{flag: flag in flags for flag in FLAGS},
+        "plain_scores": plain_scores,
     }
 
 
@@ -224,17 +218,10 @@ def forward_config(
     smem_bytes += (query_stages - 1) * queries
     return ForwardConfig(
         entry="split_forward",
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim_v,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        out_columns=tile.out_columns,
-        key_stages=tile.key_stages,
-        value_stages=tile.value_stages,
         query_stages=query_stages,
-        ping_pong=tile.ping_pong,
         smem_bytes=smem_bytes,
-        **_constants(parts, consumers, REGISTERS[consumers], bias_dtype, flags, plain_scores),
+        **common(ForwardConfig, "float32", bias_dtype, flags, row, tile),
+        **_constants(parts, consumers, REGISTERS[consumers], plain_scores and are_products(flags)),
     )
 
 
@@ -269,12 +256,10 @@ def gradient_config(
         of_dk="dk" in wanted,
         of_dv="dv" in wanted,
         deterministic=False,
-        chunk_columns=tile.chunk_columns,
-        stages=tile.stages,
-        stages_v=tile.stages_v,
         ping_pong=False,
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
-        **_constants(parts, _CONSUMERS, registers, bias_dtype, flags, plain_scores),
+        **common(GradientConfig, "float32", bias_dtype, flags, tile),
+        **_constants(parts, _CONSUMERS, registers, plain_scores and are_products(flags)),
     )
 
 

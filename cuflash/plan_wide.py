@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT
-from cuflash.plan import CPP_TYPES, are_products, flags_of, has_plain_scale, smem_limit
+from cuflash.config import FLOAT_BYTES, HALF_BYTES, MOST_KEPT
+from cuflash.plan import TABLE_FLAGS, are_products, common, flags_of, has_plain_scale, smem_limit
 from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
 from cuflash.plan_sm80 import Config as NarrowConfig
 from cuflash.plan_split import KEY_PARTS, PARTS
@@ -140,22 +140,17 @@ def _constants(
     flags: tuple[str, ...],
     plain_scores: bool,
     aligned: bool,
+    row: Row[Tile] | GradientRow,
     tile: Tile,
     sum_columns: int,
     unroll: int,
 ) -> dict[str, Any]:
     """What all kernels have; `sum_columns` are of plain scores, `unroll` is of float64 with options."""
-    dtype = _dtype_of(kind)
     parts = _PARTS[kind]
     is_plain = _is_plain(flags, plain_scores, aligned)
     return {
-        "element": CPP_TYPES[dtype],
-        "accum": CPP_TYPES[dtype],
-        "bias_element": CPP_TYPES[bias_dtype or dtype],
+        **common(Config, _dtype_of(kind), bias_dtype, flags, row, tile),
         "num_warps": tile.warps,
-        "stages": tile.stages,
-        "min_blocks": tile.min_blocks,
-        "key_warps": tile.key_warps,
         "product_depth": 16 if parts else 8,
         "async_copies": True,
         "aligned": aligned,
@@ -164,7 +159,6 @@ def _constants(
         "sum_columns": sum_columns if is_plain else 16 if parts else 8,
         "parts": parts,
         "key_parts": KEY_PARTS[parts] if parts else 0,
-        **{flag: flag in flags for flag in FLAGS},
     }
 
 
@@ -192,13 +186,9 @@ def forward_config(
     tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
     return Config(
         entry=f"{_family(kind)}_forward",
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim_v,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 64 if _PARTS[kind] else 32, 1),
+        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, 64 if _PARTS[kind] else 32, 1),
     )
 
 
@@ -221,20 +211,18 @@ def gradient_configs(
     for name in ("dq", *row.key_kernels):
         entry = f"{_family(kind)}_{name}"
         wanted = KEY_KERNELS.get(entry, ())
+        turned = replace(tile, block_m=tile.block_n, block_n=tile.block_m) if wanted else tile
         row_bytes = row.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
         column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
         config = GradientConfig(
             entry=entry,
-            head_dim=row.head_dim,
             head_dim_v=row.head_dim,
-            block_m=tile.block_n if wanted else tile.block_m,
-            block_n=tile.block_m if wanted else tile.block_n,
             whole_products=takes_wider and not wanted,
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
             smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, tile, 32, 3),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, 3),
         )
         configs.append(config)
     return tuple(configs)
@@ -280,9 +268,8 @@ def reason(problem: AttentionProblem, gradients: bool) -> str:
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
-    flag_sets: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
     for kind in [kind for kind, capabilities in CAPABILITIES.items() if capability in capabilities]:
-        for flags in flag_sets:
+        for flags in TABLE_FLAGS:
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in FORWARD[kind]]
             gradients = [gradient_configs(row, kind, None, flags, capability) for row in BACKWARD[kind]]
             for config in (*passes, *sum(gradients, ())):
