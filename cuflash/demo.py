@@ -1,7 +1,6 @@
 """``python -m cuflash demo``: trains a small character GPT on the help texts that every Python has.
 
-The model and its tape-based autodiff are the examples ``char_gpt.py`` and ``tape.py``; here are the progress bar, the
-picture of the loss, and naive attention beside cuflash on one batch.
+The model and its tape-based autodiff are the examples ``char_gpt.py`` and ``tape.py``.
 """
 
 from __future__ import annotations
@@ -9,14 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import cuflash
 from cuflash.examples.char_gpt import CharGPT, Config, Corpus, train
-from cuflash.examples.naive_attention import compare
+from cuflash.examples.tape import Backward
 
 Array = Any
 
@@ -188,6 +191,72 @@ def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
     print(f"{'':10}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'peak memory':>16}")
     for name, (errors, peak) in compare(q, k, v).items():
         print(f"{name:10}" + "".join(f"{error:10.1e}" for error in errors) + f"{peak / 2**20:12.1f} MiB")
+
+
+def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
+    """Causal attention of (batch, seqlen, heads, dim) arrays with whole seqlen x seqlen matrices in memory."""
+    scale = q.shape[-1] ** -0.5
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    position = np.arange(q.shape[2], like=q)
+    scores = np.where(position[:, None] >= position, scale * (q @ k.swapaxes(2, 3)), -np.inf)
+    weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+    weights /= np.sum(weights, axis=-1, keepdims=True)
+    out = weights @ v
+
+    def backward(dout: Array) -> tuple[Array, Array, Array]:
+        dout = dout.swapaxes(1, 2)
+        dweights = dout @ v.swapaxes(2, 3)
+        dscores = scale * weights * (dweights - np.sum(dout * out, axis=-1, keepdims=True))
+        dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ dout
+        return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+    return out.swapaxes(1, 2), backward
+
+
+def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
+    """Greatest errors of out, dq, dk and dv against float64, and the peak of memory in bytes, forward and backward.
+
+    Parameters
+    ----------
+    q, k, v : array (batch, seqlen, heads, dim)
+        NumPy or CuPy. The gradient that flows back is the output itself.
+
+    Returns
+    -------
+    dict
+        ``{"naive": (errors, bytes), "cuflash": (errors, bytes)}``.
+    """
+    out, backward = naive_attention_vjp(*(x.astype("float64") for x in (q, k, v)))
+    dout = out.astype(q.dtype)
+    exact = (out, *backward(dout.astype("float64")))
+    del out, backward
+
+    def forward_and_backward(vjp: Callable[..., tuple[Array, Backward]]) -> tuple[Array, ...]:
+        out, backward = vjp(q, k, v)
+        return (out, *backward(dout))
+
+    ours: Callable[..., tuple[Array, Backward]] = partial(cuflash.attention_vjp, causal=True)
+    report = {}
+    for name, vjp in (("naive", naive_attention_vjp), ("cuflash", ours)):
+        results, peak = peak_memory(partial(forward_and_backward, vjp), on_gpu=not isinstance(q, np.ndarray))
+        errors = [float(np.max(abs(x.astype("float64") - y))) for x, y in zip(results, exact, strict=True)]
+        report[name] = errors, peak
+    return report
+
+
+def peak_memory(function: Callable[[], Any], on_gpu: bool) -> tuple[Any, int]:
+    """The result of ``function()`` and the most bytes that were allocated at once while it ran."""
+    if on_gpu:
+        import cupy
+
+        pool = cupy.cuda.MemoryPool()  # a fresh pool's size is its high-water mark
+        with cupy.cuda.using_allocator(pool.malloc):
+            return function(), pool.total_bytes()
+    tracemalloc.start()
+    try:
+        return function(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def _draw(history: _History, unigram_loss: float, path: Path) -> None:
