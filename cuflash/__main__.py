@@ -10,7 +10,7 @@ from importlib import import_module
 
 from cuflash import __version__
 
-# Each command is a module with add_arguments(parser) and run(args) -> exit status; only the one that runs is imported.
+# Modules with add_arguments(parser) and run(args) -> exit status, imported when they run.
 _COMMANDS = {
     "info": ("cuflash.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
     "compile": ("cuflash.compile_cli", "compile kernels ahead of their first use, or for a GPU that is not here"),

@@ -34,14 +34,14 @@ _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
 class _Checked(NamedTuple):
-    """What the checks found for one combination of shapes, strides, dtypes, devices and options."""
+    """What the checks found for one combination of metadata."""
 
     problem: AttentionProblem
     library: interop.Library
     is_repeatable: bool  # by the arguments' addresses alone
 
 
-# Everything that is checked is metadata, so it is checked once: a repeated call costs one look-up.
+# Only metadata is checked, so once: a repeated call costs one look-up.
 _checked: dict[Any, _Checked] = {}
 
 
@@ -217,7 +217,7 @@ def _signature(x: Any) -> tuple[Any, ...]:
         return kind, x.shape, x.strides, x.dtype, x.data.device_id
     if kind is bool or kind is float or x is None:
         return kind, x
-    # The text tells apart what compares equal, such as (1, 0) and (1.0, False); a BlockMask counts by its shape.
+    # The text tells (1, 0) from (1.0, False); a BlockMask counts by its shape.
     return kind, getattr(x, "shape", None) or repr(x)
 
 

@@ -1,4 +1,4 @@
-"""What the configurations of all kernels have in common, whatever family they belong to. Pure, no CuPy."""
+"""What the configurations of all families have in common. Pure, no CuPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HALF_BYTES, FLOAT_BYTES = 2, 4
 SMEM_BESIDE_TILES = 1024
 # What heads that are computed together share is to stay in L2, of which Hopper has 50 MB.
 L2_BYTES = 32 << 20
-# Bound of whatever is kept by the metadata of calls: a program with ever new shapes does not grow without end.
+# Bound of whatever is kept by calls' metadata, for programs with ever new shapes.
 MOST_KEPT = 4096
 
 
@@ -17,7 +17,7 @@ MOST_KEPT = 4096
 class KernelConfig:
     """One kernel: every field but `entry` is a constant of the generated source (`block_m` -> `BLOCK_M`).
 
-    Families add fields of their own, and derive further kernels from the same constants (`replace`, another `entry`).
+    Families add fields; another `entry` makes another kernel of the same constants.
     """
 
     entry: str

@@ -27,7 +27,7 @@ CPU_CONFIG = Config()
 GPU_CONFIG = Config(
     width=256, num_layers=4, num_heads=4, context=256, batch=32, shards=1, steps=250, attention_dtype="bfloat16"
 )
-# The run is to end within three minutes also where the CPU is slow: then it makes fewer steps.
+# A slow CPU makes fewer steps.
 MAX_TRAINING_SECONDS = 125
 REQUIRED_GAIN = 0.40  # validation loss below the unigram entropy
 VALIDATIONS = 5
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         print(f'{error}; install it with: pip install "cuflash[demo]"', file=sys.stderr)
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    # Each shard of a batch has its thread; BLAS's own would spin while they wait and take the cores from these.
+    # Each shard of a batch has its thread; BLAS's own would take the cores from these.
     with threadpool_limits(1, user_api="blas"):
         return _demonstrate(config, xp, args.out)
 
@@ -141,7 +141,7 @@ def _device_name(xp: Any) -> str:
 
 @dataclass
 class _History:
-    """Losses in nats a character: of every training step, and of the held-out text after some of them."""
+    """Losses in nats a character: of every step, and of the held-out text after some."""
 
     training: list[Array] = field(default_factory=list)
     validated_steps: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ def _train_with_progress(model: CharGPT, corpus: Corpus) -> _History:
 
 
 def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
-    """Error and memory on the first layer's queries, keys and values of one long piece of the held-out text."""
+    """Error and memory on the first layer's q, k and v of one long piece of text."""
     indices = model.xp.asarray(corpus.validation[None, :COMPARED_SEQLEN])
     w = model.parameters
     q, k, v = model.heads(w, 0, model.embed(w, indices), indices.shape)

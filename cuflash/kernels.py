@@ -23,11 +23,11 @@ from cuflash.params import layout_asserts
 
 Array = Any
 OPTIONS = ("--std=c++17",)
-# Instructions that later architectures lack are only in an architecture's own set; CuPy would not ask for it.
+# wgmma is only in the architecture's own set, which CuPy would not ask for.
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # NVRTC before this version takes CuPy's -arch beside ours for an error.
 OWN_ARCH_SINCE = (12, 9)
-# Set, it gives Hopper the kernels of other GPUs, to test and to measure them there.
+# Set, Hopper takes the kernels of other GPUs, for tests and measurements.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
@@ -55,7 +55,7 @@ class Kernel(Protocol):
 
 
 class Device(Protocol):
-    """What the GPU backend needs of a device; CuPy's is below, and the tests have one that runs on the CPU."""
+    """What the GPU backend needs of a device; the tests have one that runs on the CPU."""
 
     num_sms: int
     capability: tuple[int, int]
@@ -137,7 +137,7 @@ class CupyDevice:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        # Of this device: the RawKernel would look for it at each launch.
+        # The RawKernel would look for its device at each launch.
         return CupyKernel(cupy, self.index, kernel.kernel)
 
     def scratch(self, size: int) -> tuple[int, Any]:
@@ -203,7 +203,7 @@ class CupyKernel:
 
 
 def _begin_thread(cupy: Any, index: int) -> None:
-    """Give a thread that has done nothing with the GPU so far what calls of the driver want: a current context."""
+    """Give a new thread what calls of the driver want: a current context."""
     cupy.cuda.runtime.setDevice(index)
     cupy.cuda.runtime.memGetInfo()  # CUDA makes it when first needed
 
@@ -276,7 +276,7 @@ _kernels: dict[Any, Kernel] = {}
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler says of one kernel that was compiled for an architecture, with or without a GPU."""
+    """What the assembler says of one kernel."""
 
     registers: int
     spill_bytes: int
@@ -307,7 +307,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
         registers=max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         static_smem_bytes=max((int(n) for n in re.findall(r"(\d+) bytes smem", log)), default=0),
-        # NVRTC says of some architectures that its successors will not know them: no word about the kernel.
+        # Deprecated is an architecture, not the kernel.
         warnings=tuple(
             line
             for line in log.splitlines()
@@ -322,13 +322,13 @@ def source_of(entry_file: str, constants: Any) -> str:
     """The self-contained source text of one kernel."""
     files = entry_file if "." in entry_file else f"{entry_file}.cu"
     text = _SYSTEM_HEADERS + _constants_text(constants) + inlined(files)
-    # Kernels that take the parameter struct check that host and device agree on it.
+    # Host and device must agree on the parameter struct.
     return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
 
 
 def _constants_text(constants: Any) -> str:
     if is_dataclass(constants):
-        # In whatever order their classes name them: first what the tiles are, then what is made of it.
+        # First what the tiles are, then what is made of it.
         names = sorted((f.name for f in fields(constants) if f.name != "entry"), key=_LAST.__contains__)
         values = {name: getattr(constants, name) for name in names}
     else:
@@ -347,7 +347,7 @@ def _constants_text(constants: Any) -> str:
 
 
 def inlined(paths: str) -> str:
-    """The text of cuda_src/<path>, one or several, with every quoted include inlined where it is first met."""
+    """The text of one or several cuda_src/<path>, every quoted include inlined where it is first met."""
     seen: set[str] = set()
     return "".join(_inlined(path, seen) for path in paths.split())
 

@@ -1,4 +1,4 @@
-"""From a kernel of any family to its launch on the current stream: what families derive, and what they share."""
+"""From a kernel of any family to its launch on the current stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kernel:
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether it goes through tiles of scores: in dynamic shared memory, and by the lists of a block mask."""
+        """Whether it goes through tiles of scores, in dynamic shared memory and by a block mask's lists."""
         return True
 
     @property
@@ -101,7 +101,7 @@ class Further:
         self.values = tuple(values)  # as they are at first
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Bring a launch's arguments up to date: those at `begins`, and members of the struct at the beginning."""
+        """Bring a launch's arguments up to date: those at `begins`, and members of the struct."""
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
@@ -154,7 +154,7 @@ class Launch:
         self._launch = kernel.load(device).bound(
             self._further.grid, (kernel.threads,), [value.nbytes for value in self._values], kernel.smem_bytes
         )
-        # A thread that launches takes one and puts it back: lists do both at once, whatever other threads do.
+        # A thread that launches takes one and puts it back; a list does each at once.
         self._free: list[_Arguments] = []
 
     def enqueue(
@@ -187,7 +187,7 @@ class Work:
     ----------
     problem, operands
     arrays : dict
-        The arrays beside the operands that every kernel is given, by the names that kernels know them by.
+        What every kernel is given beside the operands, by name.
     device : kernels.Device
     others : dict
         Arrays of some kernels alone.
@@ -227,7 +227,7 @@ class Work:
         return not any(place % ALIGNMENT for place in places)
 
     def layouts(self, names: Sequence[str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
-        """Strides and shapes of arrays for the plan of a kernel with tensor maps; None if an address forbids these."""
+        """Strides and shapes of arrays for the plan; None if an address forbids tensor maps."""
         tensors = [self.arrays[name] for name in names]
         if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
             return None

@@ -1,4 +1,4 @@
-"""The portable kernels, and those around the gradients of every family: sums over rows and reductions."""
+"""The portable kernels, and the sums around every family's gradients."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def delta(work: Work, arrays: Arrays) -> None:
 
 
 def gradients(work: Work, grads: Arrays) -> None:
-    """Write those gradients that are in `grads`; delta is there, and so may be each row's part of the slopes'."""
+    """Write the gradients in `grads`; delta is there, and perhaps each row's part of the slopes'."""
     problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
     by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
     if "q" in grads:

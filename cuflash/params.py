@@ -1,4 +1,4 @@
-"""The parameter struct of the attention kernels, AttentionParams of cuda_src/params.cuh: its layout, and its values."""
+"""AttentionParams of cuda_src/params.cuh: its layout, and its values."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
-# Beyond every index, and far enough from 2^31 that adding an index to it is safe.
+# Beyond every index; adding one does not overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
@@ -176,7 +176,7 @@ def _batch_stride(slopes: Array | None) -> int:
 
 
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
-    """(batch, row, head) strides in elements; 0 on axes of size 1, whose stride means nothing."""
+    """(batch, row, head) strides in elements; 0 on axes of size 1."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
     if name in _PER_ROW:
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])

@@ -1,4 +1,4 @@
-"""The launches of a call on a GPU, kept so that a later call with the same metadata repeats them on its own arrays."""
+"""The launches of a call on a GPU, kept so that a later call with the same metadata repeats them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Launch(Protocol):
 
 
 class Metadata(NamedTuple):
-    """A call's arguments: all that the checks look at as a dictionary key, and what may differ beside it."""
+    """A call's arguments: all that the checks look at as a key, and what may differ beside it."""
 
     key: tuple[Any, ...]
     addresses: Addresses
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
 
 
 class Repeat:
-    """Launches on arrays that are given by their addresses, with results and scratch memory of their own."""
+    """Launches on arrays given by their addresses, with new results and scratch memory."""
 
     __slots__ = ("_device", "_plan")
 
@@ -118,7 +118,7 @@ class Repeat:
         self._plan = plan
 
     def __call__(self, call: Metadata) -> list[Array | None] | None:
-        """The results; None, and nothing is done, if the current device or these addresses may need other kernels."""
+        """The results; None, and nothing is done, where other kernels may be needed."""
         device = self._device
         if not device.is_current():
             return None
@@ -143,7 +143,7 @@ class Repeat:
             assert call.block_mask is not None
             addresses += call.block_mask.addresses(tiles, device)
         stream = device.stream()
-        # One by one, as the recorded call had it: under graph capture the pool can only give what it has given before.
+        # One by one, as recorded: under graph capture the pool can only give what it has given before.
         scratch = []
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:
@@ -175,7 +175,7 @@ def repeated(call: Metadata | None) -> list[Array | None] | None:
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """Whether all are multiples of `ALIGNMENT`: the one thing beside metadata that the choice of kernels depends on."""
+    """Whether all are multiples of `ALIGNMENT`, on which the choice of kernels depends, too."""
     bits = 0
     for address in addresses:
         bits |= address
@@ -183,7 +183,7 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 
 class Block(NamedTuple):
-    """Memory of calls that are captured into a graph: nobody else may have it, as the graph runs at any time."""
+    """Memory of captured calls, which nobody else may have: the graph runs at any time."""
 
     size: int
     address: int
@@ -238,7 +238,7 @@ class Recording:
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory of the call; like any other it holds anything at first, at each repetition too."""
+        """Scratch memory of the call; it holds anything at first, at each repetition too."""
         if self._capture:
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self._blocks.append(take(self._capture, self._stream, size, self._device.lasting))
@@ -254,7 +254,7 @@ class Recording:
             give_back(self._capture, self._stream, self._blocks)
 
     def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
-        """Note that a launch reads the store of the call's block mask and its lists for tiles of this size."""
+        """Note that a launch reads the block mask's store and its lists for this tile."""
         if tile not in self._tiles:
             self._tiles.append(tile)
         begin = len(store) + len(lists) * self._tiles.index(tile)
@@ -310,7 +310,7 @@ class Recording:
 
 
 def _pairs_apart(arguments: Mapping[str, Array], written: Sequence[str]) -> Iterator[tuple[int, int, Distances]]:
-    """Every pair of arguments of which one is written: their places, and how far from each other they may be."""
+    """The places of every pair of arguments of which one is written, and how far apart they may be."""
     places = {name: place for place, (name, x) in enumerate(arguments.items()) if x.size}
     for target in filter(places.__contains__, written):
         place = places.pop(target)

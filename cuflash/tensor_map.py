@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Bytes of a row in shared memory under the swizzle that all kernels use, and what addresses and strides are multiples
-# of.
+# Bytes of a swizzled row in shared memory, and what addresses and strides are multiples of.
 SWIZZLE_BYTES = 128
 ALIGNMENT = 16
 

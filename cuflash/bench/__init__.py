@@ -137,7 +137,7 @@ def measure(
 
 def _sample(inputs: Inputs) -> check.Sample:
     given = arguments(inputs)
-    with BLAS_THREADS.single():  # small products: where cores are shared, threads would wait for each other
+    with BLAS_THREADS.single():  # small products
         return check.take_sample(inputs, given, *peers.cuflash_results(inputs, given))
 
 
@@ -152,19 +152,19 @@ def _repeats(call: Any) -> int:
 
 
 def _compile(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
-    """Call cuflash once on every cell, several at a time, so that nothing is compiled while others are timed."""
+    """Call cuflash once on every cell, so that nothing is compiled while others are timed."""
 
     def call(cell: Cell) -> None:
         try:
             calls = peers.cuflash_calls(Inputs(cell, xp))
             if BACKWARD in directions:
                 calls.backward()
-        except Exception as error:  # it will be met again, and reported, when the cell's turn comes
+        except Exception as error:  # met again when the cell's turn comes
             _say(f"{cell.name}: {_reason(error)}")
 
     start = time.perf_counter()
-    cells = sorted(cells, key=lambda cell: cell.seqlen_q)  # neighbours that differ in more than the length
-    # The first alone: it draws the random numbers, and two threads cannot load NVRTC's built-ins at once.
+    cells = sorted(cells, key=lambda cell: cell.seqlen_q)
+    # The first alone: two threads cannot load NVRTC's built-ins at once.
     for cell in cells[:1]:
         call(cell)
     with ThreadPoolExecutor(jobs) as pool:
@@ -182,7 +182,7 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[
 
 
 def namespace(device: str | None) -> ModuleType | None:
-    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if a GPU is asked for and there is none."""
+    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if that is not what was asked for."""
     if device == "cpu":
         return np
     try:

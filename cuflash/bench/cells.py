@@ -60,7 +60,7 @@ class Cell:
         return self.window_left, 0 if self.causal else None
 
     def flops(self, direction: str) -> float:
-        """Floating-point operations of the visible pairs' products; a causal cell counts half of all pairs."""
+        """Operations of the visible pairs' products; a causal cell counts half of all pairs."""
         if self.lengths:
             pairs: float = sum(n * n for n in self.lengths)
         else:
@@ -85,7 +85,7 @@ class Cell:
         if self.window_left is not None:
             seen &= keys >= diagonal - self.window_left
         if self.density is not None:
-            slots = block_mask(self).arrays(np)[0][0, 0]  # no block is partial, as all are of whole canonical ones
+            slots = block_mask(self).arrays(np)[0][0, 0]  # no block is partial
             seen &= slots[np.ix_(rows // CANONICAL, keys // CANONICAL)] == VISIBLE
         return seen
 
@@ -217,7 +217,7 @@ def _gqa(grid: Grid) -> list[Cell]:
 
 
 def _varlen(grid: Grid) -> list[Cell]:
-    """Sequences of 64 to 8192, 32k tokens in all, in no particular order; then as many tokens in equal lengths."""
+    """Sequences of 64 to 8192, 32k tokens in all; then as many tokens in equal lengths."""
     rng = np.random.default_rng(0)
     total = 32768
     lengths: list[int] = []

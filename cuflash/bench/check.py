@@ -18,10 +18,10 @@ from cuflash.bench.inputs import Inputs, as_float64, scores
 Errors = dict[str, dict[str, float]]
 
 SAMPLES = 32
-# Of a sequence that is no longer than this every row and key is taken: mean errors are then those of a whole head.
+# Of shorter sequences every row and key is taken: mean errors are those of a whole head.
 SMALL = 1024
-# Largest error over the largest value of the sample, in units of the dtype's rounding and of float32's accumulation:
-# several times what right kernels show on N(0, 1) inputs, and far less than any wrong index or mask gives.
+# Largest error over the largest value, in roundings of the dtype and of float32's accumulation: several times what
+# right kernels show on N(0, 1) inputs, and far less than a wrong index gives.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 
 
@@ -93,7 +93,7 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
     batch = int(rng.integers(cell.batch))
     place, single = slice(None), cell
     if cell.lengths:
-        batch = int(np.argmax(cell.lengths))  # a sequence of one row has a dq of 0, against which nothing is small
+        batch = int(np.argmax(cell.lengths))  # one row alone has a dq of 0, against which nothing is small
         place, single = cell.sequence(batch)
     head = int(rng.integers(cell.num_heads_q))
     group = cell.num_heads_q // cell.num_heads_kv

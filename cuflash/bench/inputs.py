@@ -31,7 +31,7 @@ def numpy_dtype(name: str) -> np.dtype:
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
-# Positions in the pool are multiples of this, so that every array is aligned as TMA wants it.
+# Positions in the pool are multiples of this: TMA wants arrays aligned.
 ALIGNED_ELEMENTS = 128
 
 
@@ -48,7 +48,7 @@ class Inputs:
         self.cell = cell
         self.xp = xp
         shapes = cell.shapes()
-        # One pool for all cells of a run: drawing the numbers would take longer than measuring the cell.
+        # One pool for all cells: drawing takes longer than measuring.
         largest = max(math.prod(shape) for shape in shapes.values())
         largest = -(-largest // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
         self._pool = _normal_numbers(xp, cell.dtype, 1 << (len(shapes) * largest - 1).bit_length())
@@ -143,7 +143,7 @@ class Scores(NamedTuple):
     """Scores of some queries and keys of one head, in float64."""
 
     values: np.ndarray  # -inf where hidden
-    slopes: np.ndarray | float  # the derivative by the product of q and k, softmax's scale included
+    slopes: np.ndarray | float  # the derivative by the product of q and k
     keep: np.ndarray | float  # what dropout multiplies the weights by
 
 
@@ -157,7 +157,7 @@ def scores(
     rows: np.ndarray,
     keys: np.ndarray,
 ) -> Scores:
-    """The scores of the queries `rows` and the `keys`, whose vectors `q` and `k` hold, with what `arguments` gave."""
+    """The scores of the queries `rows` and the `keys`, with what `arguments` gave."""
     scale = default_scale(cell)
     values = scale * q @ k.T
     slopes: np.ndarray | float = scale

@@ -15,7 +15,7 @@ from cuflash.bench.cells import default_scale
 from cuflash.bench.inputs import WITH_PEERS, Array, Inputs, arguments, as_torch, backward_arguments
 
 US = "cuflash"
-# cuflash without the cell's options, window and block mask: a measure of what these cost, no rival.
+# cuflash without options, window and block mask: what these cost.
 PLAIN = "plain"
 
 
@@ -165,7 +165,7 @@ def _library() -> _Library:
     return _Library(cupy, cublas, types)
 
 
-# cuBLAS reads its factors, one and zero, from the host, in the type that it computes in.
+# What cuBLAS reads from the host, in the type that it computes in.
 _FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64": np.array([1, 0], np.float64)}
 
 
@@ -173,7 +173,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> A
     """``a @ b`` of CuPy matrices or of stacks of them (count, rows, columns) by cuBLAS, into `out` or added to it.
 
     CuPy's own ``matmul`` turns float16 into float32, without tensor cores, and knows no bfloat16.
-    Sums are float32, float64 for float64. One of the last two axes of each operand is contiguous, and the last one of
+    Sums are float32, float64 for float64. One of the last two axes of each operand is contiguous, and the last of
     `out`, whose dtype may be that of the sums.
     """
     cupy, cublas, types = _library()
@@ -274,7 +274,7 @@ def fa3_calls(inputs: Inputs) -> Calls:
 
 
 def _fa3_packed_calls(torch: Any, inputs: Inputs) -> Calls:
-    """The registered operators: FlashAttention-3's Python wrappers differ in what they offer for packed sequences."""
+    """By the registered operators: releases' Python wrappers differ."""
     cell = inputs.cell
     ops = torch.ops.flash_attn_3
     q, k, v, dout = (inputs.torch(name) for name in ("q", "k", "v", "dout"))

@@ -26,7 +26,7 @@ from cuflash.kernels import WITHOUT_WGMMA
 # A median beyond so many times the least time is no property of the kernel: clocks vary by a tenth.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
-# Enough work to run ahead of: the host fills the queue behind it, so that no call waits for its launch.
+# The host fills the queue behind so much work: no call waits for its launch.
 HEAD_START_BYTES = 1 << 30
 # A GPU call shorter than this may take less time than its launch.
 SHORT_MS = 0.25
@@ -45,7 +45,7 @@ class Result:
     errors: dict[str, Errors] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     wrong: bool = False  # cuflash's error is beyond the limit
-    same_bits: int | None = None  # of so many repeated calls all bits were the first's, where that was tried
+    same_bits: int | None = None  # repeated calls with the first's bits, where that was tried
 
     def median(self, peer: str) -> float:
         """Median time in ms."""
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether the median of any peer is far from its least time, as where others use the device, too."""
+        """Whether a peer's median is far from its least time, as where others use the device."""
         return any(self.median(peer) > STEADY * min(times) for peer, times in self.times.items())
 
     def as_json(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Stopwatch:
         self.budget_ms = budget_ms
 
     def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-        """All times in ms of each call, in `rounds` rounds in which each has its turn, every round in another order."""
+        """All times in ms of each call, in `rounds` rounds, every one in another order."""
         counts = {name: self._count(call) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         names = list(calls)
