@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = Any
 MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
 
-# Elements for which a user's function is called at once: its integer temporaries then stay in a core's cache.
+# Elements for one call of a user's function: its temporaries then stay in a core's cache.
 FUNCTION_ELEMENTS = 1 << 17
 _HOST = -1  # in place of a device's number
 _serials = count()
@@ -316,7 +316,7 @@ class BlockMask(Patterns):
         return lists.get()
 
     def addresses(self, tiles: tuple[tuple[int, int, bool], ...], device: Device) -> list[int]:
-        """Where the store, and lists that were made for `tiles`, lie on the current device, ready on this stream."""
+        """Where the store and the lists for `tiles` lie on the current device, ready on this stream."""
         known = self._addresses.get((device, tiles))
         if known is None:
             xp = device.namespace
@@ -330,10 +330,9 @@ class BlockMask(Patterns):
         return known
 
     def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
-        """What the tile of rows [i0, i1) and columns [j0, j1), which lies in the array, shows.
+        """What the tile of rows [i0, i1) and columns [j0, j1) shows: None if all is hidden, True if all is visible.
 
-        None if all of it is hidden, True if all of it is visible, else bool (i1 - i0, j1 - j0). `b` and `h` are those
-        of the call, whether or not the mask has more than one of them.
+        Else bool (i1 - i0, j1 - j0). `b` and `h` are the call's, whether or not the mask has more than one.
         """
         slots, table = self._store
         top, left = i0 // CANONICAL, j0 // CANONICAL

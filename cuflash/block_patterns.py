@@ -1,6 +1,6 @@
 """The named sparsity patterns: constructors that `BlockMask` inherits.
 
-A pattern is a function that gives any strip of rows as words (see `block_store`), so that no dense mask is ever made.
+A pattern gives any strip of rows as words (see `block_store`): no dense mask is ever made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cuflash.block_store import (
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
 
-    # numpy.random is slow to import: it is touched only where something is drawn.
+    # numpy.random is slow to import.
     Seed = int | Sequence[int] | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
 
 Rows = NDArray[np.int64]

@@ -1,8 +1,7 @@
 """The canonical store of a block mask: 64 x 64 blocks, each hidden, visible, or partial with its bits.
 
 It depends on neither the user's block size nor a kernel's tiles. On the way in, visibility travels as *words*: uint64
-(rows, ceil(seqlen_k / 64)), where bit j % 64 of word j // 64 stands for column j; so a strip of rows takes an eighth of
-the bytes that bools would.
+(rows, ceil(seqlen_k / 64)), where bit j % 64 of word j // 64 stands for column j.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ Words = NDArray[np.uint64]
 WordsOf = Callable[[int, int, int, int], Words]  # (batch, head, first row, row after the last) -> words
 Shape = tuple[int, int, int, int]
 
-# Elements that are looked at in one go: few enough for their words to stay in a core's cache, enough to hide NumPy's
-# cost per call.
+# Elements that are looked at in one go: their words stay in a core's cache, and NumPy's cost per call is hidden.
 STRIP_ELEMENTS = 1 << 22
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
@@ -90,7 +88,7 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
 
 def intersect(a: Store, b: Store) -> Store:
     """The elements that both stores see; batch and heads broadcast."""
-    # Blocks often share their bits (a pattern is the same in every head), so each pair of table rows is met once.
+    # Blocks often share their bits, so each pair of table rows is met once.
     rows_a, rows_b = (store.slots % np.int64(len(store.table)) for store in (a, b))
     pairs, where = np.unique(rows_a * len(b.table) + rows_b, return_inverse=True)
     bits = a.table[pairs // len(b.table)]

@@ -142,7 +142,7 @@ def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None
             f"got {_kind(block_mask)}"
         )
     got = block_mask.shape
-    # Batch and heads may be 1; the sequence lengths must be the call's own (packed: they cover the longest sequence).
+    # Batch and heads may be 1, lengths must be the call's own (packed: cover the longest sequence).
     if not all(
         want is None or have == want or (axis < 2 and have == 1)
         for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))
@@ -194,7 +194,7 @@ def check_seed(seed: Any, dropout_p: float) -> None:
         raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")
 
 
-# The exact test solves a Diophantine equation; slices of a fused qkv take a few hundred steps.
+# Steps of the exact test; slices of a fused qkv take a few hundred.
 _MAX_WORK: Any = 1_000_000
 
 
@@ -232,7 +232,7 @@ def share_memory(a: Array, b: Array) -> bool:
 
 
 class _Addresses:
-    """A device array's addresses, dressed so that NumPy can reason about them; nothing reads them."""
+    """A device array's addresses for NumPy to reason about; nothing reads them."""
 
     def __init__(self, x: Array) -> None:
         self.__array_interface__ = {

@@ -1,6 +1,6 @@
 """Which library an array is from: any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out.
 
-Everything crosses without a copy: through DLPack, and where NumPy's DLPack has no bfloat16, through a 16-bit view.
+Nothing is copied: all goes through DLPack, or for bfloat16 in NumPy through a 16-bit view.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _any_releaser(x: Any) -> Callable[[Array], Any]:
         return _release_numba
     namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(root)
     from_dlpack = getattr(namespace, "from_dlpack", None)
-    # A bare DLPack exporter has no constructor of its own: its results stay NumPy or CuPy arrays.
+    # Results of a bare DLPack exporter stay NumPy or CuPy arrays.
     return from_dlpack if from_dlpack is not None else _identity
 
 
@@ -199,8 +199,7 @@ def _adopt_torch(name: str, x: Any) -> Array:
 def _wrap_torch(cupy: Any, x: Any) -> Array:
     """A CUDA tensor's memory as a CuPy array.
 
-    Not by DLPack, whose exporter makes CuPy's current stream wait for torch's: the work goes to torch's own stream, and
-    the extra edge would break the capture of a graph.
+    Not by DLPack, whose exporter makes CuPy's current stream wait for torch's, which would break a graph's capture.
     """
     name = str(x.dtype).removeprefix("torch.")
     dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
@@ -217,7 +216,7 @@ def _release_torch(x: Array) -> Any:
         return _release_torch(x.view(np.int16)).view(torch.bfloat16)
     if isinstance(x, np.ndarray):
         return torch.from_numpy(x)
-    # -1: the work was enqueued on torch's current stream, so there is nothing to wait for.
+    # -1: the work is on torch's current stream, with nothing to wait for.
     return torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=-1))
 
 

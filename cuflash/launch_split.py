@@ -1,4 +1,4 @@
-"""What launches of Hopper's float32 kernels take: work space with the operands in float16 parts, and maps of it."""
+"""Launches of Hopper's float32 kernels: work space with operands in float16 parts, and maps of it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class WorkSpace:
 
 
 class OnOperands(Further):
-    """What a kernel takes that uses a work space: the operands' places in it, and what changes from call to call.
+    """What a kernel takes that uses a work space: the operands' places, and what changes from call to call.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def forward(work: Work) -> bool:
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dq, dk, dv and delta, and what the slopes' gradient is summed from; return the others, None if nothing."""
+    """Write dq, dk, dv, delta and the slopes' rows; return the other gradients, None if nothing is done."""
     configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
     if not configs:
         return None

@@ -30,8 +30,7 @@ from cuflash.numpy_tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 
-# exp(score - lse) is a probability to within a factor of 1 +- eps * |lse|. Rows whose lse is so large that this is more
-# than so many roundings of the inputs' type are put right.
+# exp(score - lse) is off by eps * |lse|: rows where that exceeds so many roundings of the inputs' type are put right.
 MAX_LSE_ROUNDINGS = 32
 # finfo.eps of the types that it does not know, or that the arithmetic is not done in.
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -40,7 +39,7 @@ _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64"
 class Rows(NamedTuple):
     """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...).
 
-    `q`, times softmax_scale, and `dout` are here in both orders, since each takes part in two products.
+    `q`, times softmax_scale, and `dout` are here in both orders, for two products each.
     """
 
     q: Array
@@ -60,9 +59,9 @@ class Rows(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """The gradients of a tile of scores, in scratch memory as scores are, and the operands of what follows from them.
+    """The gradients of a tile of scores, in scratch memory, and the operands of what follows from them.
 
-    What the tile hides from all its rows or keys is 0 in the operands: NaN there would come through a product with 0.
+    What is hidden from all rows or keys is 0 in the operands: NaN would come through a product with 0.
     """
 
     p: Array  # as v meets it: after dropout

@@ -31,7 +31,7 @@ Visible = Array | Literal[True] | None
 
 
 class Cut(NamedTuple):
-    """What causal and a window leave of a tile, ready to be used again for the next tile of the same place."""
+    """What causal and a window leave of a tile, kept for the next tile of the same place."""
 
     visible: Visible  # (1, keys, 1, rows)
     rows: slice  # where something is hidden
@@ -62,7 +62,7 @@ def _widen_float16(x: Array) -> Array:
     bits <<= 13  # exponent and mantissa are in place, the sign still is
     bits &= np.uint32(0x8FFFE000).view(np.int32)
     wide = bits.view(np.float32)
-    wide *= np.float32(2.0 ** (127 - 15))  # the difference of the exponents' biases; subnormals come out right, too
+    wide *= np.float32(2.0 ** (127 - 15))  # between the exponents' biases; subnormals come out right
     # inf and NaN have the exponent of 2^16, which no number has.
     is_finite = wide.size == 0 or (wide.max() < 2.0**16 and wide.min() > -(2.0**16))
     return wide if is_finite else x.astype(np.float32)
@@ -89,7 +89,7 @@ def by_query_head(x: Array, heads: Heads) -> Array:
 def like_scores(x: Array, heads: Heads) -> Array:
     """(query heads | 1, rows | 1, keys | 1) in the order of `split_heads`, against which it broadcasts."""
     kv_heads, group = heads.counts if len(x) > 1 else (1, 1)
-    # Read against its order: three times as fast from a compact copy, whose rows do not share cache sets.
+    # A compact copy is read three times as fast against its order.
     return np.ascontiguousarray(x).reshape(kv_heads, group, *x.shape[1:]).transpose(0, 3, 1, 2)
 
 
@@ -101,14 +101,14 @@ def like_bias(x: Array, heads: Heads) -> Array:
 
 def column_sums(scores: Array) -> Array:
     """The sum over keys of (KV heads, keys, query heads of each * rows)."""
-    # As a matrix product it takes a third of the time of NumPy's sum over this axis, and a third of its error.
+    # As a product: a third of the time and of the error of NumPy's sum over this axis.
     ones = np.ones((1, scores.shape[1]), scores.dtype)
     return np.matmul(ones, scores)[:, 0]
 
 
 def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
     """Replace hidden elements, NaN and inf too, by 0, in place."""
-    # On the bits, since NumPy's own selections branch on every element and take ten times as long.
+    # On the bits: NumPy's selections branch on every element, ten times as long.
     bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
     np.multiply(bits, visible, out=bits)
 
@@ -136,7 +136,7 @@ def _infinities(visible: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def without_rows(x: Array, keep: Any) -> Array:
-    """A copy of x (..., rows, dim) whose rows are 0 where `keep` is False; x itself if it is nowhere."""
+    """x (..., rows, dim), copied where rows become 0, as `keep` is False."""
     if keep.all():
         return x
     x = x.copy()

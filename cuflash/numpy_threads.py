@@ -1,8 +1,7 @@
 """Workers of the CPU path: one thread a core, each with single-threaded BLAS and its own scratch memory.
 
-NumPy releases the lock in matrix products and in elementwise loops, so plain threads scale. BLAS's own threads would
-only fight them, and would split sums in a way that depends on their number; so while a call runs they are set to one,
-and set back when the last concurrent call ends.
+NumPy releases the lock in products and elementwise loops, so plain threads scale. BLAS's own would fight them, and
+split sums by their number; so they are set to one until the last concurrent call ends.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 
-# (get, set) of the BLAS libraries that NumPy is built with: its own wheels (64-bit integers or not), then OpenBLAS and
-# MKL as distributions ship them.
+# (get, set) of NumPy's BLAS: of its own wheels (64-bit integers or not), then OpenBLAS and MKL of distributions.
 _THREAD_FUNCTIONS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -40,7 +38,7 @@ _THREAD_FUNCTIONS = (
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """How to read and set the number of threads of NumPy's BLAS; None if it is none that we know."""
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    # What the module that calls BLAS links to is found through it, but on Windows a file has only its own functions.
+    # What the module links to is found through it, but on Windows a file has only its own functions.
     found = [] if sys.platform == "win32" else [Path(extension)]
     for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
         try:
@@ -54,7 +52,7 @@ def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _BlasThreads:
-    """Counts the calls in flight: the first sets BLAS to one thread, the last restores what was set before."""
+    """Counts the calls in flight: the first sets BLAS to one thread, the last restores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -128,7 +126,7 @@ class InOrder:
         self._next = 0
 
     def submit(self, number: int, action: Callable[[], None]) -> None:
-        """Run `action` now if all before it are done, else when they are; numbers start at 0 and leave no gap."""
+        """Run `action` when all before it are done; numbers start at 0 and leave no gap."""
         with self._lock:
             self._waiting[number] = action
             while self._next in self._waiting:
@@ -137,7 +135,7 @@ class InOrder:
 
 
 def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count`, started in order, on all cores if `parallel`.
+    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
 
     What a task computes must not depend on which worker runs it.
     """
@@ -146,7 +144,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def worker() -> None:
         workspace = Workspace()
-        # Hidden elements may overflow or be NaN before they are masked; errstate holds for one thread only.
+        # Hidden elements may overflow or be NaN; errstate holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
                 with lock:

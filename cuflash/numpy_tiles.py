@@ -1,7 +1,7 @@
 """One call of the CPU path cut into tiles: which rows, keys and heads are computed together, and in what order.
 
-A tile is (a few query heads) x (a block of query rows) x (a block of keys) of one sequence. Where the cuts lie depends
-on the problem alone, never on the number of cores, and so neither do the bits of a result.
+A tile is (a few query heads) x (a block of query rows) x (a block of keys) of one sequence. Cuts depend on the problem
+alone, never on the number of cores, and so do a result's bits.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
 
-# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and a thread has work for so long between two calls
-# of NumPy that the threads seldom wait for the interpreter's lock (with tiles of 384 x 384 one thread is as fast, and
-# two are a fifth slower). No powers of 2: rows of scores would share cache sets.
+# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and threads seldom wait for the interpreter's lock
+# (with 384 x 384 two are a fifth slower). No powers of 2: rows of scores would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
 # Where causal or a window cuts through, narrower tiles take only the rows that see some of their keys.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads, unless that leaves fewer tasks than this for the cores.
 MIN_TASKS = 32
-# Fewer scores than this take less time than starting a thread (a tenth of a millisecond).
+# Fewer scores than this take less time than starting a thread.
 MIN_PARALLEL_SCORES = 1 << 16
 
 

@@ -22,7 +22,7 @@ HEAD_DIM_CLASSES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, the depth of a chunk on its way through shared memory, and how far it is unrolled."""
+    """Queries and keys of a tile, depth of a chunk in shared memory, and how far it is unrolled."""
 
     block_m: int
     block_n: int
@@ -77,8 +77,7 @@ PORTABLE: dict[tuple[str, str, int], Row] = {
     ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8, 4)),
 }
-# Kilobytes of shared memory that a thread block may use, by compute capability (CUDA C++ programming guide, technical
-# specifications). No GPU has less than the smallest.
+# Kilobytes of shared memory that a thread block may use, by compute capability (CUDA C++ programming guide).
 _SMEM_KILOBYTES = {
     "70": 96,
     "75": 64,
@@ -128,7 +127,7 @@ class Config(KernelConfig):
 # Flags whose code takes so many registers that the kernel needs smaller tiles.
 LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 
-# Entries that live in a file of another name, or in a kernel's body behind the header that says how it multiplies.
+# Entries in a file of another name, or in a body behind the header that says how it multiplies.
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",
@@ -236,7 +235,7 @@ def config_of(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """Whether the scale may be folded into the conversion to base 2: scores then overflow only where others do."""
+    """Whether the scale may be folded into the conversion to base 2 without overflows of its own."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
@@ -271,7 +270,7 @@ def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, in
 
 @lru_cache(maxsize=MOST_KEPT)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
-    """The kernel `entry` (forward, backward_dq, backward_dkv or backward_bias) for a problem on a GPU.
+    """The kernel `entry` of `PORTABLE` for a problem on a GPU.
 
     `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
     """

@@ -169,7 +169,7 @@ class GradientConfig(Config):
     of_keys: bool
     of_dk: bool
     of_dv: bool
-    deterministic: bool  # whether sums wait for their turn (gradient_schedule.cuh): here nothing needs one
+    deterministic: bool  # sums wait for their turn (gradient_schedule.cuh): never
     chunk_columns: int
     stages: int
     stages_v: int
@@ -266,7 +266,7 @@ def gradient_config(
 def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
-    """The configurations of a pass, that of dq first; none with a block mask beside options that are no window."""
+    """The configurations of a pass, that of dq first; none with a block mask beside further options."""
     if "has_block_mask" in flags and not set(flags) <= {"has_window", "has_block_mask"}:
         return ()  # 12 to 584 bytes would spill
     tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options

@@ -50,9 +50,8 @@ FORWARD = {
         Row(128, 128, (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
 }
-# Where products of this kind are faster than the other units' multiply-adds. Exact float32 takes four in float16 for
-# one, which pays where these have 16 or 8 times the rate (sm_80, sm_87; sm_90 without wgmma), not where it is twice or
-# four times (sm_86, sm_89, sm_120). TF32's error takes one.
+# Where products of this kind are faster than multiply-adds. Exact float32 takes four in float16 for one, which pays
+# where these have 16 or 8 times the rate, not twice or four times (sm_86, sm_89, sm_120). TF32's error takes one.
 CAPABILITIES: dict[str, tuple[Capability, ...]] = {
     "float32": ((8, 0), (8, 7), (9, 0)),
     "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)),
@@ -255,7 +254,7 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
-    """What a pass takes where its own kernels do not stand before these, in words; empty unless it is these."""
+    """What a pass takes, in words; empty unless it is these kernels."""
     config = forward(problem, True, (8, 0), smem_limit("sm_80"))
     if config is None:
         return ""

@@ -1,6 +1,6 @@
 """What a call asks for, known from metadata alone: shapes, dtypes, options. Every check and its message is here.
 
-Nothing in this module reads an array's data or imports CuPy, so a check never synchronises a device.
+Nothing here reads an array's data or imports CuPy: a check never synchronises a device.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         block_mask=o.block_mask is not None,
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
-        # Only float32 has products that TF32 could stand in for (DESIGN section 4: ignored elsewhere).
+        # Only float32 has products that TF32 could stand in for.
         precision=o.precision if dtype == "float32" else None,
     )
 
@@ -225,7 +225,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
 def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
     """Bring checked arrays to the full rank of `Operands`; copies only where a last axis is not contiguous.
 
-    The seed is checked here and not in `make_problem`: it changes from call to call, the problem does not.
+    The seed is checked here: it changes from call to call, the problem does not.
     """
     seed = arrays.get("dropout_seed", options.dropout_seed)
     checks.check_seed(seed, options.dropout_p)
@@ -262,7 +262,7 @@ def to_full_rank(name: str, x: Array | None) -> Array | None:
 
 
 def with_contiguous_rows(x: Array) -> Array:
-    """`x` itself if its last axis is contiguous, else a copy: the only copy that cuflash makes of an input."""
+    """`x` itself if its last axis is contiguous, else a copy: the only one of an input."""
     if x.shape[-1] <= 1 or x.strides[-1] == x.dtype.itemsize:
         return x
     return x.copy(order="C")

@@ -1,8 +1,7 @@
 """A small character GPT on NumPy or CuPy arrays: the autodiff is ``tape.py``, the attention cuflash's.
 
-Rotary positions, RMS norm in front of every block, squared ReLU, an embedding that is also the output layer, and
-every block's last matrix zero at first. These, and Muon for the matrices, are what makes a minute of training on two
-CPU cores enough for recognisable text.
+Rotary positions, RMS norm in front of every block, squared ReLU, an embedding that is also the output layer, every
+block's last matrix zero at first, and Muon: so a minute of training on two CPU cores gives recognisable text.
 """
 
 from __future__ import annotations
@@ -240,8 +239,7 @@ def learning_rate_factor(progress: float) -> float:
 def train(model: CharGPT, characters: Array, max_seconds: float = float("inf")) -> Iterator[Array]:
     """Train on random windows of `characters`; yields each step's loss, still on the model's device.
 
-    Ends after the configured steps, the same for the same seed, or on a machine too slow for them after `max_seconds`;
-    the learning rate is brought down in time either way.
+    Ends after the configured steps or after `max_seconds`; the learning rate is brought down in time either way.
     """
     config, xp = model.config, model.xp
     rng = np.random.default_rng(config.seed)

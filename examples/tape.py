@@ -15,7 +15,7 @@ gradients with respect to the inputs, and keeps in its closure whatever of the f
 tape. :meth:`Tape.gradient` then reads the tape from its end to its beginning and applies the chain rule record by
 record. Called on plain arrays a lifted function records nothing, so the same model code trains and infers.
 
-Only ``numpy`` is imported, yet CuPy arrays work as well: NumPy's functions hand foreign arrays to their own library.
+CuPy arrays work as well: NumPy's functions hand foreign arrays to their own library.
 """
 
 from __future__ import annotations
