@@ -250,9 +250,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         while (!last) {
           if (next_masked) {
             step(true, false);
-          } else {  // the commonest has a loop of its own
+          } else {  // the commonest has a loop of its own; where all may be masked it is not worth the code
             do step(false, false);
-            while (!HAS_OPTIONS && !last && !next_masked);
+            while (!HIDES_ANYWHERE && !last && !next_masked);
           }
         }
       }
