@@ -23,6 +23,7 @@ OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
 _POWERS_AT_ONCE = 4
 SMEM_BYTES = 227 * 1024
+_SMEM_ALIGNMENT = 1024
 # Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
 # H100's multiprocessors.
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
@@ -213,6 +214,9 @@ def forward_config(
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
     smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
+    if plain_scores and options == {"has_alibi"}:
+        # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
+        smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
     bias_stages = 1
     if bias_tiles:
         row_bytes = whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype])

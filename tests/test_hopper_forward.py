@@ -8,6 +8,7 @@ from typing import Any
 import devices
 import numpy as np
 import pytest
+from cases import gaussian_case
 from cpu_device import device, hook
 from devices import Device
 from test_kernels import assert_compiles_well, needs_compiler
@@ -135,6 +136,15 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_options(place: Device, name: str) -> None:
     hidden, options = OPTIONS[name]
     both(place, *inputs(64, 64), hidden=hidden, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_steep_and_flat_slopes(place: Device, dtype: str) -> None:
+    slopes = np.array([5000, -3000, 1e-6, 300], np.float32)
+    case = gaussian_case(0, dtype, (150, 330), (4, 2), alibi_slopes=slopes)
+    with place.active():
+        out, lse = case.on(place).forward()
+    case.assert_forward(out, lse)
 
 
 @pytest.mark.parametrize(

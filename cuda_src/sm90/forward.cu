@@ -88,6 +88,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
+    const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
@@ -131,7 +132,14 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       const bool careful = HIDES_ANYWHERE && work.careful;
       FragmentBits bits;
       bool last, next_masked;
-      const auto needs_mask = [&] { return careful || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP); };
+      const auto needs_mask = [&] {
+        return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
+      const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
+        u32 left[4];
+        slope.find_left(left, first_key, masked);
+        multiply_keys(x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); });
+      };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
         if (masked) scores.find_visible(bits, row, first_key);
@@ -174,7 +182,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
         turns.take();
-        multiply_keys(x, queries, rings.k.buffer());
+        multiply(x, first_key, masked);
         if (first) {
           ptx::wgmma_fence();
           ptx::wgmma_commit_group();  // an empty one
@@ -184,6 +192,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         }
         turns.pass();
         prepare(first_key, masked);
+        slope.leave_out(shift, first_key, masked);
         ptx::wgmma_wait_group<1>();
         keep(x);
         rings.k.release();
@@ -235,9 +244,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         if (masked) scores.fetch(bits, row, first_key);
         rings.k.wait();
         turns.take();
-        multiply_keys(x, queries, rings.k.buffer());
+        multiply(x, first_key, masked);
         turns.pass();
         prepare(first_key, masked);
+        slope.leave_out(shift, first_key, masked);
         ptx::wgmma_wait_group<0>();
         keep(x);
         rings.k.release();
@@ -316,6 +326,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
   }
+  shared.numbers.fill();
   __syncthreads();
 
   const Rings rings(shared);

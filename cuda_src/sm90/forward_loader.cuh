@@ -4,6 +4,7 @@
 #include "bias_tile.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
+#include "slope_product.cuh"
 
 // Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
 // attention of its own, and reduce.cu makes one of them.
@@ -138,6 +139,7 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   RingBarriers<STAGES> k_barriers, v_barriers;
   RingBarriers<BIAS_STAGES> bias_barriers;
   SeenKeys seen;
+  ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 

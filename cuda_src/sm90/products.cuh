@@ -29,14 +29,16 @@ __device__ __forceinline__ constexpr u32 step_offset(int step, int rows) {
   return step / 4 * rows * ROW_BYTES + step % 4 * 32;
 }
 
-// Starts x = q k^T for 64 rows of q.
-__device__ __forceinline__ void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k) {
+// Starts x = q k^T for 64 rows of q, and what `more` starts to be added.
+template <class More>
+__device__ __forceinline__ void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k, More more) {
   const u64 a = rows_descriptor(q), b = rows_descriptor(k);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / STEP; step++) {
     ptx::wgmma_ss<Element, 0, 0>(x, a + step_offset(step, BLOCK_M) / 16, b + step_offset(step, BLOCK_N) / 16, step > 0);
   }
+  more();
   ptx::wgmma_commit_group();
 }
 

@@ -19,6 +19,12 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
          static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
          1ull << 62;
 }
+// The same without a swizzle, K contiguous, in atoms of 8 rows of 16 bytes: leading is the bytes from 8 of k to the
+// next 8, stride those from 8 rows to the next.
+__device__ __forceinline__ unsigned long long wgmma_atoms_descriptor(unsigned address, unsigned leading,
+                                                                     unsigned stride) {
+  return wgmma_descriptor(address, leading, stride) & ~(1ull << 62);
+}
 
 }  // namespace ptx
 

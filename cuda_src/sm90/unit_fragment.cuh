@@ -1,6 +1,7 @@
 // Score, mask and dropout as score_fragment.cuh has them, in the order in which the products leave time, and in units.
 #pragma once
 #include "../score_fragment.cuh"
+#include "slope_product.cuh"
 
 constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
 constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // of a row
@@ -69,8 +70,8 @@ struct UnitFragment : ScoreFragment {
     if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits.mask, row, first_key);
   }
 
-  // Turns products into scores in units, -inf where hidden; alibi leaves shift[r] of them to be added to row r's.
-  // add(x, masked) adds the bias.
+  // Turns products into scores in units, -inf where hidden; alibi leaves shift[r] of them to be added to row r's (or
+  // SlopeProduct has done so). add(x, masked) adds the bias.
   template <class AddBias>
   __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], float (&shift)[2], const FragmentBits& bits, int row,
                                         int first_key, bool masked, AddBias add) const {
@@ -79,7 +80,7 @@ struct UnitFragment : ScoreFragment {
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
     if constexpr (HAS_BIAS) add(x, masked);
-    if constexpr (HAS_ALIBI) add_alibi(x, units.slope, shift, row, first_key, masked);
+    if (HAS_ALIBI && (!SLOPE_BY_PRODUCT || masked)) add_alibi(x, units.slope, shift, row, first_key, masked);
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
