@@ -325,9 +325,9 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
-        rows["dq_sum"] = work.empty((tiles, config.dq_tile), problem.accum_dtype)
+        rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
     if config.deterministic and "q" in grads:
-        rows["dq_turns"] = work.empty((1 + tiles * config.dq_parts,), np.int32)
+        rows["dq_turns"] = work.empty((1 + tiles * config.dq_sums * config.dq_parts,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     work.run(BeforeGradients(plan_sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
@@ -335,7 +335,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     if "q" in grads:
         work.run(
             Dq(plan_sm90_backward.DQ, config.of_rows),
-            _select(arrays, _LENGTHS) | {"dq_sum": rows["dq_sum"], "dq": grads["q"]},
+            _select(arrays, _LENGTHS) | _select(rows, ("dq_sum", "dq_turns")) | {"dq": grads["q"]},
         )
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}

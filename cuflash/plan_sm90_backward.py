@@ -31,6 +31,9 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS = (96, 176, 64)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
+# Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
+# sums would not stay in L2.
+_DQ_SUMS = 2
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
@@ -86,6 +89,7 @@ class Config(KernelConfig):
     dq_stages: int  # of each part
     dq_parts: int  # of a tile's dq: queries, or columns
     dq_columns: int
+    dq_sums: int  # of a tile of queries, which take additions by turns where they have an order
     consumers: int  # warpgroups that compute
     producer_registers: int
     consumer_registers: int
@@ -172,6 +176,7 @@ def backward_config(
         dq_stages=dq_stages,
         dq_parts=dq_parts,
         dq_columns=dq_columns,
+        dq_sums=_DQ_SUMS if deterministic and not flags else 1,
         consumers=consumers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,

@@ -65,6 +65,15 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
+// Adds a part of dq in shared memory to its sum. If sums have an order, nobody clears them: the first part is the sum.
+__device__ __forceinline__ void add_part(float* sum, u32 part, int turn) {
+  if (DETERMINISTIC && turn == 0) {
+    ptx::bulk_store(sum, part, DQ_BYTES);
+  } else {
+    ptx::bulk_reduce_add_f32(sum, part, DQ_BYTES);
+  }
+}
+
 // The warp that adds a warpgroup's parts of dq to their sums, from shared memory.
 __device__ __forceinline__ void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
                                           int part) {
@@ -73,11 +82,11 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     const bool adds = p.dq_sum != nullptr && lane() == 0;
-    if (adds) wait_for_turn(p, step.number, part, step.turn);
+    if (adds) wait_for_turn(p, step.sum(), part, step.turn_of_sum());
     __syncwarp();
     ring.wait();
     if (adds) {
-      ptx::bulk_reduce_add_f32(p.dq_sum + step.number * DQ_TILE + part * DQ_PART, ring.buffer(), DQ_BYTES);
+      add_part(p.dq_sum + step.sum() * DQ_TILE + part * DQ_PART, ring.buffer(), step.turn_of_sum());
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -85,7 +94,7 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
     ring.release();
     if (DETERMINISTIC && adds) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.number, part);
+      end_turn(p, step.sum(), part);
     }
   }
   if (lane() == 0) ptx::bulk_wait_group<0>();
@@ -108,14 +117,14 @@ __device__ __forceinline__ void add_steps(const AttentionParams& p, const Shared
       continue;
     }
     const bool adds = p.dq_sum != nullptr && lane() == 0;
-    if (adds) wait_for_turn(p, step.number, 0, step.turn);
+    if (adds) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
     __syncwarp();
     first.wait();
     second.wait();
     if (adds) {
-      float* sum = p.dq_sum + step.number * DQ_TILE;
-      ptx::bulk_reduce_add_f32(sum, first.buffer(), DQ_BYTES);
-      ptx::bulk_reduce_add_f32(sum + DQ_PART, second.buffer(), DQ_BYTES);
+      float* sum = p.dq_sum + step.sum() * DQ_TILE;
+      add_part(sum, first.buffer(), step.turn_of_sum());
+      add_part(sum + DQ_PART, second.buffer(), step.turn_of_sum());
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -124,7 +133,7 @@ __device__ __forceinline__ void add_steps(const AttentionParams& p, const Shared
     second.release();
     if (adds) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.number, 0);
+      end_turn(p, step.sum(), 0);
     }
   }
 }

@@ -1,6 +1,6 @@
 // Before and behind the gradients. Before: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2,
 // Algorithm 2, line 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of
-// dq and for what it does not visit of dbias.
+// dq, or its turns, and for what it does not visit of dbias.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "../write_fragment.cuh"
@@ -24,14 +24,15 @@ __device__ __forceinline__ void clear_bias(const AttentionParams& p, const Work&
 }
 
 __device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
-  if (p.dq_sum != nullptr) {
+  if (!DETERMINISTIC && p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
 #pragma unroll
     for (int i = 0; i < DQ_TILE / 4; i += THREADS) {
       if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
   }
-  if (DETERMINISTIC && p.dq_turns != nullptr && threadIdx.x < DQ_PARTS) *dq_turn_at(p, tile, threadIdx.x) = 0;
+  if (DETERMINISTIC && p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS)
+    *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
@@ -97,11 +98,24 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
   float4 dq[DQ_COLUMNS / 8];
 #pragma unroll
   for (float4& x : dq) x = make_float4(0, 0, 0, 0);
+  const i64 first_sum = query_tile(p, s, work.head, work.tile, BLOCK_M) * DQ_SUMS;
+  // In order, a sum that nothing was added to is not even zero.
+  const auto was_added = [&](int i) {
+    return first_row < s.len_q && (!DETERMINISTIC || *dq_turn_at(p, first_sum + i, 0) != 0);
+  };
+  const bool added = was_added(0), second = DQ_SUMS == 2 && was_added(1);
   if (first_row < s.len_q) {
-    const auto* sum =
-        reinterpret_cast<const float4*>(dq_sum_at(p, query_tile(p, s, work.head, work.tile, BLOCK_M), part));
+    const auto* sum = reinterpret_cast<const float4*>(dq_sum_at(p, first_sum, part));
 #pragma unroll
     for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = sum[i * WARP];
+  }
+  if (second) {
+    const auto* sum = reinterpret_cast<const float4*>(dq_sum_at(p, first_sum + 1, part));
+#pragma unroll
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+      const float4 x = sum[i * WARP];
+      dq[i] = make_float4(dq[i].x + x.x, dq[i].y + x.y, dq[i].z + x.z, dq[i].w + x.w);
+    }
   }
   const float scale = static_cast<float>(p.softmax_scale);
   Element* target = p.dq.at(batch, s.row_q, work.head) + column;
@@ -117,7 +131,9 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
       for (int i = 0; i < 4; i++) {
         const float4 x = dq[4 * group + i];
         // Padding is chosen, not multiplied: it may be NaN.
-        words[i] = row >= s.len_q ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
+        words[i] = row >= s.len_q || !added
+                       ? 0
+                       : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
       }
       transpose_quad(words);
       const int first = group * 32 + lane() % 4 * VECTOR;

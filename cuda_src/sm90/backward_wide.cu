@@ -228,10 +228,18 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
         ptx::wgmma_wait_group<0>();
         keep(dq);
         if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
-        FourFloats* sum = dq_sum_at(p, step.number, part);
+        FourFloats* sum = dq_sum_at(p, step.sum(), part);
+        if (DETERMINISTIC && step.turn_of_sum() == 0) {  // the first is the sum: nobody clears it
 #pragma unroll
-        for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-          ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+          for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+            reinterpret_cast<float4*>(sum)[i * WARP] =
+                make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+            ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+          }
         }
       }
     } else if (DETERMINISTIC) {
@@ -253,7 +261,7 @@ __device__ __forceinline__ void watch_turns(const AttentionParams& p, const Shar
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
-    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.number, 0, step.turn);
+    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
     __syncwarp();
     rings.turns.acquire();
     rings.turns.publish_written();
@@ -266,7 +274,7 @@ __device__ __forceinline__ void end_turns(const AttentionParams& p, const Shared
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     rings.added.wait();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.number, 0);
+    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum(), 0);
     __syncwarp();
     rings.added.release();
   }

@@ -112,9 +112,12 @@ struct Step {
 // What the warps that add dq have to know of it.
 struct DqStep {
   i64 number;  // query_tile
-  int turn;
-  bool last;  // of a tile of keys
+  int turn;    // of this addition to any of its sums
+  bool last;   // of a tile of keys
   int first_key;
+
+  __device__ __forceinline__ i64 sum() const { return number * DQ_SUMS + turn % DQ_SUMS; }
+  __device__ __forceinline__ int turn_of_sum() const { return turn / DQ_SUMS; }
 };
 constexpr int DQ_STEPS = 8;  // more than tiles are under way
 constexpr i64 NO_DQ = -1;

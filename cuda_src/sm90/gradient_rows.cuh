@@ -14,22 +14,26 @@ struct alignas(16) FourFloats {
   float x[4];
 };
 
+// If sums have an order, those of a tile take its additions by turns, so that one need not wait for the one before it.
+// They are numbered tile by tile.
+static_assert(DETERMINISTIC || DQ_SUMS == 1, "additions without an order need not wait");
+
 // A thread's first four elements of a part; the next four are WARP behind. Warps have their elements side by side.
 __device__ __forceinline__ int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 * WARP) + lane(); }
-__device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 tile, int part) {
-  return reinterpret_cast<FourFloats*>(p.dq_sum + tile * DQ_TILE + part * DQ_PART) + dq_place();
+__device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
+  return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + part * DQ_PART) + dq_place();
 }
 
 // How many parts of dq were added to a sum.
-__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 tile, int part) {
-  return p.dq_turns + 1 + tile * DQ_PARTS + part;
+__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 sum, int part) {
+  return p.dq_turns + 1 + sum * DQ_PARTS + part;
 }
 
 // Waits until all parts of dq that come before have been added, by the thread that adds or has others add.
-__device__ __forceinline__ void wait_for_turn(const AttentionParams& p, i64 tile, int part, int turn) {
-  while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, tile, part)) != turn) {
+__device__ __forceinline__ void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
+  while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, sum, part)) != turn) {
   }
 }
-__device__ __forceinline__ void end_turn(const AttentionParams& p, i64 tile, int part) {
-  if (DETERMINISTIC) ptx::add_release(dq_turn_at(p, tile, part), 1);
+__device__ __forceinline__ void end_turn(const AttentionParams& p, i64 sum, int part) {
+  if (DETERMINISTIC) ptx::add_release(dq_turn_at(p, sum, part), 1);
 }

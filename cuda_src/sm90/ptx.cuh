@@ -91,6 +91,10 @@ __device__ __forceinline__ void bulk_load(unsigned shared, const void* global, u
                "l"(global), "r"(bytes), "r"(mbarrier)
                : "memory");
 }
+__device__ __forceinline__ void bulk_store(void* global, unsigned shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)

@@ -104,10 +104,6 @@ __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned sh
       "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* global, unsigned shared, unsigned bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-}
 // From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
 __device__ __forceinline__ void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes,
                                                   unsigned cluster_mbarrier) {
