@@ -172,6 +172,10 @@ def test_other_problems_take_the_portable_kernels() -> None:
     assert "float32" in plan_sm90_backward.reason(problem)
 
 
+def test_grouped_heads_walk_many_queries_together() -> None:
+    both(normal(1, 1100, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128), causal=True)
+
+
 @needs_compiler
 @pytest.mark.parametrize("entry", [plan_sm90_backward.NARROW, plan_sm90_backward.WIDE])
 def test_every_row_compiles_without_spills(entry: str) -> None:

@@ -198,6 +198,15 @@ __device__ __forceinline__ DqStep next_dq_step(const SharedStorage& shared, Ring
   return step;
 }
 
+template <bool GROUPED>
+struct WalkOf {
+  using Type = GroupedWalk;
+};
+template <>
+struct WalkOf<false> {
+  using Type = QueryWalk;
+};
+
 // The loading warp. Tiles come in the order of their use.
 template <class SharedStorage, class Rings>
 __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
@@ -213,7 +222,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
     __syncwarp();
     const Sequence& s = work.sequence;
     if (work.tile * BLOCK_N >= s.rows_k) continue;
-    QueryWalk walk(p, work);
+    typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / gridDim.x);
     if (lane() == 0) {
       work.unseen = walk.done();
       work.stage = rings.work.stage;

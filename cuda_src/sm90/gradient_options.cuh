@@ -60,7 +60,8 @@ __device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const
 }
 
 // Whether the walk shows at once that each of a tile's keys is seen: some query sees all. By a warp.
-__device__ __forceinline__ bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const QueryWalk& walk,
+template <class Walk>
+__device__ __forceinline__ bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk,
                                                     int first_key) {
   bool sees = false;
   if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {

@@ -81,7 +81,7 @@ struct QueryWalk {
   int first_block;
   bool backwards;
 
-  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
+  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work, u32 = 0)
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
@@ -120,3 +120,53 @@ struct QueryWalk {
   }
 };
 static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
+
+// The same tiles, where query heads share keys: some rows of all heads before the next rows. Head by head, blocks whose
+// tiles differ in length would soon be at different heads, and read and add to all of them at once, more than L2 holds.
+// Tiles that begin together walk from the last queries, which all see, and those that follow, the longest of them first
+// again, from the first, so that they meet; each begins with another head and row, so that few add to the same sum.
+struct GroupedWalk {
+  static constexpr int ROWS = 16;
+  const Sequence& sequence;
+  Blocks blocks;
+  int head, end_head, heads;
+  int base, step;  // the rows that are walked for all heads, and how many steps of them are done
+  int turned;
+  bool backwards;
+
+  __device__ __forceinline__ GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
+      : sequence(work.sequence),
+        blocks(blocks_of_queries(p, work.sequence, 0, work.tile, BLOCK_M, BLOCK_N)),
+        heads(p.num_heads_q / p.num_heads_kv),
+        step(0) {
+    const bool shared = heads > 1;
+    backwards = shared && round % 2 == 0;
+    turned = shared ? work.tile / heads : 0;
+    head = work.head * heads + work.tile % heads;
+    end_head = (work.head + 1) * heads;
+    base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
+    if (blocks.done()) base = blocks.end;
+    skip();
+  }
+  __device__ __forceinline__ int block() const { return base + (step + turned) % ROWS; }
+  __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
+  __device__ __forceinline__ bool done() const { return base >= blocks.end || base + ROWS <= blocks.block; }
+  __device__ __forceinline__ void advance() {
+    next();
+    skip();
+  }
+  __device__ __forceinline__ int turn() const { return 0; }
+
+ private:
+  __device__ __forceinline__ void next() {
+    if (++step % ROWS != 0) return;
+    if (++head == end_head) head -= heads;
+    if (step == ROWS * heads) {
+      step = 0;
+      base += backwards ? -ROWS : ROWS;
+    }
+  }
+  __device__ __forceinline__ void skip() {
+    while (!done() && (block() < blocks.block || block() >= blocks.end)) next();
+  }
+};
