@@ -138,12 +138,13 @@ __device__ __forceinline__ u32 num_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
-// Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window the last queries,
-// whose rows are the longest, come first, in the last heads in all of these heads before the next: blocks end together.
+// Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window or a block mask,
+// which may be one, the last queries, whose rows are the longest, come first, in the last heads in all of these heads
+// before the next: blocks end together.
 __device__ __forceinline__ Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
-  if constexpr (HAS_WINDOW) {
+  if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
     const u32 images = num_images(p), last_heads = images - min(p.heads_together, images);
     if (image >= last_heads) {
       const u32 place = index - last_heads * num_tiles, heads = images - last_heads;
