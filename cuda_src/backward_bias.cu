@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_bias(const
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
       for (int c = 1; c < COLUMNS; c++) sum[r][0] += sum[r][c];
-      sum[r][0] = reduce_row<SIDE>(sum[r][0], [](Accum a, Accum b) { return a + b; });
+      sum[r][0] = sum_of_row<SIDE>(sum[r][0]);
     }
   }
   if (rows.walk > 1 || p.dbias_rows == 1) {  // all rows are one

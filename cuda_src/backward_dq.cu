@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const Accum sum = reduce_row<SIDE>(dslope[r], [](Accum a, Accum b) { return a + b; });
+      const Accum sum = sum_of_row<SIDE>(dslope[r]);
       const int row = first_row + owned_index<ROWS>(thread_row(), r);
       if (thread_column() == 0 && row < s.rows_q) *p.dslope_rows.at(batch, s.row_q + row, head) = sum;
     }

@@ -10,25 +10,7 @@ constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
 // lse is in base 2 except beside a bias: that may be finfo.min, whose product with log2(e) overflows.
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
-// d(score) / d(scale * q.k) of a fragment; 1 without softcap, and then it takes no registers.
-struct SoftcapFragment {
-  float derivative[HAS_SOFTCAP ? FRAGMENT : 1];
-
-  __device__ __forceinline__ void take(const Score& score, const float (&products)[FRAGMENT]) {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) derivative[e] = score.derivative(products[e]);
-    }
-  }
-
-  // A hidden element has ds = 0, and its derivative may be NaN.
-  __device__ __forceinline__ void apply(float (&ds)[FRAGMENT]) const {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) ds[e] = ds[e] == 0 ? 0 : ds[e] * derivative[e];
-    }
-  }
-};
+using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
 // A number of each of a fragment's queries, in registers.
 struct QueryValues {

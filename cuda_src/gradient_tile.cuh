@@ -4,30 +4,17 @@
 #include "tile.cuh"
 #include "softmax.cuh"
 
-// d(score) / d(scale * q.k) of a tile; 1 without softcap, and then it takes no registers.
 template <int ROWS, int COLUMNS>
 struct SoftcapTile {
-  Accum derivative[HAS_SOFTCAP ? ROWS : 1][HAS_SOFTCAP ? COLUMNS : 1];
+  SoftcapDerivative<COLUMNS> rows[HAS_SOFTCAP ? ROWS : 1];
 
   __device__ __forceinline__ void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
-    if constexpr (HAS_SOFTCAP) {
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) derivative[r][c] = score.derivative(products[r][c]);
-      }
-    }
+    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].take(score, products[r]);
   }
-
-  // A hidden element has ds = 0, and its derivative may be NaN.
   __device__ __forceinline__ void apply(Accum (&ds)[ROWS][COLUMNS]) const {
-    if constexpr (HAS_SOFTCAP) {
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) ds[r][c] = ds[r][c] == 0 ? Accum(0) : ds[r][c] * derivative[r][c];
-      }
-    }
+    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].apply(ds[r]);
   }
 };
 

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) merge_parts(const Atte
   };
   Accum top = -infinity();
   for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
-  top = reduce_row<WARP>(top, [](Accum a, Accum b) { return larger(a, b); });
+  top = max_of_row<WARP>(top);
   Accum total = 0, sum[MOST_COLUMNS] = {};
   for (int first = 0; first < p.splits && top != -infinity(); first += WARP) {
     const Accum own = weight(lse_of(first + lane), top);  // each lane's is another part
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) merge_parts(const Atte
       }
     }
   }
-  total = reduce_row<WARP>(total, [](Accum a, Accum b) { return a + b; });
+  total = sum_of_row<WARP>(total);
 #pragma unroll
   for (int i = 0; i < MOST_COLUMNS; i++) {
     const int column = lane + i * WARP;

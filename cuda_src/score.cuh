@@ -58,6 +58,26 @@ struct Score {
   }
 };
 
+// d(score) / d(scale * q.k) of N products; 1 without softcap, and then it takes no registers.
+template <int N>
+struct SoftcapDerivative {
+  Accum x[HAS_SOFTCAP ? N : 1];
+
+  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[N]) {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; e++) x[e] = score.derivative(products[e]);
+    }
+  }
+  // A hidden element has ds = 0, and its derivative may be NaN.
+  __device__ __forceinline__ void apply(Accum (&ds)[N]) const {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
+    }
+  }
+};
+
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 __device__ __forceinline__ uint4 philox(uint4 counter, u32 key_low, u32 key_high) {
 #pragma unroll

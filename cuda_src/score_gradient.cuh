@@ -97,24 +97,7 @@ __device__ __forceinline__ Accum score_gradient(Accum dp, Accum weight, Accum de
   return weight == 0 ? 0 : weight * (dp - delta);
 }
 
-// d(score) / d(scale * q.k); 1 without softcap, and then it takes no registers.
-struct SoftcapFragment {
-  Accum derivative[HAS_SOFTCAP ? FRAGMENT : 1];
-
-  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[FRAGMENT]) {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) derivative[e] = score.derivative(products[e]);
-    }
-  }
-  // A hidden element has ds = 0, and its derivative may be NaN.
-  __device__ __forceinline__ void apply(Accum (&ds)[FRAGMENT]) const {
-    if constexpr (HAS_SOFTCAP) {
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) ds[e] = ds[e] == 0 ? 0 : ds[e] * derivative[e];
-    }
-  }
-};
+using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
 // What a thread block walks: the tiles of keys that its queries see, or, OF_KEYS, the family's QueryWalk.
 struct KeyWalk {

@@ -11,6 +11,15 @@ __device__ __forceinline__ Accum reduce_row(Accum x, Operation operation) {
   return x;
 }
 
+template <int THREADS>
+__device__ __forceinline__ Accum sum_of_row(Accum x) {
+  return reduce_row<THREADS>(x, [](Accum a, Accum b) { return a + b; });
+}
+template <int THREADS>
+__device__ __forceinline__ Accum max_of_row(Accum x) {
+  return reduce_row<THREADS>(x, [](Accum a, Accum b) { return larger(a, b); });
+}
+
 // The weight of score s in a row whose maximum (or lse) is `reference`.
 __device__ __forceinline__ Accum weight(Accum s, Accum reference) { return exp_2((s - reference) * LOG2_E); }
 
@@ -36,7 +45,7 @@ struct OnlineSoftmax {
       Accum m = maximum[r];
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++) m = larger(m, s[r][c]);
-      m = reduce_row<THREADS>(m, [](Accum a, Accum b) { return larger(a, b); });
+      m = max_of_row<THREADS>(m);
       const Accum reference = m == -infinity() ? Accum(0) : m;  // nothing seen yet: all weights are 0, not NaN
       rescale[r] = weight(maximum[r], reference);
       maximum[r] = m;
@@ -54,7 +63,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void finish(Accum (&inverse)[ROWS], Accum (&lse)[ROWS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const Accum total = reduce_row<THREADS>(sum[r], [](Accum a, Accum b) { return a + b; });
+      const Accum total = sum_of_row<THREADS>(sum[r]);
       inverse[r] = total == 0 ? Accum(0) : 1 / total;
       lse[r] = total == 0 ? -infinity() : maximum[r] + log_e(total);
     }

@@ -23,7 +23,7 @@ __device__ __forceinline__ Accum natural_log(Accum x) {
 // The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
 // value row.
 __device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
-  Accum total = reduce_row<4>(sum, [](Accum a, Accum b) { return a + b; });
+  Accum total = sum_of_row<4>(sum);
   Accum own = 1;
   if (sink != -infinity()) {
     const Accum seen = top;
@@ -103,7 +103,7 @@ struct FragmentSoftmax {
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        raise(r, reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); }), rescale[r]);
+        raise(r, max_of_row<4>(top[r]), rescale[r]);
       }
     }
     weigh(x);
@@ -143,7 +143,7 @@ struct FragmentSoftmax {
       bool any_grown = false;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
+        const Accum maximum = max_of_row<4>(top[r]);
         const Accum grown = larger(reference[r], maximum + shift[r]);
         any_grown |= grown > reference[r];
         rescale[r] = power_of_2((reference[r] - (grown == -infinity() ? 0 : grown)) * to_base_2);
@@ -158,7 +158,7 @@ struct FragmentSoftmax {
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const Accum maximum = reduce_row<4>(top[r], [](Accum a, Accum b) { return larger(a, b); });
+        const Accum maximum = max_of_row<4>(top[r]);
         if (!(maximum > limit[r])) continue;
         rescale[r] = power_of_2((reference[r] - shift[r] - maximum) * to_base_2);
         reference[r] = maximum + shift[r];

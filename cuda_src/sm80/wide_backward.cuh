@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const Accum total = reduce_row<4>(dslope[f][r], [](Accum a, Accum b) { return a + b; });
+          const Accum total = sum_of_row<4>(dslope[f][r]);
           const int i = row + 8 * r;
           if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
         }

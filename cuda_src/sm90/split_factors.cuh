@@ -44,7 +44,7 @@ __device__ __forceinline__ void raise(float (&x)[N], float (&unit)[2], float (&r
     float m = 0;
 #pragma unroll
     for (int e = 2 * r; e < N; e += 4) m = larger(m, larger(fabsf(x[e]), fabsf(x[e + 1])));
-    m = reduce_row<4>(m, [](float a, float b) { return larger(a, b); });
+    m = max_of_row<4>(m);
     const float earlier = rescale[r] * unit[r];
     unit[r] = larger(larger(power_of_2_below(m), power_of_2_below(earlier)), LOWEST_UNIT);
     const float up = top_over(unit[r]);
