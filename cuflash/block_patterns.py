@@ -5,7 +5,6 @@ A pattern gives any strip of rows as words (see `block_store`): no dense mask is
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from cuflash.block_store import (
     words_from_block_rows,
     words_from_bools,
 )
+from cuflash.checks import check_number
 
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
@@ -295,7 +295,9 @@ class Patterns:
         """
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
         heads, block_size = check_count("heads", heads, 1), check_block_size(block_size)
-        fraction = _check_fraction("density", density)
+        fraction = check_number("density", density)
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"density: expected a number from 0 to 1, got {fraction}")
         num_rows, num_columns = num_blocks(seqlen_q, block_size[0]), num_blocks(seqlen_k, block_size[1])
         rng = np.random.default_rng(seed)
         drawn = [_draw_rows(rng, num_rows, num_columns, fraction) for _ in range(heads)]
@@ -391,11 +393,3 @@ def _check_side(name: str, side: Any) -> int | None:
     if isinstance(side, (int, np.integer)) and side < 0:
         raise ValueError(f"{name}: expected an integer >= 0, or None for unbounded, got {side}")
     return check_count(name, side)
-
-
-def _check_fraction(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
-    if not 0 <= float(value) <= 1:
-        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
-    return float(value)

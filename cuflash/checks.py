@@ -28,7 +28,8 @@ def _is_int(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _check_number(name: str, x: object) -> float:
+def check_number(name: str, x: object) -> float:
+    """A finite real number."""
     if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
     value = float(x)
@@ -39,12 +40,12 @@ def _check_number(name: str, x: object) -> float:
 
 def check_scale(scale: object, head_dim: int) -> float:
     """The softmax scale: a finite number, by default ``1 / sqrt(head_dim)``."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else _check_number("softmax_scale", scale)
+    return 1.0 / math.sqrt(head_dim) if scale is None else check_number("softmax_scale", scale)
 
 
 def check_softcap(softcap: object) -> float:
     """The bound of the scores; 0.0 is off."""
-    value = 0.0 if softcap is None else _check_number("softcap", softcap)
+    value = 0.0 if softcap is None else check_number("softcap", softcap)
     if value < 0:
         raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
     return value
@@ -71,16 +72,6 @@ def check_window(causal: object, window: object) -> tuple[int | None, int | None
     return left, 0 if causal else right
 
 
-def check_lengths(name: str, x: Array | None, batch: int) -> None:
-    """int32 (batch,)."""
-    if x is None:
-        return
-    if x.dtype.name != "int32":
-        raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
-    if tuple(x.shape) != (batch,):
-        raise ValueError(f"{name}: expected shape (batch,) = ({batch},), got {tuple(x.shape)}")
-
-
 def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
     """int32 (batch + 1,) both; returns the batch."""
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
@@ -96,7 +87,7 @@ def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
 
 
 def check_extra(name: str, x: Array | None, dtype: np.dtype, shapes: list[tuple[int, ...]], form: str) -> None:
-    """A sink or slopes: of `dtype`, and of one of `shapes`, which `form` tells in words."""
+    """A sink, slopes or lengths: of `dtype`, and of one of `shapes`, which `form` tells in words."""
     if x is None:
         return
     if x.dtype != dtype:
@@ -155,9 +146,7 @@ def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None
 
 def check_dropout_p(p: object) -> float:
     """The share of weights that is dropped: in [0, 1)."""
-    if not isinstance(p, numbers.Real) or isinstance(p, (bool, np.bool_)):
-        raise TypeError(f"dropout_p: expected a real number, got {_kind(p)}")
-    value = float(p)
+    value = check_number("dropout_p", p)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
     return value

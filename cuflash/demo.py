@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import cuflash
+from cuflash.bench import namespace
 from cuflash.examples.char_gpt import CharGPT, Config, Corpus, train
 from cuflash.examples.tape import Backward
 
@@ -109,17 +111,12 @@ class _UnavailableError(Exception):
     """Something that the user can install or choose differently."""
 
 
-def _array_module(device: str | None) -> Any:
+def _array_module(device: str | None) -> ModuleType:
     """CuPy, able to multiply matrices, if there is a GPU and `device` allows it, else NumPy."""
-    if device == "cpu":
-        return np
-    try:
-        import cupy
-    except ImportError:
-        cupy = None
-    if cupy is None or not cupy.cuda.is_available():
-        if device == "gpu":
-            raise _UnavailableError("no GPU that CuPy can use: see python -m cuflash info")
+    cupy = namespace(device)
+    if cupy is None:
+        raise _UnavailableError("no GPU that CuPy can use: see python -m cuflash info")
+    if cupy is np:
         return np
     try:
         cupy.ones((2, 2)) @ cupy.ones((2, 2))

@@ -178,8 +178,8 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     accum = np.dtype("float64" if dtype == "float64" else "float32")
     o = options
     left, right = checks.check_window(o.causal, o.window)
-    checks.check_lengths("q_lengths", o.q_lengths, batch)
-    checks.check_lengths("kv_lengths", o.kv_lengths, batch)
+    for name, lengths in (("q_lengths", o.q_lengths), ("kv_lengths", o.kv_lengths)):
+        checks.check_extra(name, lengths, np.dtype("int32"), [(batch,)], "(batch,)")
     checks.check_extra("sink", o.sink, accum, [(num_heads_q,)], "(num_heads_q,)")
     checks.check_extra(
         "alibi_slopes",
