@@ -6,7 +6,6 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_options.cuh"
-#include "gradient_products.cuh"
 #include "staged_rows.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;

@@ -4,7 +4,6 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
-#include "gradient_products.cuh"
 #include "staged_rows.cuh"
 
 constexpr u32 DS_BYTES = BLOCK_M * ROW_BYTES;

@@ -3,7 +3,6 @@
 #pragma once
 #include "../gradient_fragment.cuh"
 #include "bias_tile.cuh"
-#include "gradient_products.cuh"
 #include "gradient_schedule.cuh"
 
 // ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys, each hidden, visible or partial;
