@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cuflash import bench, reference
-from cuflash.bench import check, peers, report
+from cuflash.bench import peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
-from cuflash.bench.inputs import Inputs, arguments
+from cuflash.bench.inputs import Inputs, arguments, limit, take_sample, worst
 
 PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
 CELLS = [
@@ -42,7 +42,7 @@ def given_to_reference(inputs: Inputs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SMALL", 60)  # fewer than some cells have rows, more than others
+    monkeypatch.setattr("cuflash.bench.inputs.SMALL", 60)  # fewer than some cells have rows, more than others
     inputs = Inputs(cell, np)
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
     given = given_to_reference(inputs)
@@ -54,15 +54,15 @@ def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell, monkeypatc
         out, lse = reference.attention(q, k, v, **given)
         gradients = reference.attention_backward(dout, q, k, v, **given)
     dq, dk, dv, *dbias = (gradients[name] for name in ("q", "k", "v", "bias")[: 4 if "dbias" in cell.options else 3])
-    sample = check.take_sample(inputs, arguments(inputs), out, lse)
-    assert check.worst(sample.forward_errors(out)) < 1e-12
-    assert check.worst(sample.backward_errors((dq, dk, dv, *dbias))) < 1e-12
-    limit = check.limit(cell.dtype)
-    assert check.worst(sample.forward_errors(out * 1.001)) > limit
-    assert check.worst(sample.backward_errors((dq, dk, dv * 1.001))) > limit
-    assert check.worst(sample.backward_errors((dq, np.full_like(dk, np.nan), dv))) > limit
+    sample = take_sample(inputs, arguments(inputs), out, lse)
+    assert worst(sample.forward_errors(out)) < 1e-12
+    assert worst(sample.backward_errors((dq, dk, dv, *dbias))) < 1e-12
+    bound = limit(cell.dtype)
+    assert worst(sample.forward_errors(out * 1.001)) > bound
+    assert worst(sample.backward_errors((dq, dk, dv * 1.001))) > bound
+    assert worst(sample.backward_errors((dq, np.full_like(dk, np.nan), dv))) > bound
     with pytest.raises(ArithmeticError, match="lse is wrong"):
-        check.take_sample(inputs, arguments(inputs), out, lse + 0.01)
+        take_sample(inputs, arguments(inputs), out, lse + 0.01)
 
 
 def test_flops_count_visible_pairs() -> None:

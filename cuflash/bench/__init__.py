@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.bench import check, peers, report
+from cuflash.bench import peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
-from cuflash.bench.inputs import Inputs, arguments
+from cuflash.bench.inputs import Inputs, Sample, arguments, limit, take_sample, worst
 from cuflash.bench.report import Result, Stopwatch
 from cuflash.numpy_threads import BLAS_THREADS
 
@@ -126,19 +126,19 @@ def measure(
         if result.is_unsteady:
             _say(f"UNSTEADY: {cell.name} {direction}: is something else running on this device?")
         if peers.US in result.errors:
-            worst = check.worst(result.errors[peers.US])
-            result.wrong = not worst <= check.limit("float16" if "tf32" in cell.options else cell.dtype)
+            largest = worst(result.errors[peers.US])
+            result.wrong = not largest <= limit("float16" if "tf32" in cell.options else cell.dtype)
             if result.wrong:
-                _say(f"WRONG: {cell.name} {direction}: error {worst:.3g}")
+                _say(f"WRONG: {cell.name} {direction}: error {largest:.3g}")
         if direction == BACKWARD and "deterministic" in cell.options and peers.US in timed[direction]:
             result.same_bits = _repeats(timed[direction][peers.US])
     return list(results.values())
 
 
-def _sample(inputs: Inputs) -> check.Sample:
+def _sample(inputs: Inputs) -> Sample:
     given = arguments(inputs)
     with BLAS_THREADS.single():  # small products
-        return check.take_sample(inputs, given, *peers.cuflash_results(inputs, given))
+        return take_sample(inputs, given, *peers.cuflash_results(inputs, given))
 
 
 def _repeats(call: Any) -> int:

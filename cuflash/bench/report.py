@@ -19,7 +19,7 @@ import numpy as np
 
 import cuflash
 from cuflash.bench.cells import Cell
-from cuflash.bench.check import Errors
+from cuflash.bench.inputs import Errors
 from cuflash.bench.peers import PLAIN, US
 from cuflash.kernels import WITHOUT_WGMMA
 
