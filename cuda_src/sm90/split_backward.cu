@@ -6,7 +6,7 @@
 // The next header takes its constants from this one.
 #include "products.cuh"
 
-#include "../write_wide_fragment.cuh"
+#include "../write_fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
 #include "split_factors.cuh"

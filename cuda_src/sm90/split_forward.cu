@@ -3,7 +3,7 @@
 // warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
 #include "../softmax_fragment.cuh"
-#include "../write_wide_fragment.cuh"
+#include "../write_fragment.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
 #include "split_factors.cuh"
