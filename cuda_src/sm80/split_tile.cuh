@@ -141,7 +141,16 @@ __device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const 
           multiply(small, first, left[0], right[2]);
         }
         multiply(small, first, left[1], right[0]);
-        multiply(x[0], first, left[0], right[0]);
+        if constexpr (COUNT == 3) {
+          // A sum for each step, added by rounding: where all scores of a row are large, so is their lse, and what is
+          // cut off does not average out.
+          float sum[8] = {};
+          multiply(sum, 0, left[0], right[0]);
+#pragma unroll
+          for (int e = 0; e < 8; e++) x[0][first + e] += sum[e];
+        } else {
+          multiply(x[0], first, left[0], right[0]);
+        }
         multiply(small, first, left[0], right[1]);
       }
     }

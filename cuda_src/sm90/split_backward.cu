@@ -191,15 +191,16 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, const Sp
       walk.advance();
 
       float x[COLUMNS / 2], y[COLUMNS / 2];
+      SumApart<COLUMNS> apart;
       rings.columns.wait();
-      multiply_transposed<KEY_PARTS, HEAD_DIM, ROWS, COLUMNS>(x, own_rows, rings.columns.buffer());
+      start_scores<HEAD_DIM, ROWS>(x, apart, own_rows, rings.columns.buffer());
       rings.columns_v.wait();
       if constexpr (NEEDS_GRADIENTS) {
         multiply_transposed<PARTS, HEAD_DIM_V, ROWS, COLUMNS>(y, own_rows + ROWS_BYTES, rings.columns_v.buffer());
       }
       const ColumnVectors& vectors = shared.vectors[rings.columns.stage];
       ptx::wgmma_wait_group<NEEDS_GRADIENTS>();
-      keep(x);
+      finish_scores(x, apart);
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
       SoftcapFragment softcap;
       softcap.take(scores.score, x);

@@ -73,6 +73,9 @@ struct SplitSoftmax {
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
 constexpr int OUT_CHUNKS = HEAD_DIM_V / OUT_COLUMNS;  // columns of out come in chunks, as registers are scarce
 static_assert(OUT_CHUNKS * OUT_COLUMNS == HEAD_DIM_V, "chunks are equal");
+// The product with the values starts beside that of the next scores where registers hold the sums of both.
+constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
+constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + OUT_COLUMNS) / 2 <= 192;
 constexpr int FACTOR_STAGES = 4;
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
@@ -231,16 +234,21 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       // The next scores beside the product of the last weights and their values.
       const auto step = [&](bool masked) {
         float x[BLOCK_N / 2], next_rescale[2];
+        SumApart<BLOCK_N> apart;
         const int first_key = blocks.block * BLOCK_N;
         blocks.advance();
         rings.k.wait();
         turns.take();
-        multiply_transposed<KEY_PARTS, HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer());
-        rings.v.wait();
-        multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
+        const auto start_values = [&] {
+          rings.v.wait();
+          multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+        };
+        if constexpr (VALUES_BESIDE) start_values();
         turns.pass();
-        ptx::wgmma_wait_group<1>();
-        keep(x);
+        ptx::wgmma_wait_group<VALUES_BESIDE>();
+        finish_scores(x, apart);
+        if constexpr (!VALUES_BESIDE) start_values();
         rings.k.release();
         if (blocks.done()) rings.q.release();
         weigh(x, first_key, masked, next_rescale);
@@ -254,15 +262,16 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
       rings.q.wait();
       {
         float x[BLOCK_N / 2];
+        SumApart<BLOCK_N> apart;
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
         blocks.advance();
         rings.k.wait();
         turns.take();
-        multiply_transposed<KEY_PARTS, HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer());
+        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
         turns.pass();
         ptx::wgmma_wait_group<0>();
-        keep(x);
+        finish_scores(x, apart);
         rings.k.release();
         if (blocks.done()) rings.q.release();
         weigh(x, first_key, masked, rescale);

@@ -11,33 +11,99 @@ __device__ __forceinline__ constexpr u32 part_bytes(int rows, int columns) {
   return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL);
 }
 
-// Starts x = a b^T for 64 of the ROWS rows of a tile a and the N rows of a tile b, both DEPTH columns wide. Two parts
-// leave out middle * middle, of 2^-22 of a term at most. Three parts add all else that float32 would keep: without it a
-// score of 100 is off by 1e-5.
+// x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
+// rows of a tile b, both DEPTH columns wide, of which `steps` steps from `begin` on count.
+template <int DEPTH, int ROWS, int N>
+__device__ __forceinline__ void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, int begin,
+                                               int steps, bool accumulate) {
+  u32 from_a = a + part_a * part_bytes(ROWS, DEPTH), from_b = b + part_b * part_bytes(2 * N, DEPTH);
+  ptx::forget(from_a);
+  ptx::forget(from_b);
+  const u64 left = rows_descriptor(from_a), right = rows_descriptor(from_b);
+#pragma unroll
+  for (int i = 0; i < steps; i++) {
+    ptx::wgmma_ss<__half, 0, 0>(x, left + step_offset(begin + i, ROWS) / 16, right + step_offset(begin + i, 2 * N) / 16,
+                                accumulate || i > 0);
+  }
+}
+
+// Starts x = a b^T. Two parts leave out middle * middle, of 2^-22 of a term at most.
 template <int COUNT, int DEPTH, int ROWS, int N>
 __device__ __forceinline__ void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
-  const auto multiply = [&](int part_a, int part_b, bool first) {
-    u32 from_a = a + part_a * part_bytes(ROWS, DEPTH), from_b = b + part_b * part_bytes(N, DEPTH);
-    ptx::forget(from_a);
-    ptx::forget(from_b);
-    const u64 left = rows_descriptor(from_a), right = rows_descriptor(from_b);
-#pragma unroll
-    for (int step = 0; step < DEPTH / STEP; step++) {
-      ptx::wgmma_ss<__half, 0, 0>(x, left + step_offset(step, ROWS) / 16, right + step_offset(step, N) / 16,
-                                  !first || step > 0);
-    }
-  };
+  constexpr int STEPS = DEPTH / STEP;
   ptx::wgmma_fence();
-  if constexpr (COUNT == 3) {
-    multiply(2, 0, true);
-    multiply(0, 2, false);
+  if constexpr (COUNT == 2) {
+    multiply_parts<DEPTH, ROWS>(x, a, 1, b, 0, 0, STEPS, false);
+    multiply_parts<DEPTH, ROWS>(x, a, 0, b, 1, 0, STEPS, true);
   }
-  if constexpr (COUNT >= 2) {
-    multiply(1, 0, COUNT == 2);
-    multiply(0, 1, false);
-  }
-  multiply(0, 0, COUNT == 1);
+  multiply_parts<DEPTH, ROWS>(x, a, 0, b, 0, 0, STEPS, COUNT == 2);
   ptx::wgmma_commit_group();
+}
+
+// Scores: with three parts all that float32 would keep, as without it a score of 100 is off by 1e-5. Where all scores
+// of a row are large, so is its lse, and what the tensor cores cut off step by step does not average out. So no sum
+// takes more than two steps of the largest product: the first two follow the small ones into x, the others leave sums
+// of their own and are added. What is still cut off split_rows.cu has put in before.
+constexpr int STEPS_OF_SUM = 2;
+template <int COLUMNS>
+using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
+
+// Starts x and `apart`, of which finish_scores makes a b^T.
+template <int DEPTH, int ROWS, int N, int APART>
+__device__ __forceinline__ void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
+  if constexpr (KEY_PARTS == 1) {
+    multiply_transposed<1, DEPTH, ROWS, 2 * N>(x, a, b);
+  } else {
+    constexpr int STEPS = DEPTH / STEP, SUMS = STEPS / STEPS_OF_SUM, SMALL = 4;
+    static_assert(SUMS >= 2 && SUMS * STEPS_OF_SUM == STEPS, "whole sums");
+    float next[N];
+    const auto start_sum = [&](float (&sum)[N], int number, bool accumulate) {
+      multiply_parts<DEPTH, ROWS>(sum, a, 0, b, 0, number * STEPS_OF_SUM, STEPS_OF_SUM, accumulate);
+    };
+    const auto start_small = [&](int i) {
+      multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2, b, i == 1 ? 2 : i == 3, 0, STEPS, i > 0);
+    };
+    ptx::wgmma_fence();
+    start_sum(apart, 1, false);
+    if constexpr (SUMS > 2) {
+      start_sum(next, 2, false);
+      ptx::wgmma_commit_group();
+#pragma unroll
+      for (int sum = 2; sum < SUMS; sum++) {  // additions beside a small product
+        if (sum - 2 < SMALL) {
+          start_small(sum - 2);
+          ptx::wgmma_commit_group();
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
+        }
+        keep(apart);
+        keep(next);
+#pragma unroll
+        for (int e = 0; e < N; e++) apart[e] += next[e];
+        ptx::wgmma_fence();
+        if (sum + 1 < SUMS) {
+          start_sum(next, sum + 1, false);
+          ptx::wgmma_commit_group();
+        }
+      }
+    }
+#pragma unroll
+    for (int i = smaller(SUMS - 2, SMALL); i < SMALL; i++) start_small(i);
+    start_sum(x, 0, true);
+    ptx::wgmma_commit_group();
+  }
+}
+
+// Behind the wait for both.
+template <int N, int APART>
+__device__ __forceinline__ void finish_scores(float (&x)[N], float (&apart)[APART]) {
+  keep(x);
+  if constexpr (APART == N) {
+    keep(apart);
+#pragma unroll
+    for (int e = 0; e < N; e++) x[e] += apart[e];
+  }
 }
 
 // Starts sum = weights b for one chunk of WIDTH of the columns of a tile b, N rows of `columns` columns.

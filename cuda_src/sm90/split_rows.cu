@@ -13,6 +13,9 @@ constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
 constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
 constexpr int MANTISSA_BITS = 23;
+// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back. Sums
+// that they would have made exactly round to the same: it is less than half of a unit in the last place.
+constexpr float CUT_OFF = 0x1p-25f;
 
 // Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
 template <bool OF_K>
@@ -100,6 +103,13 @@ __device__ __forceinline__ void split_row(const AttentionParams& p, const SplitO
 #pragma unroll
     for (int e = 0; e < VECTOR; e++) rest.e[e] = ptx::multiply(x[i].e[e], up);
     for (int part = 0; part < to.parts; part++) {
+      if (OF_K && part == 2) {
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) {
+          const float added = ptx::multiply(ptx::multiply(x[i].e[e], up), CUT_OFF);
+          rest.e[e] += added - added == 0 ? added : 0;
+        }
+      }
 #pragma unroll
       for (int e = 0; e < VECTOR; e++) {
         half.e[e] = __float2half_rn(rest.e[e]);
