@@ -105,7 +105,8 @@ struct Units {
 };
 
 // x += a b^T: FRAGMENTS * 16 rows of a, all of b. Parts whose numbers add up to COUNT or more are left out: together
-// less than float32 keeps for three, than TF32 for one.
+// less than float32 keeps for three, than TF32 for one. (Middle * middle has one sign where a channel is the same in
+// all rows.)
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
 __device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
                                                 const SplitTile<1, ROWS, COLUMNS>& b) {
@@ -139,6 +140,7 @@ __device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const 
         if constexpr (COUNT == 3) {
           multiply(small, first, left[2], right[0]);
           multiply(small, first, left[0], right[2]);
+          multiply(small, first, left[1], right[1]);
         }
         multiply(small, first, left[1], right[0]);
         if constexpr (COUNT == 3) {

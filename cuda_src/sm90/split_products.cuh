@@ -40,10 +40,11 @@ __device__ __forceinline__ void multiply_transposed(float (&x)[N / 2], u32 a, u3
   ptx::wgmma_commit_group();
 }
 
-// Scores: with three parts all that float32 would keep, as without it a score of 100 is off by 1e-5. Where all scores
-// of a row are large, so is its lse, and what the tensor cores cut off step by step does not average out. So no sum
-// takes more than two steps of the largest product: the first two follow the small ones into x, the others leave sums
-// of their own and are added. What is still cut off split_rows.cu has put in before.
+// Scores: with three parts all that float32 would keep, as without it a score of 100 is off by 1e-5; middle * middle,
+// too, which has one sign where a channel is the same in all rows. Where all scores of a row are large, so is its lse,
+// and what the tensor cores cut off step by step does not average out. So no sum takes more than two steps of the
+// largest product: the first two follow the small ones into x, the others leave sums of their own and are added. What
+// is still cut off split_rows.cu has put in before.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
 using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
@@ -54,14 +55,15 @@ __device__ __forceinline__ void start_scores(float (&x)[N], float (&apart)[APART
   if constexpr (KEY_PARTS == 1) {
     multiply_transposed<1, DEPTH, ROWS, 2 * N>(x, a, b);
   } else {
-    constexpr int STEPS = DEPTH / STEP, SUMS = STEPS / STEPS_OF_SUM, SMALL = 4;
+    constexpr int STEPS = DEPTH / STEP, SUMS = STEPS / STEPS_OF_SUM, SMALL = 5;
     static_assert(SUMS >= 2 && SUMS * STEPS_OF_SUM == STEPS, "whole sums");
     float next[N];
     const auto start_sum = [&](float (&sum)[N], int number, bool accumulate) {
       multiply_parts<DEPTH, ROWS>(sum, a, 0, b, 0, number * STEPS_OF_SUM, STEPS_OF_SUM, accumulate);
     };
     const auto start_small = [&](int i) {
-      multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2, b, i == 1 ? 2 : i == 3, 0, STEPS, i > 0);
+      // 2 0, 0 2, 1 0, 1 1, 0 1: in other orders registers spill.
+      multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2 || i == 3, b, i == 1 ? 2 : i > 2, 0, STEPS, i > 0);
     };
     ptx::wgmma_fence();
     start_sum(apart, 1, false);
