@@ -97,7 +97,7 @@ def _kernels_on_the_cpu(capability: tuple[int, int]) -> AbstractContextManager[A
 def available() -> list[Device]:
     """The devices to test on."""
     names = os.environ.get("CUFLASH_TEST_DEVICES") or ("numpy,cupy" if has_gpu() else "numpy")
-    return [_device(name) for name in names.split(",")]
+    return [device_of(name) for name in names.split(",")]
 
 
 def forget_launches() -> None:
@@ -124,7 +124,8 @@ def threads_of_cpu_path(count: int) -> Iterator[None]:
         yield
 
 
-def _device(name: str) -> Device:
+def device_of(name: str) -> Device:
+    """The device of that name."""
     if name == "cupy":
         import cupy
 

@@ -121,3 +121,19 @@ def test_the_gpu_gives_the_same(case: Case) -> None:
     if int(cp.cuda.Device().compute_capability) < int(case.arch[3:5]):
         pytest.skip(f"this GPU is older than {case.arch}")
     assert_same(on_cpu(case), on_gpu(case), case.tolerance)
+
+
+@needs_compiler
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if "mma_" in case.name and "f64" not in case.name and case.tolerance > 0],
+    ids=lambda case: case.name,
+)
+def test_hopper_cuts_sums_off_to_the_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy as cp
+
+    if int(cp.cuda.Device().compute_capability) != 90:
+        pytest.skip("these are Hopper's sums")
+    monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", "hopper")
+    np.testing.assert_array_equal(on_cpu(case).view(np.float32), on_gpu(case).view(np.float32))

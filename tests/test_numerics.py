@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 import tolerance
 from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
+from cpu_device import device as cpu_device
 from devices import Device
 from numpy.typing import NDArray
 
@@ -162,10 +164,27 @@ def test_large_lse(device: Device, dtype: str, sign: int, head_dim: int) -> None
 
     Their errors average out, unless sums are cut off instead of rounded.
     """
-    case = gaussian_case(14, dtype, (140, 150), dims=(head_dim, head_dim), softmax_scale=0.125)
+    _assert_error_rule(device, large_scores(dtype, sign, head_dim))
+
+
+def large_scores(dtype: str, sign: int, head_dim: int, **sizes: Any) -> Case:
+    case = gaussian_case(14, dtype, (140, 150), dims=(head_dim, head_dim), softmax_scale=0.125, **sizes)
     q, k = case.q.copy(), case.k.copy()
     q[..., 0], k[..., 0] = sign * 283.3, 283.3  # not what float16 holds
-    _assert_error_rule(device, replace(case, q=q, k=k))
+    return replace(case, q=q, k=k)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize(("architecture", "sums"), [("sm_80", "ampere"), ("sm_90", "hopper")])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_large_lse_with_the_sums_of_tensor_cores(
+    architecture: str, sums: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, on the CPU device with sums that are cut off: plain ones it rounds."""
+    monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", sums)
+    device = devices.device_of(architecture)
+    with device.active():
+        _assert_error_rule(device, large_scores("float32", 1, head_dim, batch=1, heads=(2, 1)))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

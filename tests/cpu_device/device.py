@@ -24,6 +24,8 @@ __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "availa
 MAX_PARAMETERS = 256
 DEFAULT_SMEM_BYTES = 48 * 1024  # what a kernel may use without asking for more
 _Extent = ctypes.c_uint * 3
+# Bits that a sum of 16-bit products keeps below its largest term's exponent, and products summed at once (cut_sums.h).
+SUMS = {"plain": (0, 0), "ampere": (24, 8), "hopper": (25, 16)}
 
 
 class _LaunchRequest(ctypes.Structure):
@@ -36,6 +38,8 @@ class _LaunchRequest(ctypes.Structure):
         ("block", _Extent),
         ("cluster", _Extent),
         ("workers", ctypes.c_uint),
+        ("sum_bits", ctypes.c_int),
+        ("sum_depth", ctypes.c_int),
         ("dynamic_shared", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("checked", ctypes.c_uint64),
@@ -136,6 +140,7 @@ class Module:
         if seed is None:
             seed = int(_from_environment("SEED", 0))
         message = ctypes.create_string_buffer(8192)
+        sum_bits, sum_depth = SUMS[_from_environment("SUMS", "plain")]
         request = _LaunchRequest(
             invoke=invoke,
             args=arguments,
@@ -143,6 +148,8 @@ class Module:
             block=extents[1],
             cluster=extents[2],
             workers=min(int(_from_environment("WORKERS", os.cpu_count() or 1)), math.prod(extents[0])),
+            sum_bits=sum_bits,
+            sum_depth=sum_depth,
             dynamic_shared=max(shared_mem, self._storage_bytes),
             seed=seed,
             checked=self._check is Check.SHARED,

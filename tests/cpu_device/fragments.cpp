@@ -1,6 +1,7 @@
 // Fragments: matrices whose elements are spread over the registers of a warp. With g = lane / 4 and t = lane % 4.
 #include <cstring>
 
+#include "cut_sums.h"
 #include "instructions.h"
 #include "worker.h"
 
@@ -132,6 +133,10 @@ void multiply_operation(void* const all[32], unsigned) {
     float* d = static_cast<MultiplyArgs*>(all[l])->d;
     for (int r = 0; r < 4; r++) {
       const int row = l / 4 + r / 2 * 8, column = l % 4 * 2 + r % 2;
+      if (worker->launch->sum_bits > 0) {
+        d[r] = sum_of_products(d[r], a[row], 1, &b[0][column], 8, first.depth, format);
+        continue;
+      }
       float sum = 0;
       for (int k = 0; k < first.depth; k++) sum += a[row][k] * b[k][column];
       d[r] += sum;

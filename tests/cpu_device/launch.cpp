@@ -109,6 +109,7 @@ struct LaunchRequest {
   void** args;
   unsigned grid[3], block[3], cluster[3];
   unsigned workers;
+  int sum_bits, sum_depth;
   uint64_t dynamic_shared, seed;
   uint64_t checked;
   double timeout_s;
@@ -127,6 +128,8 @@ extern "C" int cpu_device_launch(const LaunchRequest* r) {
   launch.args = r->args;
   launch.seed = r->seed;
   launch.checked = r->checked;
+  launch.sum_bits = r->sum_bits;
+  launch.sum_depth = r->sum_depth;
   launch.timeout_s = r->timeout_s;
   for (uint64_t z = 0; z < r->num_red_zones; z++)
     launch.red_zones.push_back({r->red_zones[2 * z], r->red_zones[2 * z + 1]});

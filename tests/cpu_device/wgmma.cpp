@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 
+#include "cut_sums.h"
 #include "instructions.h"
 #include "swizzle.h"
 #include "worker.h"
@@ -127,6 +128,12 @@ void compute(const Product& product) {
   read_operand(product.b_operand, 0, columns, product.what.format, b, product.what.where);
   for (int row = 0; row < kRows; row++) {
     float* d = &product.d->values[row * columns];
+    if (worker->launch->sum_bits > 0) {
+      for (int column = 0; column < columns; column++)
+        d[column] = sum_of_products(product.what.accumulate ? d[column] : 0, &a[0][row], kRows, &b[column], columns,
+                                    kDepth, product.what.format);
+      continue;
+    }
     float sum[kMaxColumns] = {};
     for (int k = 0; k < kDepth; k++)
       for (int column = 0; column < columns; column++) sum[column] += a[k][row] * b[k * columns + column];
