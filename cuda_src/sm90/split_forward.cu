@@ -1,5 +1,5 @@
 // Forward attention in float32 on Hopper's float16 units: operands in float16 parts (split_layout.cuh), and for
-// every product five of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
+// every product six of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
 // warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
 #include "../softmax_fragment.cuh"
