@@ -240,15 +240,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const SplitOper
         rings.k.wait();
         turns.take();
         start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
-        const auto start_values = [&] {
-          rings.v.wait();
-          multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-        };
-        if constexpr (VALUES_BESIDE) start_values();
+        if constexpr (!VALUES_BESIDE) {
+          ptx::wgmma_wait_group<0>();
+          finish_scores(x, apart);
+        }
+        rings.v.wait();
+        multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
         turns.pass();
-        ptx::wgmma_wait_group<VALUES_BESIDE>();
-        finish_scores(x, apart);
-        if constexpr (!VALUES_BESIDE) start_values();
+        if constexpr (VALUES_BESIDE) {
+          ptx::wgmma_wait_group<1>();
+          finish_scores(x, apart);
+        }
         rings.k.release();
         if (blocks.done()) rings.q.release();
         weigh(x, first_key, masked, next_rescale);
