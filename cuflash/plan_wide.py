@@ -51,10 +51,10 @@ FORWARD = {
     ),
 }
 # Where products of this kind are faster than multiply-adds. Exact float32 takes four in float16 for one, which pays
-# where these have 16 or 8 times the rate, not twice or four times (sm_86, sm_89, sm_120). TF32's error takes one.
+# where mma.sync has 16 or 8 times the rate, not twice or four times (sm_86, sm_89, sm_120). TF32's error takes one.
 CAPABILITIES: dict[str, tuple[Capability, ...]] = {
-    "float32": ((8, 0), (8, 7), (9, 0)),
-    "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1)),
+    "float32": ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)),
+    "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
     "float64": ((8, 0), (9, 0)),
 }
 
@@ -161,6 +161,11 @@ def _constants(
     }
 
 
+def _is_narrow(kind: str, capability: Capability) -> bool:
+    """Whether kernels take fewer columns at once: the assembler for sm_100 takes more registers."""
+    return kind == "float32" and capability >= (10, 0)
+
+
 def forward_config(
     row: Row[Tile],
     kind: str,
@@ -182,12 +187,13 @@ def forward_config(
         return elements + factors + SMEM_BESIDE_TILES
 
     tiles = row.tiles if is_plain else row.with_options
+    sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) else 32
     tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, 64 if _PARTS[kind] else 32, 1),
+        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 1),
     )
 
 
@@ -203,6 +209,8 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
+    if _is_narrow(kind, capability) and not is_plain:
+        tile = replace(tile, block_n=16)
     # The wider product takes registers.
     takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
     configs = []

@@ -46,9 +46,11 @@ def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float64", SHAPE, (4, 2), dims, 1, causal=True), capability)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (33, 47), (128, 128)])
-def test_float32_in_parts(dims: tuple[int, int]) -> None:
-    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True))
+@pytest.mark.parametrize(
+    ("capability", "dims"), [((8, 0), (64, 64)), ((8, 0), (33, 47)), ((8, 0), (128, 128)), ((10, 0), (128, 128))]
+)
+def test_float32_in_parts(capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True), capability)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,14 +65,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "capability"), [("float32", (8, 0)), ("float32", (10, 0)), ("float64", (8, 0))])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str, dtype: str) -> None:
+def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
     options = {
         key: x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
         for key, x in OPTIONS[name].items()
     }
-    agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options))
+    agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options), capability)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
