@@ -50,7 +50,7 @@ FORWARD = {
         Row(128, 128, (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
 }
-# Where products of this kind are faster than multiply-adds. Exact float32 takes four in float16 for one, which pays
+# Where products of this kind are faster than multiply-adds. Exact float32 takes 4.5 in float16 for one, which pays
 # where mma.sync has 16 or 8 times the rate, not twice or four times (sm_86, sm_89, sm_120). TF32's error takes one.
 CAPABILITIES: dict[str, tuple[Capability, ...]] = {
     "float32": ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)),
