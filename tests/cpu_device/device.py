@@ -217,7 +217,15 @@ _SCRATCH_ALIGNMENT = 512
 # Every byte of memory that nobody has written: NaN in all floating-point formats.
 _POISON = 0xFF
 # Bytes of shared memory that one block may use, by compute capability.
-SMEM_LIMITS = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376}
+SMEM_LIMITS = {
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (12, 0): 101376,
+}
 
 
 class CpuDevice:
