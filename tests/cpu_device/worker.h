@@ -122,7 +122,7 @@ struct Launch {
   void (*invoke)(void**);
   void** args;
   uint64_t seed;
-  bool checked;  // the kernels were compiled with calls before each access
+  bool checked;             // the kernels were compiled with calls before each access
   int sum_bits, sum_depth;  // of tensor cores (cut_sums.h); no bits: sums of plain float32
   double timeout_s;
   std::vector<RedZone> red_zones;
