@@ -1,4 +1,4 @@
-// Which tiles a thread block visits: the range that lengths and window leave, and within it a block mask's list.
+// Which tiles a thread block visits: what lengths and window leave, and within it a block mask's list.
 #pragma once
 #include "mask.cuh"
 

@@ -1,5 +1,4 @@
-// Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1. One thread block computes
-// BLOCK_M queries of one head.
+// Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1. A block has BLOCK_M queries.
 #include "tile.cuh"
 #include "softmax.cuh"
 

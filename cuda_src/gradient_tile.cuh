@@ -54,9 +54,9 @@ struct GradientTile {
     chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
   }
 
-  // dropped: P after dropout without its rescaling, for dv. ds: gradient of the scores, which `softcap` takes on to the
-  // products. seen: cleared before, and complete behind the next barrier if masked.
-  // The caller has called fetch for this tile; `next` starts what is needed behind it.
+  // dropped: P after dropout, not rescaled, for dv. ds: gradient of the scores, which `softcap` takes on to the
+  // products. seen: cleared before, and complete behind the next barrier if masked. `fetch` came before, `next` starts
+  // what follows.
   template <int SIZE, int ROWS, int COLUMNS, class Next>
   __device__ __forceinline__ void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
                                           SoftcapTile<ROWS, COLUMNS>& softcap, Buffers<SIZE>& buffers,

@@ -1,8 +1,8 @@
 // Numbers, and what a launch hands to an attention kernel. The host packs it from one NumPy dtype (cuflash/params.py),
 // whose offsets are asserted behind this header.
 //
-// The generated constants in front of every source define `Element` (dtype of q, k, v) and `Accum` (float, or double
-// for double), in which all arithmetic is done.
+// Constants in front of every source define `Element` (dtype of q, k, v) and `Accum` (float, or double for double), in
+// which all arithmetic is done.
 #pragma once
 
 using u8 = unsigned char;

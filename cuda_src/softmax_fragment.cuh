@@ -1,5 +1,4 @@
-// The online softmax on a warp's fragment of 16 queries: a thread has two rows, each shared by the four lanes of a
-// quad.
+// The online softmax on a warp's fragment of 16 queries: a thread has two rows, each shared by a quad's four lanes.
 #pragma once
 #include "fragment.cuh"
 #include "sm80/ptx.cuh"
@@ -38,8 +37,8 @@ __device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Acc
 __device__ __forceinline__ float power_of_2(float x) { return ptx::ex2(x); }
 __device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
 
-// A bias may be finfo.min, whose product with log2(e) overflows; and inputs of more than 16 bits deserve weights as
-// exact as the difference.
+// A bias may be finfo.min, whose product with log2(e) overflows; wider inputs deserve weights as exact as the
+// difference.
 constexpr bool SUBTRACTS_FIRST = HAS_BIAS || sizeof(Element) > 2;
 
 struct FragmentSoftmax {
@@ -92,8 +91,8 @@ struct FragmentSoftmax {
     sum[r] *= rescale;
   }
 
-  // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. A warp whose scores
-  // stay in bounds, as most do, needs no maximum of a whole row.
+  // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds,
+  // as most are, need no maximum of a whole row.
   template <int N>
   __device__ __forceinline__ bool step(Accum (&x)[N], Accum (&rescale)[2]) {
     Accum top[2];

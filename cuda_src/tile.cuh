@@ -163,8 +163,8 @@ __device__ __forceinline__ void write_transposed(Accum* to, const Accum (&x)[ROW
   }
 }
 
-// The two buffers, used in turn by every product of a kernel: one barrier a chunk is enough, since whoever fills a
-// buffer has passed the barrier behind its last use.
+// The two buffers, used in turn: one barrier a chunk is enough, as whoever fills one has passed that behind its last
+// use.
 template <int SIZE>
 struct Buffers {
   Accum* base;
@@ -188,8 +188,7 @@ struct ChunkPair {
 };
 
 // x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights. The caller
-// has fetched the first chunk; `next` is called behind the last one's arrival, to start whatever is needed next while
-// this product ends.
+// has fetched the first chunk; `next` starts what is needed behind this product, when the last one has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Next>
 __device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
                                                     ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a,
@@ -273,8 +272,7 @@ __device__ __forceinline__ void write_rows(Element* data, i64 stride, int first,
 }
 
 // Turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked tile
-// seen[column] becomes 1 for every column that some row sees; the caller has cleared it and synchronises before it is
-// read.
+// seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
 template <bool TRANSPOSED, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask,
                                            int first_row, int first_column, bool masked, u8* seen) {

@@ -1,7 +1,6 @@
 // Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries; keys and
-// values pass through shared memory, copied while the tile before them is computed. KEY_WARPS warps have the same
-// queries, each the scores of a part of a tile's keys and a part of the columns of the result: what they need of each
-// other, weights and where maxima grow, comes through shared memory.
+// values are copied to shared memory while the tile before them is computed. KEY_WARPS warps have the same queries,
+// each some of a tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
 //
 // What stands before has said how: Weights, pack, multiply_scores, multiply_values, write_results, and what direct.cuh
 // has.

@@ -259,9 +259,9 @@ __device__ __forceinline__ void multiply_columns(float (&x)[FRAGMENTS][N], const
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// Results to global memory by way of shared memory, so that lanes side by side store whole lines: writes a warp's
-// accumulators, columns from `column` on, to rows from `row` on of `data`, whose rows in [len, rows)
-// are padding and 0. The rows of `staging` are the warp's own, or those columns of them.
+// Results by way of shared memory, so that lanes side by side store whole lines: writes a warp's accumulators, columns
+// from `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0. The rows of `staging`, or
+// those columns of them, are the warp's own.
 template <class T, int FRAGMENTS, int N>
 __device__ __forceinline__ void write_through(const T& staging, int column, Element* data, i64 row_stride, int row,
                                               int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {

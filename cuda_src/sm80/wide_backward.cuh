@@ -1,8 +1,7 @@
-// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics, the same
-// bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that these see. dk and dv: they stay with
-// BLOCK_N keys and walk the queries, of all heads of the group, that see them. Either way rows are what stays and
-// columns what is walked; a warp has FRAGMENTS * 16 rows. What stands before has said how to multiply: half_tile.cuh
-// (dq alone), wide_tile.cuh or split_tile.cuh.
+// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. dq: blocks
+// stay with BLOCK_M queries and walk the keys that these see. dk and dv: they stay with BLOCK_N keys and walk the
+// queries, of all heads of the group, that see them. Rows are what stays, FRAGMENTS * 16 a warp, columns what is
+// walked. What stands before says how to multiply: half_tile.cuh (dq alone), wide_tile.cuh or split_tile.cuh.
 #include "../query_walk.cuh"
 #include "../softmax_fragment.cuh"
 // Walks as what is above does, or keys.

@@ -1,8 +1,8 @@
 // Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
 //
-// Keys outside the lengths and the window of all queries are known beforehand. Which keys are hidden one by one shows
-// only in the scores of all warpgroups together, and looking there costs much. So a tile is computed without: if hidden
-// keys or values were not finite, its result is not either, and it is computed again, carefully.
+// Keys outside the lengths and the window of all queries are known beforehand; which are hidden one by one shows only
+// in all warpgroups' scores, at a cost. So a tile is computed without looking: if hidden keys or values were not
+// finite, its result is not either, and it is computed again, carefully.
 #pragma once
 #include "../score_fragment.cuh"
 #include "products.cuh"

@@ -1,7 +1,7 @@
 // float32 operands in float16 parts, each of which holds 11 bits of what the parts before it left: x = (high + middle +
-// low) * factor of its row. The factor is a power of two that puts the row's largest value into [2^14, 2^15), near the
-// end of float16's range, so that parts are off by 2^-40 of that value at most: two keep 23 bits of every element above
-// 2^-17 of it, three keep all of float32's above 2^-15. Padded and packed inputs look alike from here on.
+// low) * factor of its row. The factor, a power of two, puts the row's largest value into [2^14, 2^15), so that parts
+// are off by 2^-40 of it at most: two keep 23 bits of every element above 2^-17 of it, three all of float32's above
+// 2^-15. Padded and packed inputs look alike from here on.
 #pragma once
 #include "../sequence.cuh"
 

@@ -1,4 +1,4 @@
-// Results of a warp to global memory by way of shared memory, so that lanes side by side store whole lines.
+// Results of a warp by way of shared memory, so that lanes side by side store whole lines.
 #pragma once
 #include "../sequence.cuh"
 #include "products.cuh"
@@ -6,8 +6,7 @@
 constexpr int ROWS_OF_WARP = 16;
 
 // Writes out * factor for the warp's rows [row, row + 16) of `data`; rows in [len, rows) are padding and 0. `staging`
-// is the warp's own. Its rows hold eight chunks of 16 bytes, each in the place of its number xor the row's, so that no
-// bank is met twice.
+// is the warp's own: rows of eight chunks of 16 bytes, each in the place of its number xor the row's.
 template <int N>
 __device__ __forceinline__ void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                                            const float (&out)[N], const float (&factor)[2], unsigned char* staging) {
