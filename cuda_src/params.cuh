@@ -156,7 +156,7 @@ struct AttentionParams {
   u8* work_space;             // sm90/split_layout.cuh
   Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
   Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
-  int* dq_turns;              // tiles taken; (.., num_query_tiles, DQ_PARTS): how many were added; or null
+  int* dq_turns;              // tiles taken; (.., num_query_tiles, DQ_PARTS): sm90/gradient_rows.cuh; or null
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;

@@ -326,17 +326,15 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
-    if config.deterministic and "q" in grads:
+    if config.stores_first and "q" in grads:
         rows["dq_turns"] = work.empty((1 + tiles * config.dq_sums * config.dq_parts,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     work.run(BeforeGradients(plan_sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
     work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | of_keys | dbias)
     if "q" in grads:
-        work.run(
-            Dq(plan_sm90_backward.DQ, config.of_rows),
-            _select(arrays, _LENGTHS) | _select(rows, ("dq_sum", "dq_turns")) | {"dq": grads["q"]},
-        )
+        sums = _select(rows, ("dq_sum", "dq_turns"))
+        work.run(Dq(plan_sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
 

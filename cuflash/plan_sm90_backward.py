@@ -75,6 +75,8 @@ WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
 # A block mask alone takes few; so does alibi, with any head dim.
 _WITH_BLOCK_MASK = BACKWARD[:3]
+# Tiles of keys that begin together come to different queries; else all would wait for the first one's part of dq.
+_STAGGERED = {"has_window", "has_block_mask"}
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -95,6 +97,7 @@ class Config(KernelConfig):
     consumer_registers: int
     dq_registers: int
     deterministic: bool  # sums of dq have an order
+    stores_first: bool  # the first part of a sum of dq is stored, so that nobody clears it
     ping_pong: bool  # the warpgroups take turns at the tensor cores
     plain_scores: bool  # a score is a product of q and k times a scale
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
@@ -182,6 +185,7 @@ def backward_config(
         consumer_registers=consumer_registers,
         dq_registers=dq_registers,
         deterministic=deterministic,
+        stores_first=deterministic or (row.entry == NARROW and bool(_STAGGERED.intersection(flags))),
         ping_pong=row.entry == NARROW,
         plain_scores=are_products(flags),
         has_bias_tiles=bias_tiles,

@@ -64,9 +64,8 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
-// Adds a part of dq in shared memory to its sum. If sums have an order, nobody clears them: the first part is the sum.
-__device__ __forceinline__ void add_part(float* sum, u32 part, int turn) {
-  if (DETERMINISTIC && turn == 0) {
+__device__ __forceinline__ void add_part(float* sum, u32 part, bool first) {
+  if (first) {
     ptx::bulk_store(sum, part, DQ_BYTES);
   } else {
     ptx::bulk_reduce_add_f32(sum, part, DQ_BYTES);
@@ -81,17 +80,23 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     const bool adds = p.dq_sum != nullptr && lane() == 0;
-    if (adds) wait_for_turn(p, step.sum(), part, step.turn_of_sum());
+    int found = STORED;
+    if (adds) {
+      wait_for_turn(p, step.sum(), part, step.turn_of_sum());
+      if (TAKES_SUMS) found = take_sum(p, step.sum(), part);  // while the part is computed
+    }
+    const bool first = found == NO_PART || (DETERMINISTIC && step.turn_of_sum() == 0);
     __syncwarp();
     ring.wait();
     if (adds) {
-      add_part(p.dq_sum + step.sum() * DQ_TILE + part * DQ_PART, ring.buffer(), step.turn_of_sum());
+      if (found == TAKEN) wait_until_stored(p, step.sum(), part);
+      add_part(p.dq_sum + step.sum() * DQ_TILE + part * DQ_PART, ring.buffer(), first);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
     __syncwarp();
     ring.release();
-    if (DETERMINISTIC && adds) {
+    if (adds && (DETERMINISTIC || first)) {
       ptx::bulk_wait_group<0>();
       end_turn(p, step.sum(), part);
     }
@@ -122,8 +127,8 @@ __device__ __forceinline__ void add_steps(const AttentionParams& p, const Shared
     second.wait();
     if (adds) {
       float* sum = p.dq_sum + step.sum() * DQ_TILE;
-      add_part(sum, first.buffer(), step.turn_of_sum());
-      add_part(sum + DQ_PART, second.buffer(), step.turn_of_sum());
+      add_part(sum, first.buffer(), step.turn_of_sum() == 0);
+      add_part(sum + DQ_PART, second.buffer(), step.turn_of_sum() == 0);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }

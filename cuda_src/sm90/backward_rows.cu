@@ -1,6 +1,6 @@
 // Before and behind the gradients. Before: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2,
-// Algorithm 2, line 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for its sum of
-// dq, or its turns, and for what it does not visit of dbias.
+// Algorithm 2, line 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for sums of dq
+// whose first part is added, too, and for what is not visited of dbias.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "../write_fragment.cuh"
@@ -24,15 +24,14 @@ __device__ __forceinline__ void clear_bias(const AttentionParams& p, const Work&
 }
 
 __device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
-  if (!DETERMINISTIC && p.dq_sum != nullptr) {
+  if (!STORES_FIRST && p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
 #pragma unroll
     for (int i = 0; i < DQ_TILE / 4; i += THREADS) {
       if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
   }
-  if (DETERMINISTIC && p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS)
-    *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = 0;
+  if (p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS) *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = NO_PART;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
@@ -99,11 +98,12 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
 #pragma unroll
   for (float4& x : dq) x = make_float4(0, 0, 0, 0);
   const i64 first_sum = query_tile(p, s, work.head, work.tile, BLOCK_M) * DQ_SUMS;
-  // In order, a sum that nothing was added to is not even zero.
+  // A sum whose first part was to be stored, and that no part came to, is not even zero.
   const auto was_added = [&](int i) {
-    return first_row < s.len_q && (!DETERMINISTIC || *dq_turn_at(p, first_sum + i, 0) != 0);
+    return first_row < s.len_q && (!STORES_FIRST || *dq_turn_at(p, first_sum + i, 0) != NO_PART);
   };
-  const bool added = was_added(0), second = DQ_SUMS == 2 && was_added(1);
+  const bool second = DQ_SUMS == 2 && was_added(1);
+  const int used = was_added(0) ? s.len_q : 0;  // rows
   if (first_row < s.len_q) {
     const auto* sum = reinterpret_cast<const float4*>(dq_sum_at(p, first_sum, part));
 #pragma unroll
@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
       dq[i] = make_float4(dq[i].x + x.x, dq[i].y + x.y, dq[i].z + x.z, dq[i].w + x.w);
     }
   }
-  const float scale = static_cast<float>(p.softmax_scale);
+  float scale = static_cast<float>(p.softmax_scale);
+  ptx::keep(scale);  // converted once, not for every element
   Element* target = p.dq.at(batch, s.row_q, work.head) + column;
   const bool vectors =
       (reinterpret_cast<u64>(target) | static_cast<u64>(p.dq.row_stride) * sizeof(Element)) % sizeof(uint4) == 0;
@@ -130,10 +131,8 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float4 x = dq[4 * group + i];
-        // Padding is chosen, not multiplied: it may be NaN.
-        words[i] = row >= s.len_q || !added
-                       ? 0
-                       : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
+        // Chosen, not multiplied: what is not used may be NaN.
+        words[i] = row >= used ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
       }
       transpose_quad(words);
       const int first = group * 32 + lane() % 4 * VECTOR;
