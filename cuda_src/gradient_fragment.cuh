@@ -59,6 +59,11 @@ struct KeptWeights {
   }
 };
 
+// What hides elements of a fragment beside all that GradientFragment knows of: nothing.
+struct NoMoreBits {
+  static constexpr bool HIDES = false;
+};
+
 // 16 keys from first_key on and queries from first_row on. What options need is read where it is used: registers are
 // scarce.
 struct GradientFragment {
@@ -81,9 +86,11 @@ struct GradientFragment {
   }
 
   // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing. SCORES:
-  // x has scores already, in this unit. OTHER_BITS: what masks hide is left to the caller.
-  template <bool SCORES = false, bool OTHER_BITS = false, typename Values>
-  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1) const {
+  // x has scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`, which say
+  // whether lengths and window hide something, too.
+  template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
+  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1,
+                                        const Bits& bits = {}) const {
     const Score score = this->score();
     const float to_base_2 = (SCORES ? unit : scale) * LOG2_E;
 #pragma unroll
@@ -96,7 +103,15 @@ struct GradientFragment {
         x[e] = HAS_BIAS ? (value - reference) * LOG2_E : value * LOG2_E - reference;
       }
     }
-    if (masked) hide<!OTHER_BITS>(x);
+    if constexpr (Bits::HIDES) {
+      // Before the powers: a branch behind them would keep the compiler from packing weights between them.
+      if (masked) {
+        if (bits.ranged()) hide<false>(x);
+        bits.hide(x);
+      }
+    } else if (masked) {
+      hide<!OTHER_BITS>(x);
+    }
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }

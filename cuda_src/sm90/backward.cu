@@ -243,9 +243,8 @@ __device__ __forceinline__ void differentiate(const AttentionParams& p, SharedSt
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(x, lse, masked,
-                                                                                        static_cast<float>(p.softcap));
-        if (masked) bits.clear_hidden(x);
+        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(
+            x, lse, masked, static_cast<float>(p.softcap), bits);
         if constexpr (HAS_MASK_VECTORS) {
           mask.clear_hidden(x);
           masked = true;

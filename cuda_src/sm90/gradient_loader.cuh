@@ -244,7 +244,8 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
       const int turn = walk.turn();
       const CountedRows queries = counted_queries(p, s, first_row);
       const int slot = walk.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
-      const u32 masked = masked_warpgroups(p, s, head, first_row, first_key) | partial_warpgroups(slot);
+      const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
+      const u32 masked = ranged | partial_warpgroups(slot);
       walk.advance();
       acquire_together(rings.dq_steps);
       if (lane() == 0) {
@@ -261,7 +262,7 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
         step.masked = masked;
         step.last = walk.done();
       }
-      step.slots.put(slot);
+      step.slots.put(slot, ranged);
       loader.load<BLOCK_M, PANELS>(
           rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M,
           NoCheck{}, bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));

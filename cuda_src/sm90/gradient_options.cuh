@@ -12,13 +12,12 @@ constexpr int VISIBLE_SLOT = -2;
 constexpr int BLOCKS_M = (BLOCK_M + CANONICAL - 1) / CANONICAL, BLOCKS_N = BLOCK_N / CANONICAL;
 constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: keys, then queries
 
-// Without a block mask it takes no room.
 struct BlockSlots {
-  int slots[BLOCKS == 0 ? 1 : BLOCKS];
+  int slots[BLOCKS + 1];  // the last is `ranged`
 
-  // By a warp: each lane has the slot of one block.
-  __device__ __forceinline__ void put(int slot) {
-    if (lane() < BLOCKS) slots[lane()] = slot;
+  // By a warp: each lane has the slot of one block. ranged: a bit for each warpgroup from which lengths or window hide.
+  __device__ __forceinline__ void put(int slot, u32 ranged) {
+    if (HAS_BLOCK_MASK && lane() <= BLOCKS) slots[lane()] = lane() < BLOCKS ? slot : static_cast<int>(ranged);
     if (HAS_BLOCK_MASK) __syncwarp();
   }
 };
@@ -76,9 +75,13 @@ __device__ __forceinline__ bool some_query_sees_all(const AttentionParams& p, co
 
 // A thread's part of the bits of its warpgroup, for a tile of queries.
 struct BlockBits {
+  static constexpr bool HIDES = HAS_BLOCK_MASK;
+  const BlockSlots& slots;
+  int warpgroup;
   u32 words[HAS_BLOCK_MASK ? BLOCKS_M : 1];
 
-  __device__ __forceinline__ BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked) {
+  __device__ __forceinline__ BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked)
+      : slots(slots), warpgroup(warpgroup) {
     if (HAS_BLOCK_MASK && masked) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_M; i++) {
@@ -89,11 +92,12 @@ struct BlockBits {
     }
   }
 
-  __device__ __forceinline__ void clear_hidden(float (&weights)[FRAGMENT]) const {
-    if constexpr (HAS_BLOCK_MASK) {
+  // Whether lengths and window may hide something of the tile. With 128 queries registers are too scarce to ask.
+  __device__ __forceinline__ bool ranged() const { return BLOCKS_M > 1 || (slots.slots[BLOCKS] >> warpgroup & 1); }
+
+  __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
 #pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) weights[e] = words[e / 32] >> e % 32 & 1 ? weights[e] : 0;
-    }
+    for (int e = 0; e < FRAGMENT; e++) x[e] = words[e / 32] >> e % 32 & 1 ? x[e] : -infinity();
   }
 };
 
@@ -241,7 +245,7 @@ __device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weigh
 // ---- Of the kernel whose warpgroups have 64 keys each.
 
 // Beside options that take registers lse is read where it lies.
-template <bool IN_PLACE = HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT>
+template <bool IN_PLACE = HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_DROPOUT || (HAS_BLOCK_MASK && BLOCKS_M > 1)>
 struct LseValues : QueryValues {
   using QueryValues::QueryValues;
 };
