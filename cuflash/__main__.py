@@ -10,19 +10,24 @@ from importlib import import_module
 
 from cuflash import __version__
 
-# Modules with add_arguments(parser) and run(args) -> exit status, imported when they run.
+# Modules, imported when they run, with add_arguments(parser) and run(args) -> exit status or, by the ending,
+# add_info_arguments and run_info.
 _COMMANDS = {
-    "info": ("cuflash.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
-    "compile": ("cuflash.compile_cli", "compile kernels ahead of their first use, or for a GPU that is not here"),
-    "bench": ("cuflash.bench", "time forward and backward beside the other libraries that are installed"),
-    "demo": ("cuflash.demo", "train a small character GPT, on the GPU if there is one"),
+    "info": (
+        "cuflash.compile_cli",
+        "_info",
+        "versions, GPU, what is missing, and which kernel a problem takes and why",
+    ),
+    "compile": ("cuflash.compile_cli", "", "compile kernels ahead of their first use, or for a GPU that is not here"),
+    "bench": ("cuflash.bench", "", "time forward and backward beside the other libraries that are installed"),
+    "demo": ("cuflash.demo", "", "train a small character GPT, on the GPU if there is one"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for wrong use or something missing."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = "\n".join(f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:9}{summary}" for name, (*_, summary) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m cuflash",
         usage="%(prog)s [-h] [--version] command ...",
@@ -34,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below")
     name = parser.parse_args(argv[:1]).command
 
-    module_name, summary = _COMMANDS[name]
+    module_name, ending, summary = _COMMANDS[name]
     module = import_module(module_name)
     command_parser = argparse.ArgumentParser(prog=f"{parser.prog} {name}", description=summary)
-    module.add_arguments(command_parser)
+    getattr(module, f"add{ending}_arguments")(command_parser)
     args = command_parser.parse_args(argv[1:])
     try:
-        status: int = module.run(args)
+        status: int = getattr(module, f"run{ending}")(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C

@@ -1,9 +1,16 @@
-"""``python -m cuflash compile``: fill the cache for this GPU, or check every kernel for GPUs that are not here."""
+"""``python -m cuflash compile`` and ``info``: which kernels there are, and what they need.
+
+``compile`` fills the cache for this GPU, or checks every kernel for others; ``info`` tells versions, GPU, what is
+missing, and which kernel a given problem takes and why.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cuflash import (
+    __version__,
     kernels,
     plan_sm80,
     plan_sm80_backward,
@@ -20,8 +28,22 @@ from cuflash import (
     plan_split,
     plan_wide,
 )
-from cuflash.plan import KERNEL_FILES, PORTABLE, Config, capability_of, function_of, smem_limit, table
-from cuflash.problem import DTYPES
+from cuflash.plan import (
+    KERNEL_FILES,
+    PORTABLE,
+    Config,
+    capability_of,
+    flags_of,
+    function_of,
+    key_kernels,
+    plan,
+    smem_limit,
+    table,
+)
+from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
+
+DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
+_PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
 
 AnyConfig = (
     Config
@@ -162,3 +184,193 @@ def _warm(args: argparse.Namespace) -> int:
     else:
         print(f"\r{len(selected)} kernels are in CuPy's cache ({seconds:.1f} s)")
     return 0
+
+
+def add_info_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``python -m cuflash info``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    problem = parser.add_argument_group("a problem, to see which kernels it takes")
+    problem.add_argument("--dtype", choices=DTYPES, default="float32")
+    problem.add_argument("--head-dim", type=int, default=64)
+    problem.add_argument("--head-dim-v", type=int, help="default: --head-dim")
+    problem.add_argument("--causal", action="store_true")
+    for option in ("window", "softcap", "bias", "mask", "alibi", "dropout", "block-mask"):
+        problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """Return 0; 2 for a head dimension that there are no kernels for."""
+    head_dim_v = args.head_dim_v or args.head_dim
+    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
+        print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}", file=sys.stderr)
+        return 2
+    facts = {"cuflash": __version__, "python": platform.python_version(), **_versions(), **_gpu()}
+    chosen = _chosen(args, head_dim_v)
+    lacks = missing()
+    if args.json:
+        print(json.dumps({**facts, "missing": lacks, "kernels": chosen}))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:16} {value}")
+    print()
+    print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
+    print()
+    width = max(map(len, chosen))
+    for name, reason in chosen.items():
+        print(f"{name:{width}} {reason}")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, str]:
+    try:
+        import cupy
+    except ImportError:
+        return {}  # `missing` says so
+    try:
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except Exception:  # whatever CuPy raises where a library cannot be loaded
+        return {}
+    if not cupy.cuda.is_available():
+        return {"nvrtc": nvrtc}
+    driver = cupy.cuda.runtime.driverGetVersion()
+    gpus = {}
+    for index in range(cupy.cuda.runtime.getDeviceCount()):
+        p = cupy.cuda.runtime.getDeviceProperties(index)
+        gpus[f"GPU {index}"] = (
+            f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']}, "
+            f"{p['multiProcessorCount']} multiprocessors, {p['totalGlobalMem'] / 2**30:.0f} GiB, "
+            f"{p['sharedMemPerBlockOptin'] // 1024} KB shared memory a block"
+        )
+    return {"nvrtc": nvrtc, "driver's CUDA": f"{driver // 1000}.{driver % 1000 // 10}", **gpus}
+
+
+def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
+    problem = AttentionProblem(
+        batch=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=args.head_dim,
+        head_dim_v=head_dim_v,
+        dtype=args.dtype,
+        window_left=0 if args.window else None,
+        window_right=0 if args.causal or args.window else None,
+        softcap=1.0 if args.softcap else 0.0,
+        bias=(1, 1, 1, 1) if args.bias else None,
+        bias_dtype=args.dtype if args.bias else None,
+        mask=(1, 1, 1, 1) if args.mask else None,
+        alibi=(1, 1) if args.alibi else None,
+        dropout_p=0.5 if args.dropout else 0.0,
+        block_mask=args.block_mask,
+    )
+    entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
+    chosen = {entry: _portable_reason(plan(problem, entry)) for entry in entries}
+    hopper = {
+        "forward on Hopper": _on_hopper(problem, plan_split.reason, plan_sm90.reason),
+        "backward on Hopper": _on_hopper(problem, plan_split.gradient_reason, plan_sm90_backward.reason),
+    }
+    mma = {
+        "forward on tensor cores": plan_wide.reason(problem, False) or plan_sm80.reason(problem),
+        "backward on tensor cores": plan_wide.reason(problem, True) or plan_sm80_backward.reason(problem),
+    }
+    return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
+
+
+def _on_hopper(
+    problem: AttentionProblem,
+    of_float32: Callable[[AttentionProblem], str],
+    of_16_bits: Callable[[AttentionProblem], str],
+) -> str:
+    if problem.dtype != "float32":
+        return of_16_bits(problem)
+    dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
+    with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
+    return of_float32(problem) or f"{plan_sm90.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
+
+
+def _portable_reason(config: Config) -> Any:
+    return (
+        f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
+        f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
+        f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
+    )
+
+
+def missing() -> dict[str, str]:
+    """Each thing that is missing, and in words what it is for and how to get it."""
+    lacks: dict[str, str] = {}
+    if _absent("ml_dtypes"):
+        lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'
+    demo = [name for name in DEMO_NEEDS if _absent(name)]
+    if demo:
+        needs = "needs it" if len(demo) == 1 else "needs them"
+        lacks[", ".join(demo)] = f'python -m cuflash demo {needs}: pip install "cuflash[demo]"'
+    if _absent("cupy"):
+        lacks["CuPy"] = (
+            'GPU arrays need it: pip install "cuflash[cuda13]", or "cuflash[cuda12]" where the driver is of CUDA 12 '
+            "(nvidia-smi shows its version) or the GPU is a Volta"
+        )
+        return lacks
+    import cupy
+
+    return lacks | _of_cupy(cupy)
+
+
+def _absent(name: str) -> bool:
+    return importlib.util.find_spec(name) is None
+
+
+def _of_cupy(cupy: Any) -> dict[str, str]:
+    """What CuPy, which is installed, does not find."""
+    lacks: dict[str, str] = {}
+    try:
+        nvrtc = cupy.cuda.nvrtc.getVersion()
+    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
+        lacks["NVRTC"] = (
+            f'kernels are compiled by it: pip install "cuflash[cuda13]" or "cuflash[cuda12]" ({_line(error)})'
+        )
+        return lacks
+    extra = f"cuda{nvrtc[0]}"
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        lacks["GPU"] = (
+            f"none that CuPy can use ({_line(error)}); NumPy arrays run on the CPU. If there is an NVIDIA GPU, "
+            "install or update its driver: https://www.nvidia.com/drivers; in a container, start it with the GPU"
+        )
+        return lacks
+    driver = cupy.cuda.runtime.driverGetVersion() // 1000
+    if driver < nvrtc[0]:
+        lacks["driver"] = (
+            f"it is of CUDA {driver}, NVRTC of CUDA {nvrtc[0]}: update the driver, or change to "
+            f'pip install "cuflash[cuda{driver}]" in a fresh environment'
+        )
+    capabilities = {cupy.cuda.Device(i).compute_capability for i in range(devices)}
+    if "90" in capabilities and nvrtc < kernels.OWN_ARCH_SINCE:
+        lacks["NVRTC 12.9"] = (
+            f"Hopper's own kernels need it, here is {nvrtc[0]}.{nvrtc[1]}: "
+            f'pip install -U "cuda-toolkit[cudart,nvrtc]>=12.9,<{nvrtc[0] + 1}"'
+        )
+    try:
+        cupy.cuda.device.get_cublas_handle()
+    except Exception as error:
+        lacks["cuBLAS"] = (
+            "attention does not need it; CuPy's own matrix products, the demo and the benchmarks do: "
+            f'pip install "cuflash[{extra}-full]" ({_line(error)})'
+        )
+    return lacks
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cuflash import info as info_module
+from cuflash import compile_cli
 from cuflash.__main__ import main
-from cuflash.info import missing
+from cuflash.compile_cli import missing
 
 COMMANDS = ("info", "compile", "bench", "demo")
 
@@ -66,7 +66,7 @@ def test_info_is_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(info_module, "_absent", lambda name: name in names)
+    monkeypatch.setattr(compile_cli, "_absent", lambda name: name in names)
 
 
 def test_says_how_to_get_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
