@@ -45,12 +45,13 @@ struct Score {
         bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
   }
 
-  // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN.
-  __device__ __forceinline__ Accum value(Accum product, int i, int j) const {
+  // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN; one that is
+  // not read yet is null.
+  __device__ __forceinline__ Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
     if constexpr (HAS_BIAS) {
-      const Accum b = bias_at(i, j);
+      const Accum b = own_bias == nullptr ? bias_at(i, j) : *own_bias;
       s = b == -infinity() ? b : s + b;
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);

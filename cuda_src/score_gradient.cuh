@@ -29,12 +29,14 @@ struct ScoreGradient {
     return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
   }
 
-  // Turns products into scores, -inf where hidden.
-  __device__ __forceinline__ void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked) const {
+  // Turns products into scores, -inf where hidden; `biases` are read already, or null.
+  __device__ __forceinline__ void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked,
+                                        const Accum* biases = nullptr) const {
     const int column = first_column + fragment_column();
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
-      if constexpr (!PLAIN_SCORES) x[e] = score.value(x[e], query(row, column, e), key(row, column, e));
+      const Accum* own_bias = biases == nullptr ? nullptr : biases + e;
+      if constexpr (!PLAIN_SCORES) x[e] = score.value(x[e], query(row, column, e), key(row, column, e), own_bias);
     }
     if (!masked) return;
 #pragma unroll

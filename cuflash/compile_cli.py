@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *plan_sm80.ENTRIES,
         plan_sm80_backward.MAIN,
         plan_sm80_backward.ORDERED_DQ,
+        plan_sm80_backward.BIAS,
         *plan_wide.ENTRIES,
         *(k for k, *_ in PORTABLE),
     }

@@ -56,6 +56,6 @@ def backward(
     else:
         launch_portable.delta(work, work.arrays | of_lse)
         rest = grads
-    launch_portable.gradients(work, launch_sm80.of_queries(work, rest))
+    launch_portable.gradients(work, launch_sm80.of_bias(work, launch_sm80.of_queries(work, rest)))
     work.recording.end()
     return work.recording

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cuflash.launch import Kernel, Work, images, num_tiles
 from cuflash.params import Arrays, num_splits
 from cuflash.plan import KEY_KERNELS, key_kernels, plan
-from cuflash.problem import AttentionProblem
+from cuflash.problem import Array, AttentionProblem
 
 # Of reduce.cu: rows of a block where a warp has one, and threads of the others.
 _ROWS = 8
@@ -30,7 +30,7 @@ class Bias(Kernel):
     """The gradient of a bias: each of its tiles is the sum of a walk, which may be split."""
 
     def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
-        """(tiles, walk) of each axis of dbias, as Axis of backward_bias.cu counts them."""
+        """(tiles, walk) of each axis of dbias, as Axis of bias_walk.cuh counts them."""
         assert problem.bias is not None
         scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
         blocks = (1, 1, self.config.block_m, self.config.block_n)
@@ -43,10 +43,10 @@ class Bias(Kernel):
         """(no tiles of heads, tiles in all)."""
         return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
 
-    def splits(self, problem: AttentionProblem, num_sms: int) -> int:
-        """Parts of each sum, so that the long walks of a small dbias fill the GPU."""
+    def splits(self, problem: AttentionProblem, at_once: int) -> int:
+        """Parts of each sum, so that the long walks of a small dbias fill a GPU that has so many blocks at once."""
         tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
-        return min(max(2 * num_sms // max(tiles, 1), 1), max(walk, 1))
+        return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,22 @@ def gradients(work: Work, grads: Arrays) -> None:
             work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
     reduction = plan(problem, "forward", limit)
     if "bias" in grads:
-        kernel = Bias("backward_bias", plan(problem, "backward_bias", limit))
-        dbias = {"dbias": grads["bias"]}
-        splits = kernel.splits(problem, work.device.num_sms)
-        if splits > 1:
-            dbias["dbias_parts"] = work.empty((splits, *grads["bias"].shape), problem.accum_dtype)
-        work.run(kernel, arrays | dbias)
-        if splits > 1:
-            work.run(Reduce("reduce_bias", reduction), arrays | dbias)
+        gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))
     if "sink" in grads:
         work.run(Reduce("reduce_sink", reduction), arrays | {"dsink": grads["sink"]})
     if "alibi_slopes" in grads:
         work.run(Reduce("reduce_slopes", reduction), arrays | by_rows | {"dalibi_slopes": grads["alibi_slopes"]})
+
+
+def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
+    """Write it, by a kernel of which a multiprocessor holds so many blocks."""
+    dbias = {"dbias": array}
+    splits = kernel.splits(work.problem, work.device.num_sms * blocks)
+    if splits > 1:
+        dbias["dbias_parts"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
+    work.run(kernel, work.arrays | dbias)
+    if splits > 1:
+        work.run(Reduce("reduce_bias", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | dbias)
 
 
 def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:

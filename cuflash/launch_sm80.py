@@ -95,6 +95,17 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     return {name: x for name, x in grads.items() if name != "q"}
 
 
+def of_bias(work: Work, grads: Arrays) -> Arrays:
+    """Write the gradient of a bias where families left it; return the other gradients."""
+    if "bias" not in grads:
+        return grads
+    place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
+    if (config := plan_sm80_backward.of_bias(*place)) is None:
+        return grads
+    launch_portable.gradient_of_bias(work, grads["bias"], launch_portable.Bias(config.entry, config), config.min_blocks)
+    return {name: x for name, x in grads.items() if name != "bias"}
+
+
 def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)

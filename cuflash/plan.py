@@ -140,6 +140,7 @@ KERNEL_FILES = {
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/wide_backward.cuh",
+    "bias_sm80": "sm80/bias",
     **{
         f"{family}_{name}": f"sm80/{tile}.cuh sm80/{'forward' if name == 'forward' else 'wide_backward'}.cuh"
         for family, tile in (("wide", "wide_tile"), ("parts", "split_tile"))
@@ -153,6 +154,7 @@ KERNEL_FILES = {
 # What a file's function is called where entries are not.
 _FUNCTIONS = {
     "backward_dkv": "backward_dkv",
+    "sm80/bias": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",
     "sm80/wide_backward.cuh": "backward_wide",
     "sm90/split_backward": "split_backward",

@@ -168,6 +168,18 @@ OF_QUERIES = (
         (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2)),
     ),
 )
+# Of the kernel for the gradient of a bias; options are those beside it.
+_HALF_OF_KEYS = (QueryTile(64, 32, 4, min_blocks=2), QueryTile(64, 32, 4), QueryTile(32, 32, 2), QueryTile(32, 16, 2))
+_BIAS_TILES = (
+    QueryTile(64, 64, 4, min_blocks=3, below=_LARGER),
+    QueryTile(64, 64, 4, min_blocks=2),
+    QueryTile(64, 64, 4),
+    *_HALF_OF_KEYS,
+)
+OF_BIAS = (
+    *(Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
+    Row(256, 256, (QueryTile(128, 64, 8), *_BIAS_TILES), _HALF_OF_KEYS),
+)
 # Queries that a tile of keys walks, up to which blocks that share a multiprocessor are faster than larger tiles.
 _SHORT = 1024
 # Of a block of the kernel before the gradients.
@@ -175,7 +187,7 @@ _ROW_WARPS = 4
 # GPUs from here on add in memory what a warp has in shared memory, or vectors.
 _LARGE_ADDS = (9, 0)
 MAIN, ROWS, DQ, ORDERED_DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq", "ordered_dq"
-ENTRIES = (MAIN, ROWS, DQ, ORDERED_DQ)
+BIAS = "bias_sm80"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +305,23 @@ _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_
 of_queries = partial(plan_sm80.forward, **_QUERY_KERNEL)
 
 
+def _smem_of_bias(tile: QueryTile, row: Row[QueryTile]) -> int:
+    return (tile.block_m + tile.block_n) * (row.head_dim + row.head_dim_v) * HALF_BYTES + SMEM_BESIDE_TILES
+
+
+_BIAS_KERNEL: dict[str, Any] = {"rows": OF_BIAS, "entry": BIAS, "smem_bytes": _smem_of_bias}
+
+
+def _with_bias(config: QueryConfig) -> QueryConfig:
+    return replace(config, has_bias=True, plain_scores=False)
+
+
+def of_bias(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
+    """The kernel for the gradient of a bias of any shape, or None; `place` as for `plan_sm80.forward`."""
+    config = plan_sm80.forward(replace(problem, bias=None), *place, **_BIAS_KERNEL)
+    return config and _with_bias(config)
+
+
 def reason(problem: AttentionProblem) -> str:
     """What the backward pass takes on GPUs of sm_80 to sm_89 and of sm_100 on, and why, in words."""
     tiles = []
@@ -315,3 +344,5 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
                 for config in configs(row, dtype, None, flags, capability, limit, aligned, is_short):
                     yield config, dtype
     yield from plan_sm80.table(capability, limit, **_QUERY_KERNEL)
+    for other, dtype in plan_sm80.table(capability, limit, **_BIAS_KERNEL):
+        yield _with_bias(other), dtype

@@ -97,7 +97,8 @@ def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
     ("entry", "head_dims"),
     [("forward_sm80", (row.head_dim, row.head_dim_v)) for row in plan_sm80.FORWARD]
     + [("backward_sm80", (row.head_dim, row.head_dim_v)) for row in plan_sm80_backward.BACKWARD]
-    + [("ordered_dq", (row.head_dim, row.head_dim_v)) for row in plan_sm80_backward.OF_QUERIES],
+    + [("ordered_dq", (row.head_dim, row.head_dim_v)) for row in plan_sm80_backward.OF_QUERIES]
+    + [("bias_sm80", (row.head_dim, row.head_dim_v)) for row in plan_sm80_backward.OF_BIAS],
 )
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: str, head_dims: tuple[int, int]) -> None:

@@ -1,0 +1,134 @@
+// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile.
+#include "half_tile.cuh"
+#include "../query_walk.cuh"
+#include "../score_gradient.cuh"
+#include "../softmax.cuh"
+
+constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
+static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
+using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
+using DoutTile = Tile<BLOCK_M, HEAD_DIM_V>;
+using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
+using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
+constexpr u32 DOUT_AT = QueryTile::BYTES, KEYS_AT = DOUT_AT + DoutTile::BYTES, VALUES_AT = KEYS_AT + KeyTile::BYTES;
+
+struct SharedStorage {
+  alignas(128) unsigned char tiles[VALUES_AT + ValueTile::BYTES];
+};
+
+// Which rows of which (sequence, head) are in shared memory.
+struct Loaded {
+  int batch = -1, head = 0, first = 0;
+
+  __device__ __forceinline__ bool changes_to(int new_batch, int new_head, int new_first) {
+    const bool changes = new_batch != batch || new_head != head || new_first != first;
+    batch = new_batch, head = new_head, first = new_first;
+    return changes;
+  }
+};
+
+// Biases of a fragment whose first element is a thread's (row, column), in pairs where they are neighbours in memory.
+__device__ __forceinline__ void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
+  if (sizeof(BiasElement) == 2 && score.bias_column_stride == 1 &&
+      column + column_offset(FRAGMENT - 1) <= score.bias_last_column &&
+      (reinterpret_cast<u64>(score.bias + column) | score.bias_row_stride * 2) % sizeof(u32) == 0) {
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e += 2) {
+      const i64 own = smaller(row + row_offset(e), score.bias_last_row) * score.bias_row_stride;
+      union {
+        u32 word;
+        BiasElement pair[4 / sizeof(BiasElement)];
+      } both;
+      both.word = *reinterpret_cast<const u32*>(score.bias + own + column + column_offset(e));
+      x[e] = to_accum(both.pair[0]);
+      x[e + 1] = to_accum(both.pair[4 / sizeof(BiasElement) - 1]);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) x[e] = score.bias_at(row + row_offset(e), column + column_offset(e));
+  }
+}
+
+struct BiasTile {
+  u32 tiles;
+  Loaded own_queries, own_keys;
+  Accum sum[FRAGMENTS][FRAGMENT];
+
+  __device__ __forceinline__ explicit BiasTile(SharedStorage& shared) : tiles(ptx::shared_address(shared.tiles)) {
+#pragma unroll
+    for (auto& x : sum) clear(x);
+  }
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
+
+  __device__ __forceinline__ void add(const AttentionParams& p, const Sequence& s, int head, int first_row,
+                                      int first_key) {
+    const QueryTile queries{tiles};
+    const DoutTile douts{tiles + DOUT_AT};
+    const KeyTile keys{tiles + KEYS_AT};
+    const ValueTile values{tiles + VALUES_AT};
+    const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
+    const bool new_queries = own_queries.changes_to(s.batch, head, first_row);
+    const bool new_keys = own_keys.changes_to(s.batch, head_kv, first_key);
+    if (new_queries) queries.load(rows_of(p, s, Operand::Q, head), first_row);
+    if (new_keys) keys.load(rows_of(p, s, Operand::K, head_kv), first_key);
+    commit_copies();
+    __syncthreads();  // dout and v of the step before are read; q and k were at its last barrier
+    if (new_queries) douts.load(rows_of(p, s, Operand::DOUT, head), first_row);
+    if (new_keys) values.load(rows_of(p, s, Operand::V, head_kv), first_key);
+    commit_copies();
+
+    const ScoreGradient scores(p, s, head);
+    const bool masked = HAS_MASK || HAS_BLOCK_MASK || first_row + BLOCK_M > s.len_q ||
+                        !scores.mask.columns_inside(first_row, BLOCK_M, first_key, BLOCK_N);
+    const int own_row = first_row + warp_row() + fragment_row();
+    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT], lse[FRAGMENTS][2], delta[FRAGMENTS][2];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      clear(x[f]);
+      read_biases(y[f], scores.score, own_row + 16 * f, first_key + fragment_column());
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+        const i64 row = s.row_q + smaller(own_row + 16 * f + 8 * r, s.len_q - 1);
+        lse[f][r] = *p.lse.at(batch, row, head);
+        delta[f][r] = *p.delta.at(batch, row, head);
+      }
+    }
+    wait_for_copies<1>();
+    __syncthreads();
+    multiply_scores(x, queries.from_row(warp_row()), keys);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
+      clear(y[f]);
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        const Accum reference = lse[f][e / 2 % 2];
+        // Beside others a query that sees nothing may have any scores.
+        x[f][e] = reference == -infinity() ? 0 : weight(x[f][e], reference);
+      }
+      scores.mark_dropped(x[f], own_row + 16 * f, first_key);
+    }
+    finish_copies();
+    multiply_scores(y, douts.from_row(warp_row()), values);
+    const auto rescale = static_cast<Accum>(p.dropout_rescale);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) sum[f][e] += score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
+    }
+  }
+
+  __device__ __forceinline__ void store(Accum* sums) const {
+    sums += (warp_row() + fragment_row()) * (BLOCK_N + 1) + fragment_column();
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        sums[(16 * f + row_offset(e)) * (BLOCK_N + 1) + column_offset(e)] = sum[f][e];
+      }
+    }
+  }
+};
+
+#include "../bias_walk.cuh"
