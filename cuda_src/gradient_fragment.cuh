@@ -1,7 +1,7 @@
 // Weights P and the gradient dS of the scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, from the
 // saved lse.
 #pragma once
-#include "blocks.cuh"
+#include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
 #include "sm80/ptx.cuh"

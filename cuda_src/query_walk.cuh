@@ -1,6 +1,6 @@
 // Which queries a thread block that has a tile of keys walks.
 #pragma once
-#include "blocks.cuh"
+#include "mask.cuh"
 
 // The tiles of queries, of all heads of the group, that see some key of a tile.
 struct QueryWalk {

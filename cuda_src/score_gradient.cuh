@@ -1,6 +1,6 @@
 // Scores and their gradients on a fragment whose rows are queries and whose columns are keys, or, OF_KEYS, the reverse.
 #pragma once
-#include "blocks.cuh"
+#include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
 

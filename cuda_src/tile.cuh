@@ -4,7 +4,7 @@
 // A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
 #pragma once
-#include "blocks.cuh"
+#include "mask.cuh"
 #include "score.cuh"
 
 constexpr int SIDE = 16;

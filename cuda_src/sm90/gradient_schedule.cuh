@@ -1,6 +1,6 @@
 // Which tiles of keys a persistent thread block takes, and which queries it walks for each.
 #pragma once
-#include "../blocks.cuh"
+#include "../mask.cuh"
 #include "schedule.cuh"
 
 // KV heads of all sequences; packed sequences are one.
