@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuflash import (
     kernels,
-    launch_portable,
+    launch,
     launch_sm80,
     launch_sm90,
     launch_split,
@@ -14,7 +14,7 @@ from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
 # Hopper's own first, then those for any tensor cores.
-_FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch_portable.forward)
+_FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch.forward)
 _BACKWARD = (
     launch_sm90.backward,
     launch_split.backward,
@@ -54,8 +54,8 @@ def backward(
         if rest is not None:
             break
     else:
-        launch_portable.delta(work, work.arrays | of_lse)
+        launch.delta(work, work.arrays | of_lse)
         rest = grads
-    launch_portable.gradients(work, launch_sm80.of_bias(work, launch_sm80.of_queries(work, rest)))
+    launch.gradients(work, launch_sm80.of_bias(work, launch_sm80.of_queries(work, rest)))
     work.recording.end()
     return work.recording

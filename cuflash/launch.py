@@ -1,4 +1,4 @@
-"""From a kernel of any family to its launch on the current stream."""
+"""From a kernel of any family to its launch on the current stream; the portable kernels, and sums for all families."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.config import MOST_KEPT, KernelConfig
-from cuflash.params import Arrays, fixed_params, word_of
-from cuflash.plan import KERNEL_FILES, function_of
+from cuflash.params import Arrays, fixed_params, num_splits, word_of
+from cuflash.plan import KERNEL_FILES, KEY_KERNELS, function_of, key_kernels, plan
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 from cuflash.tensor_map import ALIGNMENT
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Words = memoryview  # of 8 bytes each
 _SEED_WORD = word_of("dropout_key")
+# Of reduce.cu: rows of a block where a warp has one, and threads of the others.
+_ROWS = 8
+_REDUCE_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -265,3 +268,118 @@ class Work:
             "block_bits": bits,
             "block_key_bits": lists.key_bits,
         }
+
+
+@dataclass(frozen=True)
+class Tiles(Kernel):
+    """A kernel with a thread block for each tile of queries or keys."""
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tiles stay with keys and walk queries."""
+        return self.entry in KEY_KERNELS
+
+
+@dataclass(frozen=True)
+class Bias(Kernel):
+    """The gradient of a bias: each of its tiles is the sum of a walk, which may be split."""
+
+    def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
+        """(tiles, walk) of each axis of dbias, as Axis of bias_walk.cuh counts them."""
+        assert problem.bias is not None
+        scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+        blocks = (1, 1, self.config.block_m, self.config.block_n)
+        return [
+            (1, math.ceil(score / block)) if size == 1 and score != 1 else (math.ceil(size / block), 1)
+            for size, score, block in zip(problem.bias, scores, blocks, strict=True)
+        ]
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(no tiles of heads, tiles in all)."""
+        return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
+
+    def splits(self, problem: AttentionProblem, at_once: int) -> int:
+        """Parts of each sum, so that the long walks of a small dbias fill a GPU that has so many blocks at once."""
+        tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
+        return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
+
+
+@dataclass(frozen=True)
+class Rows(Kernel):
+    """A kernel that has a warp for each row of the queries."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """No tiles of scores."""
+        return False
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(blocks of one head, blocks in all)."""
+        tiles = num_tiles(problem, problem.seqlen_q, _ROWS)
+        return tiles, tiles * images(problem, problem.num_heads_q)
+
+
+@dataclass(frozen=True)
+class Reduce(Kernel):
+    """A sum over rows, sequences or parts."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """No tiles of scores."""
+        return False
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(no tiles of heads, blocks)."""
+        if "dbias" in arrays:
+            return 0, math.ceil(arrays["dbias"].size / _REDUCE_THREADS)
+        return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; True."""
+    work.run(Tiles("forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+    return True
+
+
+def delta(work: Work, arrays: Arrays) -> None:
+    """Write delta, of arrays that have dlse where there is one."""
+    work.run(Rows("delta", plan(work.problem, "forward", work.device.smem_limit)), arrays)
+
+
+def gradients(work: Work, grads: Arrays) -> None:
+    """Write the gradients in `grads`; delta is there, and perhaps each row's part of the slopes'."""
+    problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
+    by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
+    if "q" in grads:
+        by_rows["dq"] = grads["q"]
+    if by_rows:
+        work.run(Tiles("backward_dq", plan(problem, "backward_dq", limit)), arrays | by_rows)
+    for entry in key_kernels(problem):
+        of_keys = {name: grads[name[1:]] for name in KEY_KERNELS[entry] if name[1:] in grads}
+        if of_keys:
+            work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
+    reduction = plan(problem, "forward", limit)
+    if "bias" in grads:
+        gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))
+    if "sink" in grads:
+        work.run(Reduce("reduce_sink", reduction), arrays | {"dsink": grads["sink"]})
+    if "alibi_slopes" in grads:
+        work.run(Reduce("reduce_slopes", reduction), arrays | by_rows | {"dalibi_slopes": grads["alibi_slopes"]})
+
+
+def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
+    """Write it, by a kernel of which a multiprocessor holds so many blocks."""
+    dbias = {"dbias": array}
+    splits = kernel.splits(work.problem, work.device.num_sms * blocks)
+    if splits > 1:
+        dbias["dbias_parts"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
+    work.run(kernel, work.arrays | dbias)
+    if splits > 1:
+        work.run(Reduce("reduce_bias", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | dbias)
+
+
+def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:
+    """Room for each row's part of the slopes' gradient, if that is wanted."""
+    if "alibi_slopes" not in grads:
+        return {}
+    return {"dslope_rows": work.empty(work.problem.lse_shape, work.problem.accum_dtype)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuflash import launch_portable, launch_split, plan_sm80, plan_sm80_backward, plan_wide
+from cuflash import launch, launch_split, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.launch import Kernel, Work, images, num_tiles
 from cuflash.params import Arrays
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
@@ -90,7 +90,7 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
     if (config := plan_sm80_backward.of_queries(*place)) is None:
         return grads
-    work.arrays |= launch_portable.rows_of_slopes(work, grads)
+    work.arrays |= launch.rows_of_slopes(work, grads)
     work.run(Kernel(config.entry, config), work.arrays | {f"d{name}": x for name, x in grads.items() if name == "q"})
     return {name: x for name, x in grads.items() if name != "q"}
 
@@ -102,7 +102,7 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
     if (config := plan_sm80_backward.of_bias(*place)) is None:
         return grads
-    launch_portable.gradient_of_bias(work, grads["bias"], launch_portable.Bias(config.entry, config), config.min_blocks)
+    launch.gradient_of_bias(work, grads["bias"], launch.Bias(config.entry, config), config.min_blocks)
     return {name: x for name, x in grads.items() if name != "bias"}
 
 
@@ -111,8 +111,8 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
     if not configs:
         return None
-    launch_portable.delta(work, with_dlse)
-    work.arrays |= launch_portable.rows_of_slopes(work, grads)
+    launch.delta(work, with_dlse)
+    work.arrays |= launch.rows_of_slopes(work, grads)
     arrays = launch_split.split(work, configs[0]) if configs[0].parts else work.arrays
     for config in configs:
         names = plan_wide.KEY_KERNELS.get(config.entry, ("dq",))

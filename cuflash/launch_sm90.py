@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
-from cuflash.launch import Further, Kernel, Words, Work, images, num_tiles
-from cuflash.launch_portable import Rows
+from cuflash.launch import Further, Kernel, Rows, Words, Work, images, num_tiles
 from cuflash.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash import kernels, launch_portable, plan_sm90, plan_sm90_backward, plan_split, plan_wide
+from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, plan_wide
 from cuflash.config import FLOAT_BYTES, HALF_BYTES
 from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
@@ -219,8 +219,8 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
     if not configs:
         return None
-    launch_portable.delta(work, with_dlse)
-    of_rows = launch_portable.rows_of_slopes(work, grads)
+    launch.delta(work, with_dlse)
+    of_rows = launch.rows_of_slopes(work, grads)
     by_entry = {config.entry: of_rows | ({"dq": grads["q"]} if "q" in grads else {}) for config in configs[:1]}
     for entry, names in plan_split.KEY_KERNELS.items():
         by_entry[entry] = {name: grads[name[1:]] for name in names if name[1:] in grads}
