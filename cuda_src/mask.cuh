@@ -1,7 +1,7 @@
 // Which elements are visible, by one predicate for an element and one for a whole tile, and which tiles a thread block
 // visits: what lengths and window leave, and within it a block mask's list. Shared by all families.
 #pragma once
-#include "sequence.cuh"
+#include "params.cuh"
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;

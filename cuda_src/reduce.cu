@@ -1,7 +1,7 @@
 // Sums beside the passes over tiles, each in a fixed order: delta of the backward pass, the result from its parts, and
 // gradients of sink and slopes from rows, of bias from parts.
 #include "softmax.cuh"
-#include "sequence.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = 8, WARP = 32;       // where a warp computes a row of a head

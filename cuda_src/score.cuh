@@ -1,7 +1,7 @@
 // From q.k to the score of an element, and back: the order is scale, softcap, bias, alibi. And which weights dropout
 // keeps. Shared by all families.
 #pragma once
-#include "sequence.cuh"
+#include "params.cuh"
 
 // One (sequence, query head): everything a score needs beside the product.
 struct Score {

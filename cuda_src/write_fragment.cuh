@@ -1,7 +1,7 @@
 // Results of a warp to global memory, straight from its accumulators.
 #pragma once
 #include "fragment.cuh"
-#include "sequence.cuh"
+#include "params.cuh"
 #include "sm80/ptx.cuh"
 
 // Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.

@@ -108,7 +108,7 @@ class Further:
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Tiles of one head; packed: tile slots for every sequence and the padding beside (work_of in sequence.cuh)."""
+    """Tiles of one head; packed: tile slots for every sequence and the padding beside (work_of in params.cuh)."""
     return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
 
 

@@ -1,6 +1,6 @@
 // Operands as they lie in their arrays. split_tile.cuh says the same of those that come in parts.
 #pragma once
-#include "../sequence.cuh"
+#include "../params.cuh"
 #include "tile.cuh"
 
 enum class Operand { Q, K, V, DOUT };

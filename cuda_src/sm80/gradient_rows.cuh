@@ -1,7 +1,7 @@
 // Tiles of queries by their numbers, and the sum of dq: numbered tiles of BLOCK_M queries whose elements have the order
 // of the fragments that are added to them.
 #pragma once
-#include "../sequence.cuh"
+#include "../params.cuh"
 #include "../sm90/ptx.cuh"
 #include "tile.cuh"
 

@@ -3,7 +3,7 @@
 // them one after the other and hands them on.
 #pragma once
 #include "../fragment.cuh"
-#include "../sequence.cuh"
+#include "../params.cuh"
 #include "ptx.cuh"
 
 constexpr int WARPGROUP = 128;

@@ -3,7 +3,7 @@
 // are off by 2^-40 of it at most: two keep 23 bits of every element above 2^-17 of it, three all of float32's above
 // 2^-15. Padded and packed inputs look alike from here on.
 #pragma once
-#include "../sequence.cuh"
+#include "../params.cuh"
 
 constexpr int SPLIT_PANEL = 64;  // columns that lie together, as in shared memory
 
@@ -40,7 +40,7 @@ struct SplitOperands {
 // Factors are copied in units of 16 bytes, so every packed sequence begins at a multiple of this many rows.
 constexpr int ROW_ALIGNMENT = 4;
 
-// Where packed group `group` (sequence.cuh) begins, whose first row is `begin`: no group reaches into the next.
+// Where packed group `group` (params.cuh) begins, whose first row is `begin`: no group reaches into the next.
 __device__ __forceinline__ int split_begin(int begin, int group) {
   return (begin / ROW_ALIGNMENT + group) * ROW_ALIGNMENT;
 }

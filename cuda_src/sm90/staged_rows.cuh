@@ -1,6 +1,6 @@
 // Results of a warp by way of shared memory, so that lanes side by side store whole lines.
 #pragma once
-#include "../sequence.cuh"
+#include "../params.cuh"
 #include "products.cuh"
 
 constexpr int ROWS_OF_WARP = 16;
