@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import CPP_TYPES, TABLE_FLAGS, are_products, capability_of, flags_of, has_plain_scale, smem_limit
+from cuflash.plan import TABLE_FLAGS, are_products, capability_of, common, flags_of, has_plain_scale, smem_limit
 from cuflash.problem import AttentionProblem
 
 WARP = 32
@@ -32,7 +32,7 @@ class Tile:
 
     block_m: int
     block_n: int
-    warps: int
+    num_warps: int
     stages: int = 1
     min_blocks: int = 1
     key_warps: int = 1
@@ -131,6 +131,7 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
 
 
 def constants(
+    family: type[KernelConfig],
     row: Row[Any],
     tile: Any,
     dtype: str,
@@ -141,20 +142,10 @@ def constants(
 ) -> dict[str, Any]:
     """What all kernels on 16 bits are told alike."""
     return {
-        "element": CPP_TYPES[dtype],
-        "accum": "float",
-        "bias_element": CPP_TYPES[bias_dtype or dtype],
-        "head_dim": row.head_dim,
-        "head_dim_v": row.head_dim_v,
-        "block_m": tile.block_m,
-        "block_n": tile.block_n,
-        "num_warps": tile.warps,
-        "stages": tile.stages,
-        "min_blocks": tile.min_blocks,
+        **common(family, dtype, bias_dtype, flags, row, tile),
         "product_depth": 16 if capability >= (8, 0) else 8,
         "async_copies": capability >= (8, 0),
         "aligned": aligned,
-        **{flag: flag in flags for flag in FLAGS},
     }
 
 
@@ -176,10 +167,9 @@ def forward_config(
     tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t, row), limit))
     return Config(
         entry=entry,
-        key_warps=tile.key_warps,
         plain_scores=plain_scores,
         smem_bytes=smem_bytes(tile, row),
-        **constants(row, tile, dtype, bias_dtype, flags, capability, aligned),
+        **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
 
 

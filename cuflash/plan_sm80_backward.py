@@ -46,7 +46,7 @@ class Tile:
 
     block_m: int
     block_n: int
-    warps: int
+    num_warps: int
     dq_fragments: int
     together: bool
     stages: int = 1
@@ -254,18 +254,12 @@ def configs(
     return tuple(
         Config(
             entry=MAIN,
-            dq_fragments=tile.dq_fragments,
-            score_stages=tile.score_stages,
-            query_warps=tile.query_warps,
-            query_parts=tile.query_parts,
             vector_adds=capability >= _LARGE_ADDS,
-            bulk_adds=tile.bulk_adds,
-            dq_buffer=tile.dq_buffer,
             plain_scores=are_products(flags),
             computes_dk=computes_dk,
             computes_dv=computes_dv,
             smem_bytes=_smem_bytes(tile, row, computes_dk),
-            **constants(row, tile, dtype, bias_dtype, flags, capability, aligned),
+            **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
         )
         for computes_dk, computes_dv in passes
     )

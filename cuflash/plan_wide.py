@@ -149,7 +149,6 @@ def _constants(
     is_plain = _is_plain(flags, plain_scores, aligned)
     return {
         **common(Config, _dtype_of(kind), bias_dtype, flags, row, tile),
-        "num_warps": tile.warps,
         "product_depth": 16 if parts else 8,
         "async_copies": True,
         "aligned": aligned,
