@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -266,10 +266,13 @@ def gradient_config(
 def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
-    """The configurations of a pass, that of dq first; none with a block mask beside further options."""
-    if "has_block_mask" in flags and not set(flags) <= {"has_window", "has_block_mask"}:
-        return ()  # 12 to 584 bytes would spill
+    """The configurations of a pass, that of dq first; none with a block mask beside two options that are no window."""
+    beside_block_mask = len(set(flags) - {"has_window", "has_block_mask"}) if "has_block_mask" in flags else 0
+    if beside_block_mask > 1:
+        return ()  # up to 584 bytes would spill
     tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options
+    if beside_block_mask:
+        tiles = {entry: replace(tile, columns=_MASK_WORD) for entry, tile in tiles.items()}
     return tuple(
         gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
         for entry, tile in tiles.items()

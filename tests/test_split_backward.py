@@ -98,9 +98,10 @@ def test_options(name: str) -> None:
     both(*inputs(), hidden=hidden, **options)
 
 
-def test_block_mask() -> None:
+@pytest.mark.parametrize("option", [{"causal": True}, {"mask": MASK[::-1]}, {"dropout_p": 0.3, "dropout_seed": 5}])
+def test_block_mask(option: dict[str, Any]) -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
-    both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)
+    both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, **option)
 
 
 def test_padded_queries() -> None:
@@ -156,21 +157,29 @@ def test_what_takes_other_kernels() -> None:
         assert plan_split.backward(problem) == ()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("precision", [None, "tf32"])
-def test_a_block_mask_beside_options_other_than_a_window(head_dim: int, precision: str | None) -> None:
-    problem = cuflash.problem.AttentionProblem(
-        1, 8, 8, 1, 1, head_dim, head_dim, "float32", window_right=0, block_mask=True, precision=precision
-    )
-    assert plan_split.backward(problem)
-    for option in (
-        {"softcap": 2.0},
-        {"alibi": (1, 1)},
-        {"bias": (1, 1, 8, 8)},
-        {"mask": (1, 1, 8, 8)},
-        {"dropout_p": 0.1},
-    ):
-        assert plan_split.backward(replace(problem, **option)) == (), option
+BESIDE_BLOCK_MASK: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0},
+    "slopes": {"alibi": (1, 1)},
+    "bias": {"bias": (1, 1, 8, 8)},
+    "mask": {"mask": (1, 1, 8, 8)},
+    "dropout": {"dropout_p": 0.1},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", BESIDE_BLOCK_MASK)
+def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
+    for head_dim, precision in ((64, "tf32"), (128, None)):  # what has the fewest registers left
+        problem = cuflash.problem.AttentionProblem(
+            1, 8, 8, 1, 1, head_dim, head_dim, "float32", window_right=0, block_mask=True, precision=precision
+        )
+        problem = replace(problem, **BESIDE_BLOCK_MASK[name])
+        configs = plan_split.backward(problem)
+        assert configs
+        for config in configs:
+            assert_compiles_well("sm_90a", config)
+        for other in BESIDE_BLOCK_MASK.keys() - {name}:
+            assert plan_split.backward(replace(problem, **BESIDE_BLOCK_MASK[other])) == ()
 
 
 @needs_compiler
