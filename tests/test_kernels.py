@@ -119,7 +119,7 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
 
 @needs_compiler
 @pytest.mark.parametrize("head_dim", sorted({row.head_dim for rows in plan_wide.FORWARD.values() for row in rows}))
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim: int) -> None:
     limit = plan.smem_limit(arch)
     for config, _ in plan_wide.table(plan.capability_of(arch), limit):
