@@ -75,8 +75,6 @@ WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
 # A block mask alone takes few; so does alibi, with any head dim.
 _WITH_BLOCK_MASK = BACKWARD[:3]
-# Tiles of keys that begin together come to different queries; else all would wait for the first one's part of dq.
-_STAGGERED = {"has_window", "has_block_mask"}
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -185,7 +183,7 @@ def backward_config(
         consumer_registers=consumer_registers,
         dq_registers=dq_registers,
         deterministic=deterministic,
-        stores_first=deterministic or (row.entry == NARROW and bool(_STAGGERED.intersection(flags))),
+        stores_first=deterministic or row.entry == NARROW,
         ping_pong=row.entry == NARROW,
         plain_scores=are_products(flags),
         has_bias_tiles=bias_tiles,

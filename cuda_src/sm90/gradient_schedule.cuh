@@ -131,6 +131,7 @@ struct GroupedWalk {
   Blocks blocks;
   int head, end_head, heads;
   int base, step;  // the rows that are walked for all heads, and how many steps of them are done
+  int left;        // of those rows, without a window
   int turned;
   bool backwards;
 
@@ -141,16 +142,21 @@ struct GroupedWalk {
         step(0) {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
-    turned = shared ? work.tile / heads : 0;
+    // Heads of their own, without a diagonal: tiles that begin together begin with rows of their own, too.
+    turned = shared ? work.tile / heads : HAS_WINDOW ? 0 : work.tile * (BLOCK_N / BLOCK_M);
     head = work.head * heads + work.tile % heads;
     end_head = (work.head + 1) * heads;
     base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
+    if (!HAS_WINDOW && !shared) base = turned % larger(blocks.end, 1) / ROWS * ROWS;
     if (blocks.done()) base = blocks.end;
+    left = ceil_div(blocks.end, ROWS);
     skip();
   }
   __device__ __forceinline__ int block() const { return base + (step + turned) % ROWS; }
   __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
-  __device__ __forceinline__ bool done() const { return base >= blocks.end || base + ROWS <= blocks.block; }
+  __device__ __forceinline__ bool done() const {
+    return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0;
+  }
   __device__ __forceinline__ void advance() {
     next();
     skip();
@@ -164,6 +170,8 @@ struct GroupedWalk {
     if (step == ROWS * heads) {
       step = 0;
       base += backwards ? -ROWS : ROWS;
+      left--;
+      if (!HAS_WINDOW && heads == 1 && base >= blocks.end) base = 0;
     }
   }
   __device__ __forceinline__ void skip() {
