@@ -73,8 +73,8 @@ _FEW_QUERIES = Row(NARROW, 64, 64, 64, 128, 2, 2, 2)
 WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
 # With options that take registers; one that is an array stands alone.
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
-# A block mask alone takes few; so does alibi, with any head dim.
-_WITH_BLOCK_MASK = BACKWARD[:3]
+# A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away.
+_WITH_BLOCK_MASK = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2))
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -115,6 +115,8 @@ class Config(KernelConfig):
         return replace(
             self,
             block_n=self.block_n if self.writes_dbias else ROWS_OF_WARPGROUP,
+            query_stages=1,
+            dout_stages=1,
             key_stages=1,
             dq_stages=1,
             smem_bytes=0,
@@ -154,7 +156,7 @@ def backward_config(
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
     # The room that is left is for one more tile of keys or one more part of dq, which an order of the sums waits for.
     key_stages = 1 if deterministic or bias_tiles else row.key_stages
-    dq_stages = 2 if row.entry == NARROW and key_stages == 1 and not bias_tiles else 1
+    dq_stages = 2 if row.entry == NARROW and key_stages == 1 and row.query_stages == 2 and not bias_tiles else 1
     if bias_tiles:
         of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
@@ -189,7 +191,7 @@ def backward_config(
         has_bias_tiles=bias_tiles,
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
-        smem_bytes=smem_bytes + SMEM_BESIDE_TILES,
+        smem_bytes=smem_bytes + SMEM_BESIDE_TILES * row.query_stages // 2,  # barriers and steps of each
         **{flag: flag in flags for flag in FLAGS},
     )
 
