@@ -12,8 +12,8 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.checks import check_target
-from cuflash.config import MOST_KEPT
 from cuflash.problem import (
+    MOST_KEPT,
     OPTION_NAMES,
     Array,
     AttentionProblem,

@@ -18,8 +18,8 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash import tensor_map
-from cuflash.config import FLAGS
 from cuflash.params import layout_asserts
+from cuflash.plan import FLAGS
 
 Array = Any
 OPTIONS = ("--std=c++17",)

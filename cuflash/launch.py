@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import kernels
-from cuflash.config import MOST_KEPT, KernelConfig
 from cuflash.params import Arrays, fixed_params, num_splits, word_of
-from cuflash.plan import KERNEL_FILES, KEY_KERNELS, function_of, key_kernels, plan
-from cuflash.problem import Array, AttentionProblem, Operands
+from cuflash.plan import KERNEL_FILES, KEY_KERNELS, KernelConfig, function_of, key_kernels, plan
+from cuflash.problem import MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 from cuflash.tensor_map import ALIGNMENT
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, plan_wide
-from cuflash.config import FLOAT_BYTES, HALF_BYTES
 from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
 from cuflash.params import Arrays, word_of
+from cuflash.plan import FLOAT_BYTES, HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
 from cuflash.tensor_map import SWIZZLE_BYTES, whole_rows
 

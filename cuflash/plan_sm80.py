@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
-from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import TABLE_FLAGS, are_products, capability_of, common, flags_of, has_plain_scale, smem_limit
-from cuflash.problem import AttentionProblem
+from cuflash.plan import (
+    FLAGS,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    TABLE_FLAGS,
+    KernelConfig,
+    are_products,
+    capability_of,
+    common,
+    flags_of,
+    has_plain_scale,
+    smem_limit,
+)
+from cuflash.problem import MOST_KEPT, AttentionProblem
 
 WARP = 32
 # Which keys of a tile are seen, and the alignment of what stands before.
@@ -161,7 +172,7 @@ def forward_config(
     entry: str = ENTRIES[0],
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
-    """The configuration of one kernel that stays with queries; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     plain_scores = plain_scores and are_products(flags)
     tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
     tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t, row), limit))

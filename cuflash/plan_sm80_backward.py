@@ -8,12 +8,21 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cuflash import plan_sm80
-from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, KernelConfig
-from cuflash.plan import TABLE_FLAGS, are_products, capability_of, flags_of, smem_limit
+from cuflash.plan import (
+    FLAGS,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    TABLE_FLAGS,
+    KernelConfig,
+    are_products,
+    capability_of,
+    flags_of,
+    smem_limit,
+)
 from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
-from cuflash.problem import AttentionProblem
+from cuflash.problem import MOST_KEPT, AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,7 @@ def configs(
     aligned: bool = True,
     is_short: bool = False,
 ) -> tuple[Config, ...]:
-    """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `config.FLAGS`."""
+    """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
     fitting = (
         t

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, L2_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import CPP_TYPES, flags_of, has_plain_scale
-from cuflash.problem import AttentionProblem
+from cuflash.plan import (
+    CPP_TYPES,
+    FLAGS,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    L2_BYTES,
+    SMEM_BESIDE_TILES,
+    KernelConfig,
+    flags_of,
+    has_plain_scale,
+)
+from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 ROWS_OF_WARPGROUP = 64
@@ -193,7 +202,7 @@ def forward_config(
     narrow_window: bool = False,
     few_queries: bool = False,
 ) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = set(flags) - {"has_window"}
     if not options and plain_scores:
         if flags:

@@ -9,18 +9,19 @@ from itertools import product
 from typing import Any
 
 from cuflash import plan_sm90
-from cuflash.config import (
+from cuflash.plan import (
+    CPP_TYPES,
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
     L2_BYTES,
-    MOST_KEPT,
     SMEM_BESIDE_TILES,
     KernelConfig,
+    are_products,
+    flags_of,
 )
-from cuflash.plan import CPP_TYPES, are_products, flags_of
 from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
-from cuflash.problem import AttentionProblem
+from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 # Every warpgroup has 64 keys, or (for wide heads) the warpgroups compute dv, dk and dq of 64 keys.
@@ -141,7 +142,7 @@ def backward_config(
     bias_tiles: bool = False,
     mask_vectors: bool = False,
 ) -> Config:
-    """The configuration of one backward pass; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one backward pass; `flags` is a subset of `FLAGS`."""
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     of_query = row.query_stages * (row_bytes + FLOAT_BYTES) + row.dout_stages * (row_bytes_v + FLOAT_BYTES)
     of_query += row.ds_stages * row.block_n * HALF_BYTES

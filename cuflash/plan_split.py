@@ -8,10 +8,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cuflash.config import FLAGS, FLOAT_BYTES, HALF_BYTES, MOST_KEPT, SMEM_BESIDE_TILES, KernelConfig
-from cuflash.plan import are_products, common, flags_of, has_plain_scale
+from cuflash.plan import (
+    FLAGS,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    SMEM_BESIDE_TILES,
+    KernelConfig,
+    are_products,
+    common,
+    flags_of,
+    has_plain_scale,
+)
 from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
-from cuflash.problem import AttentionProblem
+from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tensor_map import whole_rows
 
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
@@ -202,7 +211,7 @@ def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | Non
 def forward_config(
     row: Row, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> ForwardConfig | None:
-    """The configuration of one forward kernel, if there is one; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one forward kernel, if there is one; `flags` is a subset of `FLAGS`."""
     tile = _tile_of(row, flags, plain_scores)
     if tile is None:
         return None
@@ -234,7 +243,7 @@ def gradient_config(
     flags: tuple[str, ...],
     plain_scores: bool = True,
 ) -> GradientConfig:
-    """The configuration of one gradient kernel; `flags` is a subset of `config.FLAGS`."""
+    """The configuration of one gradient kernel; `flags` is a subset of `FLAGS`."""
     wanted = KEY_KERNELS.get(entry, ())
     of_keys = bool(wanted)
     assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP

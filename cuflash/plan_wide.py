@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cuflash.config import FLOAT_BYTES, HALF_BYTES, MOST_KEPT
-from cuflash.plan import TABLE_FLAGS, are_products, common, flags_of, has_plain_scale, smem_limit
+from cuflash.plan import (
+    FLOAT_BYTES,
+    HALF_BYTES,
+    TABLE_FLAGS,
+    are_products,
+    common,
+    flags_of,
+    has_plain_scale,
+    smem_limit,
+)
 from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
 from cuflash.plan_sm80 import Config as NarrowConfig
 from cuflash.plan_split import KEY_PARTS, PARTS
-from cuflash.problem import AttentionProblem
+from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # float16 parts of values and dout by kind of products; float64 has whole elements, and kernels of its own.
 _PARTS = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
+# Bound of whatever is kept by calls' metadata, for programs with ever new shapes.
+MOST_KEPT = 4096
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
 GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cuflash.checks import MAX_SEED, Distances
-from cuflash.config import MOST_KEPT
+from cuflash.problem import MOST_KEPT
 from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:

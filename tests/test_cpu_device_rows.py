@@ -23,7 +23,7 @@ from cuflash import (
     plan_sm90_backward,
     plan_split,
 )
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import FLAGS, KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

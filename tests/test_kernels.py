@@ -22,7 +22,7 @@ from cuflash import (
     plan_split,
     plan_wide,
 )
-from cuflash.config import FLAGS, KernelConfig
+from cuflash.plan import FLAGS, KernelConfig
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
