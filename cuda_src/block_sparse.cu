@@ -178,19 +178,21 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
   }
 }
 
-// The bits of the partial blocks in the order in which Hopper's gradients take them (sm90/gradient_options.cuh): a word
-// for each thread of a warpgroup, a bit for each element of its fragment of 64 keys x 64 queries. One warp per 32
-// words.
-extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, unsigned* key_bits) {
-  constexpr int WARPS = CANONICAL / 16;  // of a warpgroup, each with 16 keys
+// The bits of the partial blocks in the order in which Hopper's kernels take them: a word for each thread of a
+// warpgroup, a bit for each element of its fragment of 64 keys x 64 queries (sm90/gradient_options.cuh) or 64 queries x
+// 64 keys (sm90/unit_fragment.cuh). One warp per 32 words.
+extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, int rows_are_queries,
+                                      unsigned* key_bits) {
+  constexpr int WARPS = CANONICAL / 16;  // of a warpgroup, each with 16 rows
   const long long warp = warp_in_grid();
   if (warp >= num_partial * WARPS) return;
-  const int lane = lane_in_warp(), key = static_cast<int>(warp % WARPS) * 16 + lane / 4;
+  const int lane = lane_in_warp(), first_row = static_cast<int>(warp % WARPS) * 16 + lane / 4;
   const unsigned* block = bits + warp / WARPS * CANONICAL * WORDS;
   unsigned own = 0;
   for (int e = 0; e < WARP; ++e) {
-    const int query = lane % 4 * 2 + e / 4 * 8 + e % 2, column = key + e / 2 % 2 * 8;
-    own |= (block[query * WORDS + column / WARP] >> column % WARP & 1) << e;
+    const int row = first_row + e / 2 % 2 * 8, column = lane % 4 * 2 + e / 4 * 8 + e % 2;
+    const int query = rows_are_queries ? row : column, key = rows_are_queries ? column : row;
+    own |= (block[query * WORDS + key / WARP] >> key % WARP & 1) << e;
   }
   key_bits[warp * WARP + lane] = own;
 }

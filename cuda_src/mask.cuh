@@ -10,6 +10,7 @@ constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 constexpr int CANONICAL = 64;                 // blocks of a BlockMask's own store
 constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of such a block
+constexpr int HIDDEN_SLOT = -1, VISIBLE_SLOT = -2;
 
 // One bit for each of 4 bytes, whether it is not 0, in the lowest (weights 0x08040201) or the other (0x80402010) half
 // of a byte, 7 bits up; added to `sum`.
@@ -120,10 +121,11 @@ struct Mask {
 
   __device__ __forceinline__ int slot_at(int i, int j) const {
     const int row = i / CANONICAL, column = j / CANONICAL;
-    return row < slot_rows && column < slot_columns ? slots[static_cast<i64>(row) * slot_columns + column] : -1;
+    return row < slot_rows && column < slot_columns ? slots[static_cast<i64>(row) * slot_columns + column]
+                                                    : HIDDEN_SLOT;
   }
   __device__ __forceinline__ u32 slot_word(int slot, int i, int j) const {
-    return slot < 0 ? (slot == -2 ? 0xffffffffu : 0) : row_of_slot(slot, i)[j % CANONICAL / 32];
+    return slot < 0 ? (slot == VISIBLE_SLOT ? 0xffffffffu : 0) : row_of_slot(slot, i)[j % CANONICAL / 32];
   }
   // Words of a partial block's row i.
   __device__ __forceinline__ const u32* row_of_slot(int slot, int i) const {

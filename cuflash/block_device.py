@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from cuflash.block_store import CANONICAL, HIDDEN, VISIBLE, num_blocks
+from cuflash.problem import AS_STORED, ROWS_ARE_QUERIES
 
 Array = Any
 Made = TypeVar("Made")
@@ -29,8 +30,8 @@ class TileLists(NamedTuple):
 
     ``row_index[b, h, m, :row_count[b, h, m]]`` are the columns of tiles that tile row m visits, ascending, each as
     ``(tile << 1) | partial``; a tile that is not partial is visible as far as the array reaches. ``col_index`` and
-    ``col_count`` are the same for the columns. Entries beyond the count are not set. `key_bits` are the mask's bits as
-    Hopper's gradients take them (`order_bits`) if the kernel reads those, else as they are.
+    ``col_count`` are the same for the columns. Entries beyond the count are not set. `key_bits` are the mask's bits in
+    the order in which the kernel reads them.
     """
 
     row_index: Array  # (B, H, num_m, num_n)
@@ -124,7 +125,7 @@ def list_tiles(
     seqlen_k: int,
     block_m: int,
     block_n: int,
-    key_bits: bool = False,
+    order: int = AS_STORED,
 ) -> TileLists:
     """The lists of tiles of block_m x block_n elements; never waits for the device.
 
@@ -136,7 +137,7 @@ def list_tiles(
     def empty(*shape: int) -> Array:
         return xp.empty((*images, *shape), np.int32)
 
-    ordered = order_bits(xp, get_kernel, bits) if key_bits else bits
+    ordered = bits if order == AS_STORED else order_bits(xp, get_kernel, bits, order)
     lists = TileLists(empty(num_m, num_n), empty(num_m), empty(num_n, num_m), empty(num_n), ordered)
     num_images = images[0] * images[1]
     num_lists = num_images * (num_m + num_n)
@@ -148,10 +149,11 @@ def list_tiles(
     return lists
 
 
-def order_bits(xp: Any, get_kernel: GetKernel, bits: Array) -> Array:
-    """The bits as Hopper's gradients take them, uint32 (num_partial, 128); never waits for the device."""
+def order_bits(xp: Any, get_kernel: GetKernel, bits: Array, order: int) -> Array:
+    """The bits in the order of Hopper's fragments, uint32 (num_partial, 128); never waits for the device."""
     ordered = xp.empty((len(bits), _WARPGROUP), np.uint32)
     if len(bits):
         grid = (num_blocks(ordered.size, _WARPS * _WARP),)
-        get_kernel(_SOURCE, "order_bits", _CONSTANTS)(grid, (_WARPS * _WARP,), (bits, np.int64(len(bits)), ordered))
+        args = bits, np.int64(len(bits)), np.int32(order == ROWS_ARE_QUERIES), ordered
+        get_kernel(_SOURCE, "order_bits", _CONSTANTS)(grid, (_WARPS * _WARP,), args)
     return ordered

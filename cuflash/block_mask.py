@@ -32,6 +32,7 @@ from cuflash.block_store import (
     words_from_block_rows,
     words_from_bools,
 )
+from cuflash.problem import AS_STORED
 
 if TYPE_CHECKING:
     from cuflash.kernels import Device
@@ -75,7 +76,7 @@ class BlockMask(Patterns):
         self._release = release
         self._host = store if isinstance(store, Store) else None
         self._on_device = {} if isinstance(store, Store) else {device: store}
-        self._lists: dict[tuple[int, int, int, bool], OnDevice[TileLists]] = {}
+        self._lists: dict[tuple[int, int, int, int], OnDevice[TileLists]] = {}
         self._addresses: dict[Any, list[int]] = {}
         self.serial = next(_serials)  # no other mask of this process has it, alive or not
         self._density: float | None = None
@@ -294,28 +295,28 @@ class BlockMask(Patterns):
         return made.get()
 
     def tile_lists(
-        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, key_bits: bool = False
+        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, order: int = AS_STORED
     ) -> TileLists:
         """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
 
-        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy. Enqueues work on the current
-        stream and never waits for it.
+        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy, `order` that of the bits
+        (`problem`). Enqueues work on the current stream and never waits for it.
         """
         if xp is None:
             import cupy
 
             xp = cupy
         device = _HOST if xp is np else xp.cuda.runtime.getDevice()
-        key = (device, block_m, block_n, key_bits)
+        key = (device, block_m, block_n, order)
         lists = self._lists.get(key)
         if lists is None:
             slots, bits = self.arrays(xp)
             lists = self._lists[key] = OnDevice(
-                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, key_bits=key_bits)
+                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, order)
             )
         return lists.get()
 
-    def addresses(self, tiles: tuple[tuple[int, int, bool], ...], device: Device) -> list[int]:
+    def addresses(self, tiles: tuple[tuple[int, int, int], ...], device: Device) -> list[int]:
         """Where the store and the lists for `tiles` lie on the current device, ready on this stream."""
         known = self._addresses.get((device, tiles))
         if known is None:

@@ -14,7 +14,7 @@ import numpy as np
 from cuflash import kernels
 from cuflash.params import Arrays, fixed_params, num_splits, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, KernelConfig, function_of, key_kernels, plan
-from cuflash.problem import MOST_KEPT, Array, AttentionProblem, Operands
+from cuflash.problem import AS_STORED, MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 from cuflash.tensor_map import ALIGNMENT
 
@@ -54,9 +54,9 @@ class Kernel:
         return False
 
     @property
-    def reads_key_bits(self) -> bool:
-        """Whether it reads a block mask's bits in the order of Hopper's gradients."""
-        return False
+    def order_of_bits(self) -> int:
+        """In which order it reads a block mask's bits: `problem`."""
+        return AS_STORED
 
     @property
     def threads(self) -> int:
@@ -255,9 +255,9 @@ class Work:
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
         xp = self.device.namespace
-        tile = kernel.config.block_m, kernel.config.block_n, kernel.reads_key_bits
+        tile = kernel.config.block_m, kernel.config.block_n, kernel.order_of_bits
         get = partial(kernels.get, device=self.device)
-        lists = block_mask.tile_lists(*tile[:2], get, xp, key_bits=kernel.reads_key_bits)
+        lists = block_mask.tile_lists(*tile[:2], get, xp, order=kernel.order_of_bits)
         slots, bits = block_mask.arrays(xp)
         self.recording.use_lists(tile, (slots, bits), lists)
         return {

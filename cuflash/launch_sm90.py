@@ -15,7 +15,7 @@ from cuflash.launch import Further, Kernel, Rows, Words, Work, images, num_tiles
 from cuflash.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
-from cuflash.problem import Array, AttentionProblem
+from cuflash.problem import ROWS_ARE_KEYS, ROWS_ARE_QUERIES, Array, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
 MAP_BYTES = 128
@@ -132,6 +132,11 @@ class Forward(Kernel):
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """Single queries of the heads of a group are rows of a tile."""
         return heads_as_rows(problem, arrays)
+
+    @property
+    def order_of_bits(self) -> int:
+        """That of the fragments."""
+        return ROWS_ARE_QUERIES
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
@@ -291,9 +296,9 @@ class Gradients(_OfQueries):
         return True
 
     @property
-    def reads_key_bits(self) -> bool:
-        """Partial blocks' bits lie in the order of the fragments."""
-        return True
+    def order_of_bits(self) -> int:
+        """That of the fragments."""
+        return ROWS_ARE_KEYS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Also the order of tiles."""

@@ -24,7 +24,8 @@ ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
 WARPGROUP = 128
 # Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
-# that are done again, lists of a block mask and tiles of a bias take more of the first; several options, of the others.
+# that are done again, lists of a block mask and tiles of a bias take more of the first; several other options, of the
+# others.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
 # What runs where these kernels do not: by mma.sync if it can, else the portable ones.
@@ -218,7 +219,7 @@ def forward_config(
     else:
         tile = row.with_more
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    more_to_load = len(options) == 1 and bool(options & {"has_mask", "has_block_mask", "has_bias"})
+    more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes

@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     """
 
     results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
-    tiles: tuple[tuple[int, int, bool], ...]
+    tiles: tuple[tuple[int, int, int], ...]
     scratch_sizes: tuple[int, ...]
     steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
     apart: tuple[tuple[int, int, Distances], ...]
@@ -234,7 +234,7 @@ class Recording:
         self._blocks: list[Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
-        self._tiles: list[tuple[int, int, bool]] = []
+        self._tiles: list[tuple[int, int, int]] = []
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -253,7 +253,7 @@ class Recording:
         if self._capture:
             give_back(self._capture, self._stream, self._blocks)
 
-    def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
+    def use_lists(self, tile: tuple[int, int, int], store: Sequence[Array], lists: Sequence[Array]) -> None:
         """Note that a launch reads the block mask's store and its lists for this tile."""
         if tile not in self._tiles:
             self._tiles.append(tile)

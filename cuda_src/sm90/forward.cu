@@ -5,7 +5,6 @@
 #include "../write_fragment.cuh"
 #include "forward_loader.cuh"
 #include "staged_rows.cuh"
-#include "unit_fragment.cuh"
 
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && !HAS_OPTIONS;
@@ -179,7 +178,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           if (COPIES == 1) masked = needs_mask();
         }
         const int first_key = blocks.block * BLOCK_N;
-        if (masked) scores.fetch(bits, row, first_key);
+        if (masked) scores.fetch(bits, row, first_key, shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[warpgroup]);
         rings.k.wait();
         turns.take();
         multiply(x, first_key, masked);
@@ -241,7 +240,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         blocks.take(rings.k, shared.blocks);
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
-        if (masked) scores.fetch(bits, row, first_key);
+        if (masked) scores.fetch(bits, row, first_key, shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[warpgroup]);
         rings.k.wait();
         turns.take();
         multiply(x, first_key, masked);

@@ -4,7 +4,7 @@
 #include "bias_tile.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
-#include "slope_product.cuh"
+#include "unit_fragment.cuh"
 
 // Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
 // attention of its own, and reduce.cu makes one of them.
@@ -117,6 +117,28 @@ struct GivenBlocks {
   }
 };
 
+// Of a tile of keys with a block mask: the blocks of its store that each warpgroup's queries have there. Found by the
+// loading thread, so that no warp waits for one read to begin the next.
+struct GivenSlots {
+  alignas(16) int of[CONSUMERS][BLOCKS_OF_ROW];
+
+  // Of an entry of a list.
+  __device__ __forceinline__ void find(const AttentionParams& p, const Work& work, int entry) {
+#pragma unroll
+    for (int i = 0; i < CONSUMERS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
+    if ((entry & 1) == 0) return;
+    const Mask mask(p, work.sequence, work.head);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_ROW; i++) {
+        of[warpgroup][i] =
+            mask.slot_at(work.tile * BLOCK_M + warpgroup * ROWS_OF_WARPGROUP, (entry >> 1) * BLOCK_N + i * CANONICAL);
+      }
+    }
+  }
+};
+
 // As many panels of each warp's rows as there is room for, in the swizzle of TMA.
 template <int NUM_PANELS>
 struct Staging {
@@ -133,7 +155,8 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   GivenWork work[WORK_STAGES];
   Blocks lists[WORK_STAGES];                // with a block mask, of the tiles handed on
   int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
-  int spoiled[WORK_STAGES];                 // whether hidden values have come into a tile's result
+  GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
+  int spoiled[WORK_STAGES];  // whether hidden values have come into a tile's result
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
@@ -160,13 +183,18 @@ struct Rings {
 
 // One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
 template <int ROWS, int NUM_PANELS, class AnyRing>
-__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
-  ring.acquire();
-  ring.expect();
+__device__ __forceinline__ void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head,
+                                            int batch) {
 #pragma unroll
   for (int panel = 0; panel < NUM_PANELS; panel++) {
     ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
   }
+}
+template <int ROWS, int NUM_PANELS, class AnyRing>
+__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
+  ring.acquire();
+  ring.expect();
+  load_panels<ROWS, NUM_PANELS>(ring, map, row, head, batch);
   ring.advance();
 }
 
@@ -212,12 +240,22 @@ __device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedS
   rings.work.publish();
 }
 
+// A block mask's list, read ahead of the tiles: nothing that is to be loaded waits for it.
+struct Listed {
+  const int* next;       // entry
+  int left, end;         // entries, of tiles
+  int entry, following;  // the current one, the one behind it
+  bool masked;
+  GivenSlots slots;
+};
+
 // The loading thread.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
+  Listed listed = {};
 
   __device__ __forceinline__ void load_all() {
     while (true) {
@@ -239,38 +277,60 @@ struct Loader {
     const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row_k = static_cast<int>(s.row_k);
     bool last = blocks.done();
+    if (HAS_BLOCK_MASK && !last) {
+      listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
+      look_ahead(work);
+      listed.masked = needs_mask(listed.entry, work);
+    }
     int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
     load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
+    if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       const int values = row_k + block * BLOCK_N;
-      last = blocks.done();
+      last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
       load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
+      if (HAS_BLOCK_MASK && !last) look_ahead(work);
     }
+  }
+
+  // Begins to read what the next tile of keys needs.
+  __device__ __forceinline__ void look_ahead(const Work& work) {
+    listed.entry = listed.following;
+    if (listed.left > 1) listed.following = *listed.next++;
+    listed.slots.find(p, work, listed.entry);
   }
 
   // Loads the current tile of keys, advances, and returns its number.
   __device__ __forceinline__ int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
-    const int block = blocks.block;
     if constexpr (HAS_BLOCK_MASK) {
-      const bool masked = needs_mask(blocks, work);
-      blocks.advance();
-      const bool last = blocks.done(), next_masked = !last && needs_mask(blocks, work);
+      const int block = listed.entry >> 1;
+      const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
+      const bool next_masked = !last && needs_mask(listed.following, work);
+      const int entry = GivenBlocks::entry(block, listed.masked, last, next_masked);
       rings.k.acquire();
-      shared.blocks[rings.k.stage] = GivenBlocks::entry(block, masked, last, next_masked);
+      load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      shared.blocks[rings.k.stage] = entry;
+      shared.slots[rings.k.stage] = listed.slots;
+      rings.k.expect();
+      rings.k.advance();
+      listed.left = last ? 0 : listed.left - 1;
+      listed.masked = next_masked;
+      return block;
     } else {
+      const int block = blocks.block;
       blocks.advance();
+      load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
+      return block;
     }
-    load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
-    return block;
   }
 
-  // Whether some warpgroup has to mask the current tile of keys.
-  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, const Work& work) const {
-    if (HAS_MASK || HAS_ALIBI || blocks.partial) return true;
+  // Whether some warpgroup has to mask the tile of keys of an entry.
+  __device__ __forceinline__ bool needs_mask(int entry, const Work& work) const {
+    if (HAS_MASK || HAS_ALIBI || (entry & 1)) return true;
     const Mask mask(p, work.sequence, work.head);
-    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, blocks.block * BLOCK_N, BLOCK_N);
+    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, (entry >> 1) * BLOCK_N, BLOCK_N);
   }
 
   __device__ __forceinline__ void load_bias(const Work& work, int block) {

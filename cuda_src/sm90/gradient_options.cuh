@@ -8,7 +8,6 @@
 // ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys, each hidden, visible or partial;
 // of a partial one each thread reads the bits of its own fragment in one word.
 
-constexpr int VISIBLE_SLOT = -2;
 constexpr int BLOCKS_M = (BLOCK_M + CANONICAL - 1) / CANONICAL, BLOCKS_N = BLOCK_N / CANONICAL;
 constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: keys, then queries
 

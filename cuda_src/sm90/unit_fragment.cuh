@@ -9,12 +9,15 @@ constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's
 // With other options or wide results registers are too scarce to hold a mask's bytes beside the products.
 constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
 static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
+// Blocks of a block mask's store that a tile of keys may lie in: it begins at a multiple of 32 in the first one.
+constexpr int BLOCKS_OF_ROW = HAS_BLOCK_MASK ? BLOCK_N / CANONICAL + (BLOCK_N % CANONICAL != 0) : 1;
 
 // What does not depend on the products, to be found while they are computed.
 struct FragmentBits {
   static constexpr bool HAS_VISIBLE = HAS_MASK || HAS_BLOCK_MASK;
   u32 visible[ELEMENT_WORDS];  // bit e: element e
   uint4 mask[2][2];            // of rows `row` and row + 8, 32 columns, each lane of a quad its own
+  u32 blocks[BLOCKS_OF_ROW];   // of the elements in each block of a block mask
 };
 
 // Scores in the accumulators of tensor cores (16-bit inputs) stand in units: score = unit * x. The unit comes with the
@@ -59,15 +62,24 @@ struct UnitFragment : ScoreFragment {
     return HAS_ALIBI && nearest < 0 && nearest + rows + BLOCK_N - 2 > 0;
   }
 
-  // Starts to read a mask.
-  __device__ __forceinline__ void fetch(FragmentBits& bits, int row, int first_key) const {
+  // Starts to read a mask, and the partial blocks of a block mask.
+  __device__ __forceinline__ void fetch(FragmentBits& bits, int row, int first_key,
+                                        const int (&slots)[BLOCKS_OF_ROW]) const {
     if constexpr (FETCHES_MASK) read_mask(bits.mask, row, first_key);
+    if constexpr (HAS_BLOCK_MASK) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_ROW; i++) {
+        const int slot = slots[i];
+        bits.blocks[i] = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
+        if (slot >= 0) bits.blocks[i] = p.block_key_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
+      }
+    }
   }
 
   // Of a tile that needs its mask, behind fetch.
   __device__ __forceinline__ void find_visible(FragmentBits& bits, int row, int first_key) const {
     if constexpr (HAS_MASK && !FETCHES_MASK) read_mask(bits.mask, row, first_key);
-    if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits.mask, row, first_key);
+    if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits, row, first_key);
   }
 
   // Turns products into scores in units, -inf where hidden; alibi leaves shift[r] of them to be added to row r's (or
@@ -157,10 +169,13 @@ struct UnitFragment : ScoreFragment {
   // Bits below n, of a word.
   static __device__ __forceinline__ u32 below(int n) { return n <= 0 ? 0 : n >= WORD ? 0xffffffffu : (1u << n) - 1; }
 
-  __device__ __forceinline__ void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const uint4 (&bytes)[2][2], int row,
+  __device__ __forceinline__ void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row,
                                                int first_key) const {
     const Mask own_mask(p, s, head);
+    bool by_rows = HAS_MASK;
     u32 visible[2][WORDS];  // of the thread's two rows, from the tile's first column on
+#pragma unroll
+    for (int word = 0; word < WORDS; word++) visible[0][word] = visible[1][word] = 0xffffffffu;
     if constexpr (HAS_MASK) {
       u32 own[2] = {};
       const int j = first_key + lane() % 4 * WORD;
@@ -168,7 +183,7 @@ struct UnitFragment : ScoreFragment {
         const bool in_vectors = own_mask.in_vectors(j);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          own[r] = in_vectors ? bits_of(bytes[r][0], bytes[r][1]) : own_mask.mask_word(row + 8 * r, j);
+          own[r] = in_vectors ? bits_of(bits.mask[r][0], bits.mask[r][1]) : own_mask.mask_word(row + 8 * r, j);
         }
       }
 #pragma unroll
@@ -177,39 +192,34 @@ struct UnitFragment : ScoreFragment {
         for (int r = 0; r < 2; r++) visible[r][word] = __shfl_sync(ALL_LANES, own[r], lane() / 4 * 4 + word);
       }
     }
-    if constexpr (HAS_BLOCK_MASK) {
-      constexpr int AT_ONCE = BLOCK_N % CANONICAL == 0 ? WORDS_OF_ROW : 1;
-#pragma unroll
-      for (int first = 0; first < WORDS; first += AT_ONCE) {
-        const int j = first_key + first * WORD, slot = own_mask.slot_at(row, j);
-        const u32* words = own_mask.row_of_slot(larger(slot, 0), row) + j % CANONICAL / WORD;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-#pragma unroll
-          for (int word = 0; word < AT_ONCE; word++) {
-            const u32 bits = slot < 0 ? (slot == -2 ? 0xffffffffu : 0) : words[8 * r * WORDS_OF_ROW + word];
-            u32& target = visible[r][first + word];
-            target = HAS_MASK ? target & bits : bits;
-          }
-        }
-      }
-    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Range range = columns(row + 8 * r, first_key);
       if (range.begin <= 0 && range.end >= BLOCK_N) continue;
+      by_rows = true;
 #pragma unroll
       for (int word = 0; word < WORDS; word++) {
         visible[r][word] &= below(range.end - word * WORD) & ~below(range.begin - word * WORD);
       }
     }
+    // A block of 64 columns has a word, 32 columns half of it.
+    const int skipped = BLOCK_N % CANONICAL == 0 ? 0 : first_key % CANONICAL / 2;
 #pragma unroll
-    for (u32& word : of_elements) word = 0;
+    for (int i = 0; i < ELEMENT_WORDS; i++) {
+      of_elements[i] = HAS_BLOCK_MASK ? bits.blocks[i] : 0xffffffffu;
+      if constexpr (HAS_BLOCK_MASK && BLOCK_N % CANONICAL != 0) {
+        of_elements[i] = __funnelshift_r(bits.blocks[i], i + 1 < BLOCKS_OF_ROW ? bits.blocks[i + 1] : 0, skipped);
+      }
+    }
+    if (!by_rows) return;
+    u32 seen[ELEMENT_WORDS] = {};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e += 2) {
       const u32 pair = visible[row_offset(e) / 8][column_offset(e) / WORD] >> fragment_column();
-      of_elements[e / WORD] |= (pair >> column_offset(e) % WORD & 3) << e % WORD;
+      seen[e / WORD] |= (pair >> column_offset(e) % WORD & 3) << e % WORD;
     }
+#pragma unroll
+    for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
   }
 
   // On one side of the diagonal what depends on the row alone goes into `shift`.
