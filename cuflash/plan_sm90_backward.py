@@ -10,7 +10,6 @@ from typing import Any
 
 from cuflash import plan_sm90
 from cuflash.plan import (
-    CPP_TYPES,
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
@@ -18,6 +17,7 @@ from cuflash.plan import (
     SMEM_BESIDE_TILES,
     KernelConfig,
     are_products,
+    common,
     flags_of,
 )
 from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
@@ -165,18 +165,6 @@ def backward_config(
         _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else _REGISTERS[row.entry]
     )
     return Config(
-        entry=row.entry,
-        element=CPP_TYPES[dtype],
-        accum="float",
-        bias_element=CPP_TYPES[bias_dtype or dtype],
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim_v,
-        block_m=row.block_m,
-        block_n=row.block_n,
-        query_stages=row.query_stages,
-        dout_stages=row.dout_stages,
-        ds_stages=row.ds_stages,
-        key_stages=key_stages,
         dq_stages=dq_stages,
         dq_parts=dq_parts,
         dq_columns=dq_columns,
@@ -193,7 +181,7 @@ def backward_config(
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
         smem_bytes=smem_bytes + SMEM_BESIDE_TILES * row.query_stages // 2,  # barriers and steps of each
-        **{flag: flag in flags for flag in FLAGS},
+        **common(Config, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
     )
 
 
