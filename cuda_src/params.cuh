@@ -267,12 +267,13 @@ __device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequen
 // short.
 constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
-__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first) {
-  const u32 id = blockIdx.x, num_tiles = p.num_tiles;
+__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first,
+                                        u32 id = blockIdx.x, u32 tiles_together = TILES_TOGETHER) {
+  const u32 num_tiles = p.num_tiles;
   u32 image = id / num_tiles, slot = id % num_tiles;
   if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, image % num_heads);
   if (longest_first) {
-    const u32 together = num_tiles < TILES_TOGETHER ? TILES_TOGETHER / num_tiles : 1;
+    const u32 together = num_tiles < tiles_together ? tiles_together / num_tiles : 1;
     const u32 first = image / together * together, left = num_heads * p.batch - first;
     const u32 count = left < together ? left : together, place = id - first * num_tiles;
     image = first + place % count;

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from cuflash import launch, launch_split, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.launch import Kernel, Work, images, num_tiles
 from cuflash.params import Arrays
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
 from cuflash.problem import AttentionProblem
+
+# Of a tile of dq's sum, as in gradient_rows.cuh.
+_TURNS = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def forward(work: Work) -> bool:
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dk, dv, delta, and dq unless its bits must repeat; return the other gradients, None if nothing is done."""
+    """Write dk, dv, delta, dq unless beside a block mask its bits must repeat; return the others, None if nothing."""
     problem, arrays, device = work.problem, work.arrays, work.device
     aligned = work.is_aligned(("q", "k", "v", "dout", "out"))
     configs = plan_sm80_backward.backward(problem, aligned, device.capability, device.smem_limit)
@@ -65,10 +70,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     first = configs[0]
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
-    # The sum of dq has no fixed order.
-    if "q" in grads and not problem.deterministic:
+    if "q" in grads and (first.deterministic or not problem.deterministic):
         tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
         of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
+        if first.deterministic:
+            of_queries["dq_turns"] = work.empty((1 + tiles * _TURNS,), np.int32)
         del others["q"]
     work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}

@@ -145,37 +145,15 @@ BACKWARD = (
         (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
     ),
 )
-# Of the kernel that stays with queries.
-OF_QUERIES = (
-    Row(
-        64,
-        64,
-        (QueryTile(64, 64, 4, 2, 3), QueryTile(64, 64, 4)),
-        (QueryTile(64, 32, 4),),
-    ),
-    Row(
-        128,
-        128,
-        (
-            QueryTile(128, 32, 4, 2, 2, below=_LARGER),
-            QueryTile(128, 32, 4, 1, 2, below=_LARGER),
-            QueryTile(64, 64, 4, 1, 2),
-            QueryTile(64, 32, 4),
-        ),
-        (QueryTile(64, 32, 4),),
-    ),
-    Row(
-        192,
-        192,
-        (QueryTile(64, 32, 4, 2, 2), QueryTile(64, 32, 4), QueryTile(32, 32, 2)),
-        (QueryTile(64, 16, 4), QueryTile(32, 16, 2)),
-    ),
-    Row(
-        256,
-        256,
-        (QueryTile(128, 64, 8), QueryTile(64, 32, 4), QueryTile(32, 16, 2)),
-        (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2)),
-    ),
+# Of the kernel that stays with queries: for bits that repeat beside a block mask, and for slopes.
+OF_QUERIES = tuple(
+    Row(head_dim, head_dim, tiles, tiles)
+    for head_dim, tiles in (
+        (64, (QueryTile(64, 32, 4),)),
+        (128, (QueryTile(64, 32, 4),)),
+        (192, (QueryTile(64, 16, 4), QueryTile(32, 16, 2))),
+        (256, (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2))),
+    )
 )
 # Of the kernel for the gradient of a bias; options are those beside it.
 _HALF_OF_KEYS = (QueryTile(64, 32, 4, min_blocks=2), QueryTile(64, 32, 4), QueryTile(32, 32, 2), QueryTile(32, 16, 2))
@@ -219,6 +197,7 @@ class Config(KernelConfig):
     plain_scores: bool  # a score is a product of q and k times a scale
     computes_dk: bool  # and dq
     computes_dv: bool
+    deterministic: bool  # tiles of keys add to dq in an order
 
     @property
     def threads(self) -> int:
@@ -245,6 +224,7 @@ def configs(
     limit: int,
     aligned: bool = True,
     is_short: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `FLAGS`."""
     plain = set(flags) <= {"has_window"} and aligned
@@ -267,6 +247,7 @@ def configs(
             plain_scores=are_products(flags),
             computes_dk=computes_dk,
             computes_dv=computes_dv,
+            deterministic=deterministic,
             smem_bytes=_smem_bytes(tile, row, computes_dk),
             **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
         )
@@ -292,9 +273,8 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability, l
     if problem.dtype not in dtypes(capability):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
-    return configs(
-        row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
-    )
+    given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
+    return configs(*given, bool(problem.deterministic and not problem.block_mask))
 
 
 def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
@@ -344,8 +324,10 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True), (("has_window",), True, True)]
             for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):
-                for config in configs(row, dtype, None, flags, capability, limit, aligned, is_short):
-                    yield config, dtype
+                of = dtype, None, flags, capability, limit, aligned, is_short
+                for deterministic in (False,) if "has_block_mask" in flags else (False, True):
+                    for config in configs(row, *of, deterministic):
+                        yield config, dtype
     yield from plan_sm80.table(capability, limit, **_QUERY_KERNEL)
     for other, dtype in plan_sm80.table(capability, limit, **_BIAS_KERNEL):
         yield _with_bias(other), dtype

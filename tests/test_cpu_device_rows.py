@@ -120,8 +120,10 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         chosen = {"window": (100, 0)}
     if of.get("parts") == 1:
         chosen["precision"] = "tf32"
-    hopper = plan_sm90_backward.NARROW, plan_sm90_backward.WIDE
-    if config.entry == plan_sm80_backward.ORDERED_DQ or (of.get("deterministic") and config.entry in hopper):
+    in_order = plan_sm90_backward.NARROW, plan_sm90_backward.WIDE, plan_sm80_backward.MAIN
+    if config.entry == plan_sm80_backward.ORDERED_DQ:
+        chosen |= {"deterministic": True, **options["has_block_mask"]}
+    elif of.get("deterministic") and config.entry in in_order:
         chosen["deterministic"] = True
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), (config.head_dim, config.head_dim_v), 1, **chosen)
     if "precision" in chosen:

@@ -11,6 +11,9 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
+// So many are taken together that those of a head are some steps apart: a tile of queries is added to by one after the
+// other. Queries are walked from the last, which all tiles of keys see that a diagonal leaves.
+constexpr u32 TILES_IN_TURN = 1024;
 constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
@@ -30,7 +33,8 @@ struct SharedStorage {
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? SCORE_STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
   float lse[SCORE_STAGES][BLOCK_M], delta[SCORE_STAGES][BLOCK_M];
-  Work work;  // read again where needed: registers are scarce
+  Work work;                                      // read again where needed: registers are scarce
+  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // which have not ended
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
@@ -49,7 +53,7 @@ struct Step {
   bool partial;
 
   __device__ __forceinline__ explicit Step(const QueryWalk& walk)
-      : head(walk.head), block(walk.blocks.block), partial(walk.blocks.partial) {}
+      : head(walk.head), block(DETERMINISTIC ? walk.from_last() : walk.blocks.block), partial(walk.blocks.partial) {}
   __device__ __forceinline__ int first_row() const { return block * BLOCK_M; }
 };
 
@@ -114,7 +118,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_sm80(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  if (threadIdx.x == 0) shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
+  if (threadIdx.x == 0) {
+    if constexpr (DETERMINISTIC) {
+      for (auto& turn : shared.own_turns) turn = nullptr;
+      // What a block waits for has been taken before, by one that runs.
+      const u32 id = p.dq_turns == nullptr ? blockIdx.x : atomicAdd(p.dq_turns, 1);
+      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, TILES_IN_TURN);
+    } else {
+      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
+    }
+  }
   __syncthreads();
   const Sequence& s = shared.work.sequence;
   const int tile_key = shared.work.tile * BLOCK_N;
@@ -251,11 +264,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (COMPUTES_DK) {
       if (p.dq_sum != nullptr) {
         const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
+        int known = 0;
+        if constexpr (DETERMINISTIC) {
+          end_turn(shared.own_turns[warp]);
+          known = turns_before(dq_turn_at(p, query_tile(p, s, head, tile, BLOCK_M)));
+        }
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
 #pragma unroll
         for (auto& fragment : dq) clear(fragment);
         multiply_columns(dq, gradients, dq_warp * DQ_FRAGMENTS * 16, keys, column);
-        float* sum = own_sum_at(p, query_tile(p, s, head, tile, BLOCK_M));
+        const i64 number = query_tile(p, s, head, tile, BLOCK_M);
+        float* sum = own_sum_at(p, number);
+        if constexpr (DETERMINISTIC) {
+          take_turn(shared.own_turns[warp], dq_turn_at(p, number), known,
+                    shared.work.tile - blocks_of_keys(p, s, head, tile, BLOCK_M, BLOCK_N).block);
+        }
         if constexpr (BULK_ADDS) {
           unsigned char* first = DQ_BUFFER ? shared.dq : shared.q + stage * QueryTile::BYTES;
           unsigned char* second = DQ_BUFFER ? shared.dq + sizeof(shared.dq) / 2 : shared.dout + stage * DoutTile::BYTES;
@@ -272,7 +295,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
 
-  if constexpr (BULK_ADDS) {
+  if constexpr (DETERMINISTIC) {
+    end_turn(shared.own_turns[warp]);
+  } else if constexpr (BULK_ADDS) {
     if (lane() == 0) ptx::bulk_wait_group_read<0>();
   }
   __syncthreads();  // the keys are read, and their place is free

@@ -26,6 +26,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   const int first_row = work.tile * BLOCK_M;
+  if (DETERMINISTIC && p.dq_turns != nullptr) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
+    if (s.batch >= 0 && threadIdx.x < TURNS) {
+      p.dq_turns[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * TURNS + threadIdx.x] = 0;
+    }
+  }
   if (first_row >= s.rows_q) return;
   const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
 

@@ -68,3 +68,31 @@ __device__ __forceinline__ void add_in_bulk(float* sum, float* first, float* sec
     ptx::bulk_commit_group();
   }
 }
+
+// With an order, that of the keys, a warp adds its part of a tile when those of all tiles of keys before are there.
+constexpr int TURNS = 8;  // of a tile, one for each warp at most; before them how many blocks have begun
+static_assert(NUM_WARPS <= TURNS);
+__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 tile) {
+  return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
+}
+// Asked for early, as an answer takes long.
+__device__ __forceinline__ int turns_before(const int* turn) { return *static_cast<const volatile int*>(turn); }
+// The L2 adds, one behind the other, whatever was read or written otherwise.
+__device__ __forceinline__ void take_turn(int*& own, int* turn, int known, int before) {
+  if (lane() == 0) {
+    own = turn;
+    while (known != before) known = turns_before(turn);
+  }
+  __syncwarp();
+}
+// Not at once: until then the addition has arrived.
+__device__ __forceinline__ void end_turn(int* own) {
+  __syncwarp();
+  if (lane() != 0 || own == nullptr) return;
+  if constexpr (BULK_ADDS) {
+    ptx::bulk_wait_group<0>();
+  } else {
+    __threadfence();
+  }
+  atomicAdd(own, 1);
+}
