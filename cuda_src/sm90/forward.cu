@@ -153,7 +153,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       // From products to scores in bounds.
       const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked) {
         if constexpr (HAS_BIAS_TILES) rings.bias.wait();
-        scores.apply(x, shift, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
+        scores.apply(x, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
           if constexpr (HAS_BIAS_TILES) {
             add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), p.bias.row_stride == 0,
                           masked);

@@ -82,17 +82,16 @@ struct UnitFragment : ScoreFragment {
     if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits, row, first_key);
   }
 
-  // Turns products into scores in units, -inf where hidden; alibi leaves shift[r] of them to be added to row r's (or
-  // SlopeProduct has done so). add(x, masked) adds the bias.
+  // Turns products into scores in units, -inf where hidden. add(x, masked) adds the bias.
   template <class AddBias>
-  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], float (&shift)[2], const FragmentBits& bits, int row,
-                                        int first_key, bool masked, AddBias add) const {
+  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key,
+                                        bool masked, AddBias add) const {
     const int column = first_key + fragment_column();
     const UnitScore units = SCARCE ? UnitScore(Score(p, s, head)) : this->units;
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
     if constexpr (HAS_BIAS) add(x, masked);
-    if (HAS_ALIBI && (!SLOPE_BY_PRODUCT || masked)) add_alibi(x, units.slope, shift, row, first_key, masked);
+    if (HAS_ALIBI && (!SLOPE_BY_PRODUCT || masked)) add_alibi(x, units.slope, row, first_key);
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -222,23 +221,13 @@ struct UnitFragment : ScoreFragment {
     for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
   }
 
-  // On one side of the diagonal what depends on the row alone goes into `shift`.
-  __device__ __forceinline__ void add_alibi(float (&x)[BLOCK_N / 2], float slope, float (&shift)[2], int row,
-                                            int first_key, bool masked) const {
+  __device__ __forceinline__ void add_alibi(float (&x)[BLOCK_N / 2], float slope, int row, int first_key) const {
     const float distance = static_cast<float>(row + s.diagonal() - first_key);
     const float column = static_cast<float>(fragment_column());
-    const float side = distance > 0 ? slope : -slope;
 #pragma unroll
-    for (int r = 0; r < 2; r++) shift[r] = masked ? 0 : -side * (distance + static_cast<float>(8 * r));
-    if (masked) {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) {
-        const float offset = column + static_cast<float>(column_offset(e));
-        x[e] -= slope * fabsf(distance + static_cast<float>(row_offset(e)) - offset);
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) x[e] += side * static_cast<float>(column_offset(e)) + side * column;
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      const float offset = column + static_cast<float>(column_offset(e));
+      x[e] -= slope * fabsf(distance + static_cast<float>(row_offset(e)) - offset);
     }
   }
 };
