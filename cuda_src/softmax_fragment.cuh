@@ -169,7 +169,7 @@ struct FragmentSoftmax {
 
   // Then the weights of the thread's elements BEGIN to END - 1: whole groups of four.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2]) {
+  __device__ __forceinline__ void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       // Nothing seen yet: weights are 0, not NaN.

@@ -162,6 +162,9 @@ FORWARD = (
     ),
 )
 STAGES = 2
+# Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal.
+_LARGEST_BOUND = 50
+_BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
 _MANY_KEYS = 2048
 _WIDE_WINDOW = 2048  # keys
 _FEW_QUERIES = ROWS_OF_WARPGROUP
@@ -183,6 +186,7 @@ class Config(KernelConfig):
     exact_maxima: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
+    bounded_scores: bool  # their powers need no maximum
     plain_scores: bool  # before alibi a score is a product of q and k times a positive scale
 
     @property
@@ -202,6 +206,7 @@ def forward_config(
     many_keys: bool = False,
     narrow_window: bool = False,
     few_queries: bool = False,
+    bounded_scores: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = set(flags) - {"has_window"}
@@ -263,6 +268,7 @@ def forward_config(
         exact_maxima=tile.exact,
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
+        bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=smem_bytes,
         **{flag: flag in flags for flag in FLAGS},
@@ -352,6 +358,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         many_keys=_has_many_keys(problem),
         narrow_window=_has_narrow_window(problem),
         few_queries=problem.seqlen_q <= _FEW_QUERIES,
+        bounded_scores=problem.softcap <= _LARGEST_BOUND,
     )
 
 
@@ -385,6 +392,8 @@ def table() -> Iterator[tuple[Config, str]]:
                 if row.narrow_window:
                     yield forward_config(row, dtype, None, ("has_window",), narrow_window=True), dtype
                 yield forward_config(row, dtype, None, (), few_queries=True), dtype
+            if dtype in _BOUNDED_DTYPES:
+                yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
                 for flags in (("has_window", "has_bias"), FLAGS):
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype

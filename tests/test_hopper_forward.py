@@ -138,6 +138,27 @@ def test_options(place: Device, name: str) -> None:
     both(place, *inputs(64, 64), hidden=hidden, **options)
 
 
+@pytest.mark.parametrize("factor", [1, 6, 40])
+def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
+    """Their powers are taken as they are: of small scores and those at the bound, of sinks far from it, of NaN."""
+    sink = np.array([1, -200, 300, 40], np.float32)
+    case = gaussian_case(0, "bfloat16", (150, 200), (4, 2), softcap=50.0, sink=sink)
+    case = case.with_inputs(q=case.q * case.q.dtype.type(factor))
+    devices.forget_launches()
+    k = case.k.copy()
+    k[0, 74, 0, 3] = np.nan
+    with place.active():
+        out, lse = case.on(place).forward()
+        bad_out, bad_lse = case.with_inputs(k=k).on(place).forward()
+    case.assert_forward(out, lse)
+    assert np.isnan(bad_out[0, :, :2].astype(np.float32)).all()
+    assert np.isnan(bad_lse[0, :2]).all()
+    np.testing.assert_array_equal(bad_out[1], out[1])
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.bounded_scores
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steep_and_flat_slopes(place: Device, dtype: str) -> None:
     slopes = np.array([5000, -3000, 1e-6, 300], np.float32)

@@ -1,8 +1,8 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
 // another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
-#include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
+#include "bounded_softmax.cuh"
 #include "forward_loader.cuh"
 #include "staged_rows.cuh"
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
     const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
-    FragmentSoftmax softmax = FragmentSoftmax::in_units(scores.units.unit);
+    auto softmax = softmax_of<BOUNDED_SCORES>(scores.units);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
 #pragma unroll
@@ -196,10 +196,11 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         keep(x);
         rings.k.release();
         if (EARLY_QUERIES && last) rings.q.release();
+        if (masked) cap(softmax, x);
         const bool grown = bound(x, shift, first_key, masked);
         if constexpr (EARLY_POWERS > 0) {
           // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
-          softmax.weigh<0, EARLY_POWERS>(x, shift);
+          softmax.weigh<0, EARLY_POWERS>(x, shift, masked);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
           if (grown) {
@@ -208,10 +209,12 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
           }
           finish_values();
           rings.v.release();
-          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift);
+          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, masked);
           pack(weights, x);
         } else {
-          softmax.weigh<0, BLOCK_N / 2>(x, shift);
+          // A branch, or the assembler puts the wait for the product in front of all that does not need it.
+          if (BOUNDED_SCORES && last) rings.q.release();
+          softmax.weigh<0, BLOCK_N / 2>(x, shift, masked);
           scores.drop(x, row, first_key);
           finish_values();
           if (!first) rings.v.release();
@@ -251,8 +254,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
         keep(x);
         rings.k.release();
         if (EARLY_QUERIES && last) rings.q.release();
+        cap(softmax, x);  // as if masked, so that it is the same code either way
         bound(x, shift, first_key, masked);
-        softmax.weigh<0, BLOCK_N / 2>(x, shift);
+        if (BOUNDED_SCORES && last) rings.q.release();
+        softmax.weigh<0, BLOCK_N / 2>(x, shift, true);
         scores.drop(x, row, first_key);
         pack(weights, x);
         if (masked) hidden.clear(rings.v, first_key, careful);
@@ -269,7 +274,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& 
       turns.take();
       multiply_values(out, weights, rings.v.buffer());
       turns.pass();
-      if (!EARLY_QUERIES) rings.q.release();
+      if (!EARLY_QUERIES && !BOUNDED_SCORES) rings.q.release();
       softmax.finish(sink, inverse, lse);
       ptx::wgmma_wait_group<0>();
       keep(out);

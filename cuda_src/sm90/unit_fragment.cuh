@@ -36,6 +36,7 @@ struct UnitScore {
 
   // Before bias and alibi. The error of tanh, 2^-11 of the score, is no larger than that of scores rounded to float16.
   __device__ __forceinline__ float of_product(float product) const {
+    if constexpr (BOUNDED_SCORES) return product;  // BoundedSoftmax does the rest
     if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
     return PLAIN_SCORES ? product : product * factor;
   }
