@@ -11,23 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import interop
-from cuflash.block_device import GetKernel, OnDevice, TileLists, list_tiles
-from cuflash.block_device import pack as pack_on_device
 from cuflash.block_patterns import Patterns
 from cuflash.block_store import (
     CANONICAL,
     HIDDEN,
     VISIBLE,
+    GetKernel,
+    OnDevice,
     Shape,
     Store,
+    TileLists,
     Words,
     check_block_size,
     check_count,
     count_visible,
     intersect,
+    list_tiles,
     make_store,
     num_blocks,
     pack,
+    pack_on_device,
     to_dense,
     words_from_block_rows,
     words_from_bools,

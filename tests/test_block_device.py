@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from strategies import examples
 
-from cuflash import BlockMask, block_device, kernels
+from cuflash import BlockMask, block_store, kernels
 from cuflash.block_store import CANONICAL, HIDDEN, VISIBLE
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -66,7 +66,7 @@ def test_pack_makes_the_host_s_store(
         cells = cells[:, ::-1, ::-1, ::-1]
     elif layout == "broadcast":
         cells = np.broadcast_to(cells[:1, :, :1], cells.shape)
-    slots, bits = block_device.pack(np, get_kernel, cells, cell, seqlen_q, seqlen_k)
+    slots, bits = block_store.pack_on_device(np, get_kernel, cells, cell, seqlen_q, seqlen_k)
     expected = BlockMask.from_blocks(cells, seqlen_q, seqlen_k, block_size=cell).arrays(np)
     np.testing.assert_array_equal(slots, expected[0], strict=True)
     np.testing.assert_array_equal(bits, expected[1], strict=True)
@@ -78,7 +78,7 @@ def test_one_element_makes_a_block_partial(rest: bool) -> None:
     heads = np.arange(64)
     dense = np.full((1, 64, 64, 64), rest)
     dense[0, heads, heads, heads * 37 % 64] = not rest
-    slots, bits = block_device.pack(np, get_kernel, dense, (1, 1), 64, 64)
+    slots, bits = block_store.pack_on_device(np, get_kernel, dense, (1, 1), 64, 64)
     np.testing.assert_array_equal(slots.ravel(), heads)
     np.testing.assert_array_equal(bits, BlockMask.from_dense(dense).arrays(np)[1])
 
@@ -123,7 +123,7 @@ def test_tile_lists_longer_than_a_warp() -> None:
     check_lists(BlockMask.from_dense(dense).tile_lists(16, 16, get_kernel, np), dense, 16, 16)
 
 
-def check_lists(lists: block_device.TileLists, dense: NDArray[np.bool_], block_m: int, block_n: int) -> None:
+def check_lists(lists: block_store.TileLists, dense: NDArray[np.bool_], block_m: int, block_n: int) -> None:
     num_m, num_n = -(-dense.shape[2] // block_m), -(-dense.shape[3] // block_n)
     for name, shape in zip(
         ("row_index", "row_count", "col_index", "col_count"),
@@ -198,7 +198,7 @@ class Namespace:
 
 def test_other_streams_wait_for_the_arrays_and_the_host_does_not() -> None:
     cupy = Namespace(Stream())
-    made = block_device.OnDevice(cupy, lambda: "arrays")
+    made = block_store.OnDevice(cupy, lambda: "arrays")
     event: Any = made._complete
     cupy.current = second = Stream()
     assert made.get() == "arrays"
@@ -216,4 +216,4 @@ def test_a_first_use_inside_of_a_capture_is_an_error() -> None:
         pytest.fail("nothing may be enqueued")
 
     with pytest.raises(RuntimeError, match="once before the capture"):
-        block_device.OnDevice(Namespace(Stream(capturing=True)), make)
+        block_store.OnDevice(Namespace(Stream(capturing=True)), make)
