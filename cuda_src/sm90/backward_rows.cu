@@ -31,7 +31,6 @@ __device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
       if (i + threadIdx.x < DQ_TILE / 4) sum[i + threadIdx.x] = make_float4(0, 0, 0, 0);
     }
   }
-  if (p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS) *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = NO_PART;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
@@ -46,6 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
     const int row = work.tile * BLOCK_M, end = smaller(seen.end * BLOCK_N, p.seqlen_k);
     clear_bias(p, work, row, smaller(BLOCK_M, s.rows_q - row), smaller(seen.block * BLOCK_N, end), end);
   }
+
+  if (p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS) *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = NO_PART;
 
   // All vectors of some rows are read before the first is used.
   constexpr int ROWS_AT_ONCE = THREADS / LANES, STEPS = BLOCK_M / ROWS_AT_ONCE, HELD = STEPS < 4 ? STEPS : 4;
