@@ -1,4 +1,4 @@
-"""Both passes by mma.sync; backward with buffers and kernels before and behind, or (float64, TF32) without."""
+"""Both passes by mma.sync; backward with kernels before and behind, or (float64, TF32) without."""
 
 from __future__ import annotations
 

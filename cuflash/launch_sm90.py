@@ -21,10 +21,10 @@ from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 MAP_BYTES = 128
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
 _COUNTER_WORD = word_of("tile_counter")
-# A program that reuses its arrays meets few addresses; the bound keeps others from growing without end.
+# A program that reuses its arrays meets few addresses.
 MAX_MAPS = 256
-# Launches take counters in turn, so that one is only met again when the launch before it is long over. A captured
-# launch may run at any later time, so it has a counter of its own.
+# Launches take counters in turn: one is met again when the launch before it is long over. A captured launch, which may
+# run at any time, has its own.
 _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
@@ -56,14 +56,14 @@ class Persistent(Further):
         return [self._device.tensor_map(address, *description) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Write the maps of the arrays whose addresses the struct has, and the address of a counter into it."""
+        """Write the maps of the struct's arrays, and the address of a counter."""
         self._counter.put(words, stream)
         maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps
 
 
 class KeptMaps(dict[Any, Words]):
-    """The tensor maps of a launch, one behind the other, by whatever `make` makes them of; no more than `MAX_MAPS`."""
+    """The tensor maps of a launch, one behind the other, by what `make` makes them of; at most `MAX_MAPS`."""
 
     def __init__(self, make: Callable[[Any], Sequence[Array]]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     else:  # (batch, seqlen, num_heads, head_dim)
         dtype, order = problem.dtype, (3, 1, 2, 0)
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
-    # The stride of an axis of size 1 means nothing, but TMA wants it well formed: that of a contiguous outermost axis.
+    # The stride of an axis of size 1 means nothing; TMA wants that of a contiguous outermost axis.
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]

@@ -38,7 +38,7 @@ _LANES = 32
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 _ROW_ALIGNMENT = 4
 _COLUMN_CLASSES = (64, 128, 256)
-# Factors of a whole tile of keys, which is no larger, are copied, also beyond the last row.
+# Factors of a whole tile of keys are copied, also beyond the last row.
 _FACTOR_ROWS = 128
 
 

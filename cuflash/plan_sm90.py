@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuflash.plan import (
-    CPP_TYPES,
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
     L2_BYTES,
     SMEM_BESIDE_TILES,
     KernelConfig,
+    common,
     flags_of,
     has_plain_scale,
 )
@@ -249,13 +249,6 @@ def forward_config(
         smem_bytes += staging_bytes
     return Config(
         entry="forward_sm90",
-        element=CPP_TYPES[dtype],
-        accum="float",
-        bias_element=CPP_TYPES[bias_dtype or dtype],
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim_v,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
         stages=STAGES,
         query_stages=query_stages,
         split=split,
@@ -264,14 +257,13 @@ def forward_config(
         consumers=consumers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
-        ping_pong=tile.ping_pong,
         exact_maxima=tile.exact,
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=smem_bytes,
-        **{flag: flag in flags for flag in FLAGS},
+        **common(Config, dtype, bias_dtype, flags, row, tile),
     )
 
 
@@ -293,7 +285,7 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
     """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart.
 
-    A single query sees the same keys whatever the head, and keys and values are read once for all heads of a group.
+    Keys and values are then read once for all heads of a group.
     """
     options = (problem.bias, problem.mask, problem.alibi, problem.window_left)
     plain = not any(x is not None for x in options) and not (
@@ -334,7 +326,7 @@ def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -
 def _has_many_keys(problem: AttentionProblem) -> bool:
     if not problem.packed:
         return problem.seqlen_k >= _MANY_KEYS
-    # The host does not know packed sequences' lengths; the longest have most of the work, so half the mean will do.
+    # The host knows packed sequences' mean; the longest have most of the work, so half of it will do.
     return 2 * problem.seqlen_k >= _MANY_KEYS * problem.batch
 
 

@@ -24,7 +24,7 @@ from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
-# Every warpgroup has 64 keys, or (for wide heads) the warpgroups compute dv, dk and dq of 64 keys.
+# Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 # Before and behind them: what they load of each query, and dq from its sum.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
@@ -252,7 +252,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Whether rows of an array that broadcasts to the scores are vectors of 16 bytes; batch and heads may be one."""
+    """Whether rows of an array like the scores are vectors of 16 bytes; batch and heads may be one."""
     if layout is None:
         return False
     strides, shape = layout
@@ -261,7 +261,7 @@ def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
-    """Whether dbias has one element for each score, in the type in which the kernel has it, and rows are vectors."""
+    """Whether dbias has one element for each score, in the kernel's type, and rows are vectors."""
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors
