@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -205,7 +205,7 @@ def run_info(args: argparse.Namespace) -> int:
     if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
         print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}", file=sys.stderr)
         return 2
-    facts = {"cuflash": __version__, "python": platform.python_version(), **_versions(), **_gpu()}
+    facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
     chosen = _chosen(args, head_dim_v)
     lacks = missing()
     if args.json:
@@ -222,9 +222,10 @@ def run_info(args: argparse.Namespace) -> int:
     return 0
 
 
-def _versions() -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
     found = {}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

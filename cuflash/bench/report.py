@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ import cuflash
 from cuflash.bench.cells import Cell
 from cuflash.bench.inputs import Errors
 from cuflash.bench.peers import PLAIN, US
+from cuflash.compile_cli import versions
 from cuflash.kernels import WITHOUT_WGMMA
 
 # A median beyond so many times the least time is no property of the kernel: clocks vary by a tenth.
@@ -151,19 +151,13 @@ class Stopwatch:
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
     """By which command, where and with what a run is made; `commit` if given, else that of the checkout."""
-    versions = {"cuflash": cuflash.__version__}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     facts: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or _commit(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "versions": versions,
+        "versions": {"cuflash": cuflash.__version__, **versions(LIBRARIES)},
     }
     if xp is not np:
         runtime = xp.cuda.runtime
