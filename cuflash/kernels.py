@@ -17,8 +17,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
-from cuflash import tensor_map
-from cuflash.params import layout_asserts
+from cuflash.params import driver, encode_tensor_map, layout_asserts
 from cuflash.plan import FLAGS
 
 Array = Any
@@ -68,7 +67,7 @@ class Device(Protocol):
     def tensor_map(
         self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> Array:
-        """Describe an array for TMA: `tensor_map.encode`."""
+        """Describe an array for TMA: `params.encode_tensor_map`."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Array:
         """An uninitialised array in C order, in `memory` of `scratch` if that is given."""
@@ -123,10 +122,10 @@ class CupyDevice:
     def tensor_map(
         self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> Array:
-        """Describe an array for TMA: `tensor_map.encode`."""
+        """Describe an array for TMA: `params.encode_tensor_map`."""
         if not self.namespace.cuda.driver.ctxGetCurrent():
             _begin_thread(self.namespace, self.index)
-        return tensor_map.encode(address, dtype, extents, strides, box)
+        return encode_tensor_map(address, dtype, extents, strides, box)
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
         """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
@@ -212,7 +211,7 @@ def _capture_of(stream: int) -> int:
     """The driver's number of the capture that a stream takes part in; 0 if there is none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     nothing = ctypes.c_void_p()
-    error = tensor_map.driver().cuStreamGetCaptureInfo_v2(
+    error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
     )
     if error:
@@ -224,11 +223,11 @@ def _capture_of(stream: int) -> int:
 def _allocations_allowed() -> Iterator[None]:
     """Let this thread allocate memory while streams are captured."""
     mode = ctypes.c_int(_RELAXED)
-    tensor_map.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         yield
     finally:
-        tensor_map.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @cache

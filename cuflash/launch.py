@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import kernels
-from cuflash.params import Arrays, fixed_params, num_splits, word_of
+from cuflash.params import ALIGNMENT, Arrays, fixed_params, num_splits, word_of
 from cuflash.plan import KERNEL_FILES, KEY_KERNELS, KernelConfig, function_of, key_kernels, plan
 from cuflash.problem import AS_STORED, MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
-from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask

@@ -12,11 +12,10 @@ import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import Further, Kernel, Rows, Words, Work, images, num_tiles
-from cuflash.params import SCORE_TENSORS, Arrays, word_of
+from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
 from cuflash.problem import ROWS_ARE_KEYS, ROWS_ARE_QUERIES, Array, AttentionProblem
-from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES
 
 MAP_BYTES = 128
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu

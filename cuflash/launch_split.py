@@ -11,10 +11,9 @@ import numpy as np
 from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, plan_wide
 from cuflash.launch import Further, Kernel, Words, Work, images
 from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
-from cuflash.params import Arrays, word_of
+from cuflash.params import SWIZZLE_BYTES, Arrays, whole_rows, word_of
 from cuflash.plan import FLOAT_BYTES, HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
-from cuflash.tensor_map import SWIZZLE_BYTES, whole_rows
 
 ROWS = "split_rows"
 Config = plan_split.Config | plan_wide.Config

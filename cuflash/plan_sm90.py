@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cuflash.params import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
@@ -18,7 +19,6 @@ from cuflash.plan import (
     has_plain_scale,
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
-from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4

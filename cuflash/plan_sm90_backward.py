@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from cuflash import plan_sm90
+from cuflash.params import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
@@ -22,7 +23,6 @@ from cuflash.plan import (
 )
 from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
 from cuflash.problem import MOST_KEPT, AttentionProblem
-from cuflash.tensor_map import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 
 # Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from cuflash.params import whole_rows
 from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
@@ -21,7 +22,6 @@ from cuflash.plan import (
 )
 from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
 from cuflash.problem import MOST_KEPT, AttentionProblem
-from cuflash.tensor_map import whole_rows
 
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}

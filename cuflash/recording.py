@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cuflash.checks import MAX_SEED, Distances
+from cuflash.params import ALIGNMENT
 from cuflash.problem import MOST_KEPT
-from cuflash.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask

@@ -13,7 +13,7 @@ import compile_sm70
 import numpy as np
 import pytest
 
-from cuflash import kernels, numpy_threads, tensor_map
+from cuflash import kernels, numpy_threads, params
 
 # sys.platform there, the driver's library, and whether BLAS is found through the module that links to it.
 SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
@@ -22,10 +22,10 @@ SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
 @pytest.fixture(autouse=True, params=SYSTEMS)
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("sys.platform", request.param)
-    for cached in (tensor_map.driver, numpy_threads._blas_functions):
+    for cached in (params.driver, numpy_threads._blas_functions):
         cached.cache_clear()
     yield request.param
-    for cached in (tensor_map.driver, numpy_threads._blas_functions):
+    for cached in (params.driver, numpy_threads._blas_functions):
         cached.cache_clear()
 
 
@@ -46,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_driver(system: str, opened: dict[str, Any]) -> None:
     opened[SYSTEMS[system][0]] = driver = object()
-    assert tensor_map.driver() is driver
+    assert params.driver() is driver
 
 
 def test_threads_of_blas(system: str, opened: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
