@@ -10,20 +10,19 @@ struct BoundedSoftmax {
   static constexpr float SMALL = 0.4f, LINEAR = 0.99960174f, CUBIC = -0.31317269f;
   float factor;         // from a product to tanh's argument
   float power;          // and from tanh to the power of 2
-  float small;          // the square of the largest product that is small
-  float linear, cubic;  // of small products and of what their squares are more than `small`
+  float small;          // the largest product that is small
+  float linear, cubic;  // of small products
   float sum[2] = {0, 0};
 
   template <class Units>
   __device__ __forceinline__ explicit BoundedSoftmax(const Units& units)
-      : factor(units.factor), power(units.unit * LOG2_E), small(fminf(SMALL * SMALL / (factor * factor), 1e30f)) {
-    linear = factor * power * (LINEAR + CUBIC * SMALL * SMALL);
+      : factor(units.factor), power(units.unit * LOG2_E), small(fminf(SMALL / fabsf(factor), 1e18f)) {
+    linear = factor * power * LINEAR;
     cubic = factor * factor * factor * power * CUBIC;
   }
 
-  __device__ __forceinline__ float more_than_small(float product) const { return fmaf(product, product, -small); }
-  __device__ __forceinline__ float of_small(float product, float more) const {
-    return product * fmaf(cubic, more, linear);
+  __device__ __forceinline__ float of_small(float product) const {
+    return product * fmaf(cubic, product * product, linear);
   }
   __device__ __forceinline__ float of_any(float product) const { return ptx::tanh(product * factor) * power; }
 
@@ -41,34 +40,26 @@ struct BoundedSoftmax {
   // Weights of masked tiles from powers of 2, of others from products.
   template <int BEGIN, int END>
   __device__ __forceinline__ void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
-    constexpr int AT_ONCE = BLOCK_N > 80 ? 16 : BLOCK_N / 4;  // for more there are no registers
-    static_assert((END - BEGIN) % AT_ONCE == 0 && AT_ONCE % 4 == 0, "whole groups");
+    float top = 0;
 #pragma unroll
-    for (int begin = BEGIN; begin < END; begin += AT_ONCE) {
-      float more[AT_ONCE];
-      u32 signs = masked ? 0 : ~0u;
+    for (int e = BEGIN; e < END; e++) top = larger(top, fabsf(x[e]));
+    if (!masked && __all_sync(ALL_LANES, top <= small)) {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        more[i] = more_than_small(x[begin + i]);
-        signs &= __float_as_uint(more[i]);
-      }
-      if (__all_sync(ALL_LANES, signs >> 31 != 0)) {
+      for (int e = BEGIN; e < END; e++) x[e] = ptx::ex2(of_small(x[e]));
+    } else {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) x[begin + i] = ptx::ex2(of_small(x[begin + i], more[i]));
-      } else {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          float& w = x[begin + i];
-          const float more = more_than_small(w);  // each as if alone: no row depends on others
-          w = ptx::ex2(masked ? w : more < 0 ? of_small(w, more) : of_any(w));
-        }
+      for (int e = BEGIN; e < END; e++) {  // each as if alone: no row depends on others
+        x[e] = ptx::ex2(masked ? x[e] : fabsf(x[e]) <= small ? of_small(x[e]) : of_any(x[e]));
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float row_sum = 0;
 #pragma unroll
-      for (int e = BEGIN + 2 * r; e < END; e += 4) row_sum += x[e] + x[e + 1];
+      for (int e = BEGIN + 2 * r; e < END; e += 4) {
+        row_sum += x[e];
+        row_sum += x[e + 1];
+      }
       sum[r] += row_sum;
     }
   }
