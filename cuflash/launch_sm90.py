@@ -41,10 +41,11 @@ class Persistent(Further):
         arrays: Arrays,
         device: kernels.Device,
         tiles: int,
+        cluster: int = 1,
     ) -> None:
-        blocks = min(tiles, device.num_sms)
-        super().__init__((blocks,), [np.zeros(1, f"V{MAP_BYTES}")] * len(tiles_of))
-        self._counter = TileCounter(device, tiles > blocks)
+        takers = min(tiles, device.num_sms // cluster)
+        super().__init__((takers * cluster,), [np.zeros(1, f"V{MAP_BYTES}")] * len(tiles_of))
+        self._counter = TileCounter(device, tiles > takers)
         self._device = device
         self._words = tuple([word_of(name) for name, _ in tiles_of])
         self._tiled = [_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of]
@@ -303,15 +304,21 @@ class Gradients(_OfQueries):
         """Also the order of tiles."""
         return super().numbers(problem) | {"heads_together": plan_sm90_backward.heads_together(problem)}
 
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """Those of a pair of thread blocks are one."""
+        tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
+        return tiles, tiles * images(problem, problem.num_heads_kv)
+
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
         """Maps of the arrays that TMA reads."""
         m, n = self.config.block_m, self.config.block_n
-        maps = [("q", m), ("k", n), ("v", n), ("dout", m)]
+        pair = self.config.pair
+        maps = [("q", m), ("k", n * pair), ("v", n), ("dout", m)]
         if self.entry == plan_sm90_backward.NARROW:
             # The last maps are those of the bias and its gradient, used or not.
             maps.append(("bias", m) if self.config.has_bias_tiles else ("v", n))
             maps.append(("dbias", m) if self.config.writes_dbias else ("v", n))
-        return Persistent(problem, maps, arrays, device, tiles)
+        return Persistent(problem, maps, arrays, device, tiles, pair)
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:

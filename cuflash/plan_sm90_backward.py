@@ -30,7 +30,7 @@ NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
-_REGISTERS_WITH_OPTIONS = (96, 176, 64)
+_REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
 # sums would not stay in L2.
@@ -90,6 +90,7 @@ class Config(KernelConfig):
     dq_stages: int  # of each part
     dq_parts: int  # of a tile's dq: queries, or columns
     dq_columns: int
+    pair: int  # thread blocks that compute dq by turns
     dq_sums: int  # of a tile of queries, which take additions by turns where they have an order
     consumers: int  # warpgroups that compute
     producer_registers: int
@@ -120,6 +121,7 @@ class Config(KernelConfig):
             dout_stages=1,
             key_stages=1,
             dq_stages=1,
+            pair=1,
             smem_bytes=0,
             plain_scores=True,
             has_bias_tiles=False,
@@ -161,13 +163,22 @@ def backward_config(
     if bias_tiles:
         of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
+    # Additions of dq are what wide heads wait for. A pair needs room for the keys of both, and for gradients of scores
+    # from the other block and for it.
+    of_other = row.block_n * (row_bytes + (row.ds_stages + 1) * row.block_m * HALF_BYTES)
+    pair = 1
+    if row in BACKWARD and row.entry == WIDE and not deterministic:
+        pair += smem_bytes + of_other + SMEM_BESIDE_TILES <= plan_sm90.SMEM_BYTES
+    smem_bytes += (pair - 1) * of_other
+    registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
     producer_registers, consumer_registers, dq_registers = (
-        _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else _REGISTERS[row.entry]
+        _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else registers
     )
     return Config(
         dq_stages=dq_stages,
         dq_parts=dq_parts,
         dq_columns=dq_columns,
+        pair=pair,
         dq_sums=_DQ_SUMS if deterministic and not flags else 1,
         consumers=consumers,
         producer_registers=producer_registers,

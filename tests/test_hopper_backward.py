@@ -172,6 +172,15 @@ def test_other_problems_take_the_portable_kernels() -> None:
     assert "float32" in plan_sm90_backward.reason(problem)
 
 
+@pytest.mark.parametrize("options", [{"window": (30, 10)}, LENGTHS], ids=["window", "lengths"])
+def test_pairs_of_blocks_compute_dq_by_turns(options: dict[str, Any]) -> None:
+    both(*inputs(192, 128), **options)
+
+
+def test_pairs_of_blocks_take_many_tiles() -> None:
+    both(normal(1, 300, 2, 192), normal(1, 1900, 1, 192), normal(1, 1900, 1, 128), window=(300, 0))
+
+
 def test_grouped_heads_walk_many_queries_together() -> None:
     both(normal(1, 1100, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128), causal=True)
 

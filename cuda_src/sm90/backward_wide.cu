@@ -6,18 +6,20 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "gradient_loader.cuh"
 #include "staged_rows.cuh"
 
-constexpr u32 DS_BYTES = BLOCK_M * ROW_BYTES;
+constexpr int KEY_ROWS = PAIR * BLOCK_N;
+constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
 constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
 
 struct SharedStorage {
-  alignas(1024) unsigned char k[K_BYTES];
+  alignas(1024) unsigned char k[PAIR * K_BYTES];
   alignas(1024) unsigned char v[V_BYTES];
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
+  alignas(1024) unsigned char sent[PAIR == 1 ? 1 : DS_PANEL_BYTES];
   FourFloats weights[WARPS][WEIGHT_VECTORS][WARP];
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
@@ -25,25 +27,31 @@ struct SharedStorage {
   DqStep dq_steps[DQ_STEPS];
   KeyWork work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
-  RingBarriers<1> k_barriers, v_barriers, weight_barriers;
+  RingBarriers<1> k_barriers, v_barriers, weight_barriers, sent_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
   RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
   u64 clearing;
+  Index index;
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
-static_assert(DS_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
+static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
+
+// The blocks of a pair compute dq for the keys of both by turns, each in every other step, and send each other what
+// that takes: half as much is added to sums in memory, for which all wait.
+__device__ __forceinline__ bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
 struct Rings {
   Ring<WORK_STAGES, sizeof(KeyWork)> work;
-  Ring<1, K_BYTES> k;
+  Ring<1, PAIR * K_BYTES> k;
   Ring<1, V_BYTES> v;
   Ring<QUERY_STAGES, Q_BYTES> q;
   Ring<DOUT_STAGES, DOUT_BYTES> dout;
   Ring<DS_STAGES, DS_BYTES> ds;
+  Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
   // Nothing but the word that it is a step's turn, and that its dq is on its way.
@@ -56,6 +64,7 @@ struct Rings {
         q(shared.q, shared.q_barriers),
         dout(shared.dout, shared.dout_barriers),
         ds(shared.ds, shared.ds_barriers),
+        sent(shared.sent, shared.sent_barriers),
         weights(shared.weights, shared.weight_barriers),
         dq_steps(shared.dq_steps, shared.dq_step_barriers),
         turns(shared.dq_steps, shared.turn_barriers),
@@ -108,7 +117,7 @@ __device__ __forceinline__ int own_warp() { return threadIdx.x % WARPGROUP / WAR
 
 // Weights and dv.
 __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                              const KeyWork& work) {
+                                              const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
@@ -117,7 +126,8 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
     for (bool last = false; !last;) {
       float x[FRAGMENT];
       rings.q.wait();
-      multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer(), rings.q.buffer());
+      multiply_by_rows<HEAD_DIM, KEY_ROWS, BLOCK_M>(x, rings.k.buffer() + rank() * BLOCK_N * ROW_BYTES,
+                                                    rings.q.buffer());
       const Step& step = shared.steps[rings.q.stage];
       const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row(),
                                     scale);
@@ -155,9 +165,38 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
            shared.weights[own_warp()]);
 }
 
+// Gradients of scores for the own warpgroup of dq; where it is shared, the other block's half joins them. The fence
+// waits under a product.
+template <class DsRing>
+__device__ __forceinline__ void publish_own(DsRing& ring) {
+  ptx::fence_async_shared();
+  __syncwarp();
+  if (lane() == 0) {
+    if (PAIR > 1 && own_warp() == 0) {
+      ptx::mbarrier_arrive_expect(ring.full(), DS_PANEL_BYTES);
+    } else {
+      ptx::mbarrier_arrive(ring.full());
+    }
+  }
+  ring.advance();
+}
+
+// For the other block's.
+__device__ __forceinline__ void send(Rings& rings, u32 step) {
+  ptx::fence_async_shared();
+  ptx::barrier_sync(DK_BARRIER, WARPGROUP);
+  if (threadIdx.x % WARPGROUP == 0) {
+    const u32 other = rank() ^ 1, stage = step / PAIR % DS_STAGES;
+    ptx::bulk_copy_cluster(ptx::cluster_address(rings.ds.buffers + stage * DS_BYTES + rank() * DS_PANEL_BYTES, other),
+                           rings.sent.buffer(), DS_PANEL_BYTES,
+                           ptx::cluster_address(rings.ds.full_barriers + stage * 8, other));
+  }
+  rings.sent.advance();
+}
+
 // Gradients of the weights, and dk.
 __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                                      const KeyWork& work) {
+                                                      const KeyWork& work, u32& steps) {
   Gradient<HEAD_DIM> dk;
   if (!work.unseen) {
     rings.v.wait();
@@ -193,37 +232,48 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
       }
       u32 ds[FRAGMENT / 2];
       pack(ds, dp);
-      rings.ds.acquire();
-      store_transposed(rings.ds.buffer(), ds);
+      const bool own = is_own(steps);
+      if (own) {
+        rings.ds.acquire();
+      } else {
+        rings.sent.acquire();
+      }
+      store_transposed(own ? rings.ds.buffer() + rank() * DS_PANEL_BYTES : rings.sent.buffer(), ds);
       rings.weights.release();
       rings.dout.release();
       dk.add(ds, rings.q.buffer());
-      rings.ds.publish_part();  // its fence waits under the product
+      if (own) {
+        publish_own(rings.ds);
+      } else {
+        send(rings, steps);
+      }
+      steps++;
       dk.wait();
       rings.q.release();
     }
   }
   rings.ds.acquire();
   dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale),
-           shared.ds + rings.ds.stage * DS_BYTES + own_warp() * DS_BYTES / WARPS);
+           shared.ds + rings.ds.stage * DS_BYTES + rank() * DS_PANEL_BYTES + own_warp() * DS_PANEL_BYTES / WARPS);
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
 }
 
 // dq.
 __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                            const KeyWork& work) {
+                                            const KeyWork& work, u32& steps) {
   if (work.unseen) return;
   rings.k.wait();
   for (bool last = false; !last;) {
     const DqStep step = next_dq_step(shared, rings);
     last = step.last;
+    if (!is_own(steps++)) continue;
     rings.ds.wait();
     if (p.dq_sum != nullptr) {
 #pragma unroll 1
       for (int part = 0; part < DQ_PARTS; part++) {
         float dq[DQ_COLUMNS / 2];
-        multiply_by_columns<BLOCK_N, BLOCK_M>(dq, rings.ds.buffer(),
-                                              rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * BLOCK_N * ROW_BYTES);
+        multiply_by_columns<KEY_ROWS, BLOCK_M>(dq, rings.ds.buffer(),
+                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * KEY_ROWS * ROW_BYTES);
         ptx::wgmma_wait_group<0>();
         keep(dq);
         if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
@@ -245,6 +295,9 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
       rings.turns.wait();
     }
     __syncwarp();
+    if (PAIR > 1 && lane() == 0) {
+      ptx::mbarrier_arrive_cluster(ptx::cluster_address(rings.sent.empty_barriers, rank() ^ 1));
+    }
     rings.ds.release();
     if (DETERMINISTIC) {
       rings.turns.release();
@@ -279,19 +332,31 @@ __device__ __forceinline__ void end_turns(const AttentionParams& p, const Shared
   }
 }
 
+// All threads of the pair.
+__device__ __forceinline__ void sync_pair() {
+  if constexpr (PAIR == 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
 template <auto WORK_ON>
 __device__ __forceinline__ void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings& rings) {
+  u32 steps = 0;
   while (true) {
     rings.work.wait();
     const KeyWork& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
-    WORK_ON(p, shared, rings, work);
+    WORK_ON(p, shared, rings, work, steps);
     __syncwarp();
     rings.work.release();
   }
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                        const __grid_constant__ ptx::TensorMap dout_map) {
@@ -305,13 +370,15 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.dout_barriers.init(2 * WARPS);
     shared.weight_barriers.init(WARPS, WARPS);
     shared.ds_barriers.init(WARPS, WARPS);
+    shared.sent_barriers.init(WARPS);
     shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 2 : WARPS);
     shared.turn_barriers.init(WARPS);
     shared.added_barriers.init(1, WARPS);
+    shared.index.barriers.init(1);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  sync_pair();
 
   Rings rings(shared);
   const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
@@ -335,4 +402,5 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       watch_turns(p, shared, rings);
     }
   }
+  if (PAIR > 1) sync_pair();  // the other may still send
 }

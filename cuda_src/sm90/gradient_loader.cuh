@@ -28,7 +28,7 @@ __device__ __forceinline__ CountedRows counted_keys(const AttentionParams& p, co
     end = smaller(end, s.len_q + s.diagonal() + p.window_right);
   }
   const bool to_the_end = p.cu_seqlens_q == nullptr && end == p.seqlen_k;
-  return {begin - first_key, to_the_end ? BLOCK_N : end - first_key};
+  return {begin - first_key, to_the_end ? PAIR * BLOCK_N : end - first_key};
 }
 
 // By a warp.
@@ -207,22 +207,59 @@ struct WalkOf<false> {
   using Type = QueryWalk;
 };
 
+// Where both blocks of a pair find the tile that the first of them takes.
+struct Index {
+  uint4 index;  // in its x; a copy has 16 bytes
+  RingBarriers<1> barriers;
+};
+
+// By the loading warps of a pair.
+template <class SharedStorage, class Take>
+__device__ __forceinline__ u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
+  if constexpr (PAIR == 1) {
+    return take();
+  } else {
+    Ring<1, sizeof(uint4)> ring(&shared.index.index, shared.index.barriers);
+    ring.phase = phase;
+    phase ^= 1;
+    if (rank() == 0) {
+      acquire_together(ring);
+      const u32 index = take();
+      if (lane() == 0) {
+        shared.index.index.x = index;
+        ptx::fence_async_shared();
+        ptx::bulk_copy_cluster(ptx::cluster_address(ring.buffer(), 1), ring.buffer(), sizeof(uint4),
+                               ptx::cluster_address(ring.full(), 1));
+      }
+      return index;
+    }
+    if (lane() == 0) ptx::mbarrier_arrive_expect(ring.full(), sizeof(uint4));
+    ring.wait();
+    const u32 index = shared.index.index.x;
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive_cluster(ptx::cluster_address(ring.empty_barriers, 0));
+    return index;
+  }
+}
+
 // The loading warp. Tiles come in the order of their use.
 template <class SharedStorage, class Rings>
 __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
                                            const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
   const u32 total = p.num_tiles * num_key_images(p);
+  u32 index_phase = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
-       index = of_lane_0([&] { return next_key_index(p, index, total); })) {
+       index = agreed_index(
+           shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
     acquire_together(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // registers are scarce
     constexpr KeyOrder ORDER = DETERMINISTIC ? KeyOrder::TURNS : KeyOrder::LAST_GROUP;
     if (lane() == 0) static_cast<Work&>(work) = key_work_at<ORDER>(p, index);
     __syncwarp();
     const Sequence& s = work.sequence;
-    if (work.tile * BLOCK_N >= s.rows_k) continue;
-    typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / gridDim.x);
+    if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
+    typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / (gridDim.x / PAIR));
     if (lane() == 0) {
       work.unseen = walk.done();
       work.stage = rings.work.stage;
@@ -274,8 +311,10 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStora
         loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
                                        nullptr);
         acquire_together(rings.k);
-        loader.load<BLOCK_N, PANELS>(rings.k, maps.k, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
-                                     nullptr, KeyCheck{hides_keys, p, s, work.head, first_key});
+        const int before = rank() * BLOCK_N;  // a pair has the keys of both
+        loader.load<PAIR * BLOCK_N, PANELS>(rings.k, maps.k, key - before, work.head, batch,
+                                            counted_keys(p, s, first_key - before), nullptr, nullptr,
+                                            KeyCheck{hides_keys, p, s, work.head, first_key});
       }
     }
   }

@@ -14,9 +14,14 @@ struct KeyWork : Work {
   u32 key_stage, key_phase;  // the same of the keys, beside a bias
 };
 
-// In which order tiles of keys come. GROUPS: of heads whose queries fit in L2, in each group the first keys, which most
-// queries see if it is causal, first. LAST_GROUP: head by head, the last such group alone longest first, so that thread
-// blocks end together. TURNS: see walks_backwards.
+// Two thread blocks may be a pair, which is a cluster: they have tiles of keys side by side, and both walk all queries
+// that see one of them.
+__device__ __forceinline__ int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
+static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
+
+// In which order tiles of keys come, a pair's as one. GROUPS: of heads whose queries fit in L2, in each group the first
+// keys, which most queries see if it is causal, first. LAST_GROUP: head by head, the last such group alone longest
+// first, so that thread blocks end together. TURNS: see walks_backwards.
 enum class KeyOrder { GROUPS, LAST_GROUP, TURNS };
 
 // The first head of the last group.
@@ -58,18 +63,25 @@ __device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index)
     image = group + in_group % heads;
     if (ORDER == KeyOrder::TURNS && image < last) tile = num_tiles - 1 - tile;
   }
-  if (p.cu_seqlens_q != nullptr) return packed_work<true>(p, BLOCK_N, tile, image);
-  return {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
+  Work work{};
+  if (p.cu_seqlens_q != nullptr) {
+    work = packed_work<true>(p, PAIR * BLOCK_N, tile, image);
+  } else {
+    work = {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
+  }
+  work.tile = work.tile * PAIR + rank();
+  return work;
 }
 
 // Thread blocks that wait for each other take even their first tile when they run: what a tile waits for has been taken
 // before, by a block that runs. So the first taken of all tiles under way waits for none of them, and all come to an
 // end.
 __device__ __forceinline__ u32 first_key_index(const AttentionParams& p) {
-  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x;
+  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
 }
 __device__ __forceinline__ u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
-  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : next_index(p, index, total);
+  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1)
+                                                : next_index(p, index, total, gridDim.x / PAIR);
 }
 
 // The tiles of queries, of all heads of the group, that see some key of a tile.
@@ -110,7 +122,7 @@ struct QueryWalk {
 
  private:
   __device__ __forceinline__ Blocks of_head() const {
-    return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N);
+    return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N);
   }
   __device__ __forceinline__ void skip() {
     while (blocks.done() && ++head < end_head) {
@@ -137,14 +149,15 @@ struct GroupedWalk {
 
   __device__ __forceinline__ GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
       : sequence(work.sequence),
-        blocks(blocks_of_queries(p, work.sequence, 0, work.tile, BLOCK_M, BLOCK_N)),
+        blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
         heads(p.num_heads_q / p.num_heads_kv),
         step(0) {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
     // Heads of their own, without a diagonal: tiles that begin together begin with rows of their own, too.
-    turned = shared ? work.tile / heads : HAS_WINDOW ? 0 : work.tile * (BLOCK_N / BLOCK_M);
-    head = work.head * heads + work.tile % heads;
+    const int tile = work.tile / PAIR;
+    turned = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
+    head = work.head * heads + tile % heads;
     end_head = (work.head + 1) * heads;
     base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
     if (!HAS_WINDOW && !shared) base = turned % larger(blocks.end, 1) / ROWS * ROWS;

@@ -163,14 +163,15 @@ __device__ __forceinline__ u32 take_ticket(const AttentionParams& p) {
   return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter, 1u);
 }
 
-__device__ __forceinline__ u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total) {
-  if (p.tile_counter == nullptr) return index + gridDim.x;
+__device__ __forceinline__ u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total,
+                                               u32 takers = gridDim.x) {
+  if (p.tile_counter == nullptr) return index + takers;
   if (ticket + 1 == total) *p.tile_counter = 0;
-  return gridDim.x + ticket;
+  return takers + ticket;
 }
 
-__device__ __forceinline__ u32 next_index(const AttentionParams& p, u32 index, u32 total) {
-  return index_of_ticket(p, take_ticket(p), index, total);
+__device__ __forceinline__ u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x) {
+  return index_of_ticket(p, take_ticket(p), index, total, takers);
 }
 
 constexpr int WORK_STAGES = 2;

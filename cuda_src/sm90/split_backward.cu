@@ -6,6 +6,7 @@
 // The next header takes its constants from this one.
 #include "products.cuh"
 
+constexpr int PAIR = 1;  // no clusters
 #include "../write_fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"

@@ -10,9 +10,6 @@ __device__ __forceinline__ void mbarrier_expect(unsigned mbarrier, unsigned byte
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Arrives at a barrier of any block of the cluster; `cluster_address` comes from cluster_address().
-__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned cluster_address) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
-}
 // The same, also acquiring what other blocks of the cluster released by arriving.
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
   unsigned done;
@@ -105,13 +102,6 @@ __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned sh
       : "memory");
 }
 // From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
-__device__ __forceinline__ void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes,
-                                                  unsigned cluster_mbarrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   cluster_shared),
-               "r"(shared), "r"(bytes), "r"(cluster_mbarrier)
-               : "memory");
-}
 __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1) : "memory");
 }
@@ -119,21 +109,7 @@ __device__ __forceinline__ void stmatrix_x2_trans(unsigned address, unsigned a0,
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
                : "memory");
 }
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 // The address in the cluster's window of what lies at `shared` in block `rank`.
-__device__ __forceinline__ unsigned cluster_address(unsigned shared, unsigned rank) {
-  unsigned address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
-  return address;
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Programmatic dependent launch: waits for the grid before this one; lets the grid after this one start.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_dependents_launch() {
