@@ -20,7 +20,10 @@ struct QueryWalk {
   }
   __device__ __forceinline__ int first_row() const { return blocks.block * BLOCK_M; }
   // Its tile if each head's are walked from the last.
-  __device__ __forceinline__ int from_last() const { return of_head().block + blocks.end - 1 - blocks.block; }
+  __device__ __forceinline__ int from_last() const {
+    const Blocks all = of_head();
+    return all.block + all.end - 1 - blocks.block;
+  }
   __device__ __forceinline__ bool done() const { return head == end_head; }
   __device__ __forceinline__ void advance() {
     blocks.advance();
