@@ -72,9 +72,10 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     of_queries: Arrays = {}
     if "q" in grads and (first.deterministic or not problem.deterministic):
         tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
-        of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
-        if first.deterministic:
-            of_queries["dq_turns"] = work.empty((1 + tiles * _TURNS,), np.int32)
+        if tiles:  # else nobody clears the counter of turns
+            of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
+            if first.deterministic:
+                of_queries["dq_turns"] = work.empty((1 + tiles * _TURNS,), np.int32)
         del others["q"]
     work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}

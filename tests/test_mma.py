@@ -61,6 +61,11 @@ def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
     agrees(place, gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, causal=causal))
 
 
+def test_no_queries_in_order(place: Device) -> None:
+    """No tile of queries has a turn, and nobody counts thread blocks."""
+    agrees(place, gaussian_case(0, "float16", (0, 90), (4, 2), (40, 24), 2, deterministic=True))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (30, 10)},
     "softcap": {"softcap": 2.0, "causal": True},
