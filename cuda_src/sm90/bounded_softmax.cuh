@@ -5,8 +5,8 @@
 
 // With functions of FragmentSoftmax's names; the reference of every row is 0.
 struct BoundedSoftmax {
-  // The unit for tanh and powers is left to powers: below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 of itself as the
-  // instruction is. The smallest are as they are: an error that all have in common would be one of lse.
+  // The unit for tanh and powers is left to powers: below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 of itself as
+  // the instruction is. The smallest are as they are: an error that all have in common would be one of lse.
   static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
   float factor;         // from a product to tanh's argument
   float power;          // and from tanh to the power of 2
