@@ -34,13 +34,13 @@ struct BiasTile {
     }
   }
 
-  __device__ __forceinline__ void store(Accum* sums) const {
+  __device__ __forceinline__ void store(Accum* sums, int stride) const {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++) {
         const int row = owned_index<ROWS>(thread_row(), r), column = owned_index<COLUMNS>(thread_column(), c);
-        sums[row * (BLOCK_N + 1) + column] = sum[r][c];
+        sums[row * stride + column] = sum[r][c];
       }
     }
   }

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 
   __syncthreads();
   auto* sums = reinterpret_cast<Accum*>(shared.tiles);
-  tile.store(sums);
+  tile.store(sums, SUMS_STRIDE);
   __syncthreads();
   if (p.dbias_columns == 1) {  // all columns are one
     if (threadIdx.x < BLOCK_M) {

@@ -303,13 +303,18 @@ class Bias(Kernel):
 
 
 @dataclass(frozen=True)
-class Rows(Kernel):
-    """A kernel that has a warp for each row of the queries."""
+class WithoutTiles(Kernel):
+    """A kernel that has nothing to do with scores."""
 
     @property
     def visits_tiles(self) -> bool:
         """No tiles of scores."""
         return False
+
+
+@dataclass(frozen=True)
+class Rows(WithoutTiles):
+    """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(blocks of one head, blocks in all)."""
@@ -318,13 +323,8 @@ class Rows(Kernel):
 
 
 @dataclass(frozen=True)
-class Reduce(Kernel):
+class Reduce(WithoutTiles):
     """A sum over rows, sequences or parts."""
-
-    @property
-    def visits_tiles(self) -> bool:
-        """No tiles of scores."""
-        return False
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(no tiles of heads, blocks)."""

@@ -9,6 +9,7 @@ import numpy as np
 from cuflash import launch, launch_split, plan_sm80, plan_sm80_backward, plan_wide
 from cuflash.launch import Kernel, Work, images, num_tiles
 from cuflash.params import Arrays
+from cuflash.plan_sm80 import Capability
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
 from cuflash.problem import AttentionProblem
 
@@ -47,9 +48,14 @@ class WideGradient(Kernel):
         return self.config.of_keys
 
 
+def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
+    """What plans choose by, of a kernel that copies these arrays."""
+    return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
+
+
 def forward(work: Work) -> bool:
     """Write out and lse; False if these tensor cores do not take the problem."""
-    place = work.problem, work.is_aligned(("q", "k", "v")), work.device.capability, work.device.smem_limit
+    place = _place(work, "q", "k", "v")
     config = plan_sm80.forward(*place) or plan_wide.forward(*place)
     if config is None:
         return False
@@ -62,9 +68,8 @@ def forward(work: Work) -> bool:
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dk, dv, delta, dq unless beside a block mask its bits must repeat; return the others, None if nothing."""
-    problem, arrays, device = work.problem, work.arrays, work.device
-    aligned = work.is_aligned(("q", "k", "v", "dout", "out"))
-    configs = plan_sm80_backward.backward(problem, aligned, device.capability, device.smem_limit)
+    problem, arrays = work.problem, work.arrays
+    configs = plan_sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
     if not configs:
         return None
     first = configs[0]
@@ -94,8 +99,7 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     """Write dq and each row's part of the slopes' gradient where families left them; return the other gradients."""
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
-    place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
-    if (config := plan_sm80_backward.of_queries(*place)) is None:
+    if (config := plan_sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
         return grads
     work.arrays |= launch.rows_of_slopes(work, grads)
     work.run(Kernel(config.entry, config), work.arrays | {f"d{name}": x for name, x in grads.items() if name == "q"})
@@ -106,8 +110,7 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where families left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    place = work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability, work.device.smem_limit
-    if (config := plan_sm80_backward.of_bias(*place)) is None:
+    if (config := plan_sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))) is None:
         return grads
     launch.gradient_of_bias(work, grads["bias"], launch.Bias(config.entry, config), config.min_blocks)
     return {name: x for name, x in grads.items() if name != "bias"}

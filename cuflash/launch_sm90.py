@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
-from cuflash.launch import Further, Kernel, Rows, Words, Work, images, num_tiles
+from cuflash.launch import Further, Kernel, Rows, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
@@ -246,15 +246,10 @@ def _counters_of(device: kernels.Device) -> _Counters:
 
 
 @dataclass(frozen=True)
-class _OfQueries(Kernel):
+class _OfQueries(WithoutTiles):
     """What the kernels have in common: how sums of dq are laid out."""
 
     config: plan_sm90_backward.Config
-
-    @property
-    def visits_tiles(self) -> bool:
-        """No tiles of scores."""
-        return False
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """How sums of dq are laid out."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, plan_wide
-from cuflash.launch import Further, Kernel, Words, Work, images
+from cuflash.launch import Further, Kernel, WithoutTiles, Words, Work, images
 from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
 from cuflash.params import SWIZZLE_BYTES, Arrays, whole_rows, word_of
 from cuflash.plan import FLOAT_BYTES, HALF_BYTES
@@ -130,15 +130,10 @@ class OnOperands(Further):
 
 
 @dataclass(frozen=True)
-class Split(Kernel):
+class Split(WithoutTiles):
     """The kernel that fills the work space."""
 
     config: Config
-
-    @property
-    def visits_tiles(self) -> bool:
-        """No tiles of scores."""
-        return False
 
     @property
     def threads(self) -> int:

@@ -119,13 +119,13 @@ struct BiasTile {
     }
   }
 
-  __device__ __forceinline__ void store(Accum* sums) const {
-    sums += (warp_row() + fragment_row()) * (BLOCK_N + 1) + fragment_column();
+  __device__ __forceinline__ void store(Accum* sums, int stride) const {
+    sums += (warp_row() + fragment_row()) * stride + fragment_column();
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {
-        sums[(16 * f + row_offset(e)) * (BLOCK_N + 1) + column_offset(e)] = sum[f][e];
+        sums[(16 * f + row_offset(e)) * stride + column_offset(e)] = sum[f][e];
       }
     }
   }
