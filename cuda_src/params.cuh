@@ -2,8 +2,8 @@
 // padded and packed layouts look the same from there on. The host packs the parameters from one NumPy dtype
 // (cuflash/params.py), whose offsets are asserted behind this header.
 //
-// Constants in front of every source define `Element` (dtype of q, k, v) and `Accum` (float, or double for double), in
-// which all arithmetic is done.
+// In front of every source stand `DEVICE` (__device__ __forceinline__) and constants that define `Element` (dtype of q,
+// k, v) and `Accum` (float, or double for double), in which all arithmetic is done.
 #pragma once
 
 using u8 = unsigned char;

@@ -30,7 +30,8 @@ OWN_ARCH_SINCE = (12, 9)
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
-_SYSTEM_HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+# In front of every source.
+_PRELUDE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#define DEVICE __device__ __forceinline__\n"
 # Shared memory that every kernel may use without asking for more.
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # CUstreamCaptureMode: allocations do not end a capture.
@@ -320,7 +321,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
 def source_of(entry_file: str, constants: Any) -> str:
     """The self-contained source text of one kernel."""
     files = entry_file if "." in entry_file else f"{entry_file}.cu"
-    text = _SYSTEM_HEADERS + _constants_text(constants) + inlined(files)
+    text = _PRELUDE + _constants_text(constants) + inlined(files)
     # Host and device must agree on the parameter struct.
     return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
 

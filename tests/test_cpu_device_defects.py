@@ -20,7 +20,6 @@ from cuflash import kernels
 Array = np.ndarray[Any, Any]
 Run = Callable[[str, Check, int], float]
 SAMPLES = Path(__file__).resolve().parent / "cpu_device" / "samples"
-HEADERS = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 needs_sanitizers = pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
 
@@ -48,7 +47,7 @@ def tensor_core(text: str, check: Check, seed: int) -> float:
     rng = np.random.default_rng(seed)
     a, b = integers(rng, 16, 128), integers(rng, 32, 128)
     out = np.full((16, 32), np.nan, np.float32)
-    module = device.compile(HEADERS + kernels.inlined("sm80/ptx.cuh") + text, (), "tensor_core", check)
+    module = device.compile(kernels.source_of("sm80/ptx.cuh", {}) + text, (), "tensor_core", check)
     module.launch("multiply", (1,), (32,), (a, b, out), 2 * (16 + 32) * 32 * 2, seed=seed)
     return error(out, a.astype(np.float64) @ b.astype(np.float64).T)
 
@@ -61,7 +60,7 @@ def hopper(text: str, check: Check, seed: int) -> float:
         tensor_map.encode(x.ctypes.data, "bfloat16", (64, len(x), 1), (128, x.nbytes), (64, 64, 1))
         for x in (q, k, v, out)
     ]
-    module = device.compile(HEADERS + kernels.inlined("sm90/ptx.cuh") + text, (), "hopper", check)
+    module = device.compile(kernels.source_of("sm90/ptx.cuh", {}) + text, (), "hopper", check)
     module.launch("multiply", (1,), (160,), (*maps, tiles), 6 * 8192 + 64, seed=seed)
     weights = (q.astype(np.float64) @ k.astype(np.float64).T).astype(ml_dtypes.bfloat16).astype(np.float64)
     return error(out, (weights @ v.astype(np.float64)).astype(ml_dtypes.bfloat16).astype(np.float64))

@@ -23,10 +23,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def source_of(arch: str) -> str:
     """The kernels of all instructions of an architecture."""
     folders = ("sm80", "sm90") if arch == "sm_90a" else ("sm80",)
-    used = kernels.inlined(f"{folders[-1]}/ptx.cuh")
+    used = kernels.source_of(f"{folders[-1]}/ptx.cuh", {})
     others = "".join((FURTHER / folder / "ptx.cuh").read_text().replace("#pragma once", "") for folder in folders)
     own = "".join(case.kernel for case in CASES if case.arch == arch)
-    return f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n{used}\n{others}\n{HELPERS}{own}"
+    return f"{used}\n{others}\n{HELPERS}{own}"
 
 
 def inputs(case: Case) -> Array:

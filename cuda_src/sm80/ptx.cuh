@@ -2,8 +2,6 @@
 // function. The CPU test device has functions of the same names and types in their place.
 #pragma once
 #ifndef CUFLASH_CPU_DEVICE
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 namespace ptx {
 
