@@ -15,12 +15,9 @@ struct BiasTile {
   Buffers<BUFFER> buffers;
   Accum sum[ROWS][COLUMNS];
 
-  __device__ __forceinline__ explicit BiasTile(SharedStorage& shared) : shared(shared), buffers(shared.tiles) {
-    clear(sum);
-  }
+  DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared), buffers(shared.tiles) { clear(sum); }
 
-  __device__ __forceinline__ void add(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                      int first_key) {
+  DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const GradientTile<false> tile(p, s, head, head / (p.num_heads_q / p.num_heads_kv));
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
     SoftcapTile<ROWS, COLUMNS> softcap;
@@ -34,7 +31,7 @@ struct BiasTile {
     }
   }
 
-  __device__ __forceinline__ void store(Accum* sums, int stride) const {
+  DEVICE void store(Accum* sums, int stride) const {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll

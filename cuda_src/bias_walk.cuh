@@ -13,7 +13,7 @@ struct Axis {
   int walk, tile, step;
 
   // Takes its tile from a block's number, whose last digit it is.
-  __device__ __forceinline__ Axis(int size, int scores, int block, u32& number) : step(0) {
+  DEVICE Axis(int size, int scores, int block, u32& number) : step(0) {
     const bool broadcast = size == 1 && scores != 1;
     const int tiles = broadcast ? 1 : ceil_div(size, block);
     walk = broadcast ? ceil_div(scores, block) : 1;
@@ -21,16 +21,16 @@ struct Axis {
     number /= tiles;
   }
   // Likewise its step from those that are behind.
-  __device__ __forceinline__ void begin(i64& steps) {
+  DEVICE void begin(i64& steps) {
     step = static_cast<int>(steps % walk);
     steps /= walk;
   }
   // False where it begins anew.
-  __device__ __forceinline__ bool advance() {
+  DEVICE bool advance() {
     step = step + 1 < walk ? step + 1 : 0;
     return step != 0;
   }
-  __device__ __forceinline__ int at() const { return tile + step; }
+  DEVICE int at() const { return tile + step; }
 };
 
 struct BiasWalk {
@@ -40,7 +40,7 @@ struct BiasWalk {
   i64 left;
   Sequence sequence;
 
-  __device__ __forceinline__ explicit BiasWalk(const AttentionParams& p)
+  DEVICE explicit BiasWalk(const AttentionParams& p)
       : p(p),
         split(blockIdx.x),
         columns(p.dbias_columns, p.seqlen_k, BLOCK_N, split),
@@ -59,16 +59,16 @@ struct BiasWalk {
     if (left > 0) sequence = sequence_of(p, batches.at());
   }
 
-  __device__ __forceinline__ void advance() {
+  DEVICE void advance() {
     if (--left == 0 || columns.advance() || rows.advance() || heads.advance()) return;
     batches.advance();
     sequence = sequence_of(p, batches.at());
   }
-  __device__ __forceinline__ int head() const { return heads.at(); }
-  __device__ __forceinline__ int first_row() const { return rows.at() * BLOCK_M; }
-  __device__ __forceinline__ int first_key() const { return columns.at() * BLOCK_N; }
+  DEVICE int head() const { return heads.at(); }
+  DEVICE int first_row() const { return rows.at() * BLOCK_M; }
+  DEVICE int first_key() const { return columns.at() * BLOCK_N; }
 
-  __device__ __forceinline__ bool is_hidden() const {
+  DEVICE bool is_hidden() const {
     const Mask mask(p, sequence, head());
     bool hidden = HAS_BLOCK_MASK;
     if constexpr (HAS_BLOCK_MASK) {
@@ -80,7 +80,7 @@ struct BiasWalk {
   }
 
   // Element (row, column) of the tile. A broadcast axis has one, at index 0.
-  __device__ __forceinline__ void write(int row, int column, Accum value) const {
+  DEVICE void write(int row, int column, Accum value) const {
     row += rows.tile * BLOCK_M;
     column += columns.tile * BLOCK_N;
     if (row >= p.dbias_rows || column >= p.dbias_columns) return;

@@ -6,31 +6,31 @@
 constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
-__device__ __forceinline__ int fragment_row() { return lane() / 4; }
-__device__ __forceinline__ int fragment_column() { return lane() % 4 * 2; }
-__device__ __forceinline__ constexpr int row_offset(int e) { return e / 2 % 2 * 8; }
-__device__ __forceinline__ constexpr int column_offset(int e) { return e / 4 * 8 + e % 2; }
+DEVICE int lane() { return threadIdx.x % WARP; }
+DEVICE int fragment_row() { return lane() / 4; }
+DEVICE int fragment_column() { return lane() % 4 * 2; }
+DEVICE constexpr int row_offset(int e) { return e / 2 % 2 * 8; }
+DEVICE constexpr int column_offset(int e) { return e / 4 * 8 + e % 2; }
 
-__device__ __forceinline__ u32 packed(__nv_bfloat16, float low, float high) {
+DEVICE u32 packed(__nv_bfloat16, float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const u32*>(&pair);
 }
-__device__ __forceinline__ u32 packed(__half, float low, float high) {
+DEVICE u32 packed(__half, float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const u32*>(&pair);
 }
 
 // An accumulator as the left factor of the next product.
 template <int N>
-__device__ __forceinline__ void pack(u32 (&pairs)[N / 2], const float (&x)[N]) {
+DEVICE void pack(u32 (&pairs)[N / 2], const float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) pairs[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
 }
 
 // Marks the keys of a masked tile that some query sees: x are their scores.
 template <int N>
-__device__ __forceinline__ void mark_seen(u8* seen, const Accum (&x)[N]) {
+DEVICE void mark_seen(u8* seen, const Accum (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) {
     if (row_offset(e) == 0 && (x[e] != -infinity() || x[e + 2] != -infinity())) {

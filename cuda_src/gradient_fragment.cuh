@@ -17,29 +17,29 @@ struct QueryValues {
   float x[FRAGMENT / 2];
 
   // values: of the tile's queries.
-  __device__ __forceinline__ QueryValues(const float* values) {
+  DEVICE QueryValues(const float* values) {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 4) {
       x[e / 2] = values[fragment_column() + column_offset(e)];
       x[e / 2 + 1] = values[fragment_column() + column_offset(e + 1)];
     }
   }
-  __device__ __forceinline__ float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
+  DEVICE float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
 };
 
 // The same where they lie, in shared memory: each is read when it is used, which takes no registers.
 struct QueryValuesInPlace {
   const float* values;
 
-  __device__ __forceinline__ explicit QueryValuesInPlace(const float* values) : values(values) {}
-  __device__ __forceinline__ float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
+  DEVICE explicit QueryValuesInPlace(const float* values) : values(values) {}
+  DEVICE float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
 };
 
 // Dropout's decisions on a fragment.
 struct KeptWeights {
   u32 bits[HAS_DROPOUT ? (FRAGMENT + 31) / 32 : 1];
 
-  __device__ __forceinline__ KeptWeights(const AttentionParams& p, const Sequence& s, int head, int row, int key) {
+  DEVICE KeptWeights(const AttentionParams& p, const Sequence& s, int head, int row, int key) {
     if constexpr (HAS_DROPOUT) {
       const Dropout dropout(p, s, head);
 #pragma unroll
@@ -54,7 +54,7 @@ struct KeptWeights {
     }
   }
   // Words of the generator are numbered by query, then key.
-  __device__ __forceinline__ bool operator[](int e) const {
+  DEVICE bool operator[](int e) const {
     return !HAS_DROPOUT || (bits[e / 32] >> (e % 32 / 8 * 8 + e % 2 * 4 + e / 2 % 4) & 1) != 0;
   }
 };
@@ -72,14 +72,13 @@ struct GradientFragment {
   int head, row, key;  // the thread's first
   float scale;
 
-  __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                              int first_key, float scale)
+  DEVICE GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key,
+                          float scale)
       : p(p), s(s), head(head), row(first_row + fragment_column()), key(first_key + fragment_row()), scale(scale) {}
-  __device__ __forceinline__ GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                              int first_key)
+  DEVICE GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key)
       : GradientFragment(p, s, head, first_row, first_key, static_cast<float>(p.softmax_scale)) {}
 
-  __device__ __forceinline__ Score score() const {
+  DEVICE Score score() const {
     Score score(p, s, head);
     score.scale = scale;
     return score;
@@ -89,8 +88,7 @@ struct GradientFragment {
   // x has scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`, which say
   // whether lengths and window hide something, too.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
-  __device__ __forceinline__ void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1,
-                                        const Bits& bits = {}) const {
+  DEVICE void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1, const Bits& bits = {}) const {
     const Score score = this->score();
     const float to_base_2 = (SCORES ? unit : scale) * LOG2_E;
 #pragma unroll
@@ -116,11 +114,11 @@ struct GradientFragment {
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
 
-  __device__ __forceinline__ KeptWeights kept() const { return {p, s, head, row, key}; }
+  DEVICE KeptWeights kept() const { return {p, s, head, row, key}; }
 
  private:
   template <bool BITS>
-  __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
+  DEVICE void hide(float (&x)[FRAGMENT]) const {
     const Mask mask(p, s, head);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -154,7 +152,7 @@ struct GradientFragment {
 };
 
 // The gradient of a score from that of its weight, dp. A weight that is dropped has its sign bit set.
-__device__ __forceinline__ float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
+DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
     dp = __float_as_uint(weight) >> 31 ? 0 : dp * static_cast<float>(p.dropout_rescale);
     weight = fabsf(weight);
@@ -163,20 +161,17 @@ __device__ __forceinline__ float score_gradient(const AttentionParams& p, float 
 }
 
 // Where something is hidden: a hidden element's gradient may be NaN. A step that hides nothing need not test.
-__device__ __forceinline__ void clear_hidden(float& ds, float weight) { ds = weight == 0 ? 0 : ds; }
+DEVICE void clear_hidden(float& ds, float weight) { ds = weight == 0 ? 0 : ds; }
 template <int N>
-__device__ __forceinline__ void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
+DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) clear_hidden(ds[e], weights[e]);
 }
 
-__device__ __forceinline__ float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) {
-  return kept[e] ? x[e] : -x[e];
-}
+DEVICE float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) { return kept[e] ? x[e] : -x[e]; }
 
 // Weights as a factor of products, 0 where dropped.
-__device__ __forceinline__ void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT],
-                                          const KeptWeights& kept) {
+DEVICE void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT], const KeptWeights& kept) {
 #pragma unroll
   for (int i = 0; i < FRAGMENT / 2; i++) {
     words[i] = packed(Element(), kept[2 * i] ? x[2 * i] : 0, kept[2 * i + 1] ? x[2 * i + 1] : 0);

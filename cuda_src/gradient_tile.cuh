@@ -8,11 +8,11 @@ template <int ROWS, int COLUMNS>
 struct SoftcapTile {
   SoftcapDerivative<COLUMNS> rows[HAS_SOFTCAP ? ROWS : 1];
 
-  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
+  DEVICE void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
 #pragma unroll
     for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].take(score, products[r]);
   }
-  __device__ __forceinline__ void apply(Accum (&ds)[ROWS][COLUMNS]) const {
+  DEVICE void apply(Accum (&ds)[ROWS][COLUMNS]) const {
 #pragma unroll
     for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].apply(ds[r]);
   }
@@ -30,10 +30,10 @@ struct GradientTile {
   int len_q;
   Accum dropout_rescale;
 
-  __device__ __forceinline__ GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
+  DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
       : GradientTile(p, s, head, head_kv, p.cu_seqlens_q == nullptr ? s.batch : 0) {}
 
-  __device__ __forceinline__ GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv, i64 batch)
+  DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv, i64 batch)
       : q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim),
         k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim),
         v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v),
@@ -50,7 +50,7 @@ struct GradientTile {
 
   // Starts a tile: the first chunks of its scores.
   template <int A, int B>
-  __device__ __forceinline__ void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
+  DEVICE void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
     chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
   }
 
@@ -58,10 +58,9 @@ struct GradientTile {
   // products. seen: cleared before, and complete behind the next barrier if masked. `fetch` came before, `next` starts
   // what follows.
   template <int SIZE, int ROWS, int COLUMNS, class Next>
-  __device__ __forceinline__ void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS],
-                                          SoftcapTile<ROWS, COLUMNS>& softcap, Buffers<SIZE>& buffers,
-                                          ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
-                                          int first_column, bool masked, u8* seen, Next next) const {
+  DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
+                      Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
+                      int first_column, bool masked, u8* seen, Next next) const {
     clear(dropped);
     clear(ds);
     const Rows &left = TRANSPOSED ? v : dout, &right = TRANSPOSED ? dout : v;

@@ -14,17 +14,17 @@ constexpr int HIDDEN_SLOT = -1, VISIBLE_SLOT = -2;
 
 // One bit for each of 4 bytes, whether it is not 0, in the lowest (weights 0x08040201) or the other (0x80402010) half
 // of a byte, 7 bits up; added to `sum`.
-__device__ __forceinline__ u32 add_bits(u32 bytes, u32 weights, u32 sum) {
+DEVICE u32 add_bits(u32 bytes, u32 weights, u32 sum) {
   const u32 set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
   return __dp4a(set, weights, sum);
 }
 // One bit for each of 16 or 32 bytes, whether it is not 0.
-__device__ __forceinline__ u32 bits_of(uint4 x) {
+DEVICE u32 bits_of(uint4 x) {
   const u32 a = add_bits(x.y, 0x80402010u, add_bits(x.x, 0x08040201u, 0));
   const u32 b = add_bits(x.w, 0x80402010u, add_bits(x.z, 0x08040201u, 0));
   return a >> 7 | b << 1;
 }
-__device__ __forceinline__ u32 bits_of(uint4 low, uint4 high) { return bits_of(low) | bits_of(high) << 16; }
+DEVICE u32 bits_of(uint4 low, uint4 high) { return bits_of(low) | bits_of(high) << 16; }
 
 // One (sequence, query head).
 struct Mask {
@@ -36,7 +36,7 @@ struct Mask {
   const u32* bits;
   int slot_rows, slot_columns;
 
-  __device__ __forceinline__ Mask(const AttentionParams& p, const Sequence& s, int head) {
+  DEVICE Mask(const AttentionParams& p, const Sequence& s, int head) {
     len_q = s.len_q;
     len_k = s.len_k;
     diagonal = s.diagonal();
@@ -58,9 +58,9 @@ struct Mask {
     }
   }
 
-  __device__ __forceinline__ bool inside(int i, int j) const { return i < len_q && j < len_k; }
+  DEVICE bool inside(int i, int j) const { return i < len_q && j < len_k; }
 
-  __device__ __forceinline__ bool visible(int i, int j) const {
+  DEVICE bool visible(int i, int j) const {
     if (!inside(i, j)) return false;
     if constexpr (HAS_WINDOW) {
       const int d = j - i - diagonal;
@@ -73,20 +73,18 @@ struct Mask {
     return true;
   }
 
-  __device__ __forceinline__ bool in_mask(int i, int j) const {
+  DEVICE bool in_mask(int i, int j) const {
     return mask[smaller(i, mask_last_row) * mask_row_stride + smaller(j, mask_last_column) * mask_column_stride] != 0;
   }
 
   // Whether columns j to j + 31 are two vectors in memory; j is a multiple of 16.
-  __device__ __forceinline__ bool in_vectors(int j) const {
+  DEVICE bool in_vectors(int j) const {
     return (reinterpret_cast<u64>(mask) | mask_row_stride) % sizeof(uint4) == 0 && mask_column_stride == 1 &&
            j + 31 <= mask_last_column;
   }
-  __device__ __forceinline__ const u8* mask_row(int i) const {
-    return mask + smaller(i, mask_last_row) * mask_row_stride;
-  }
+  DEVICE const u8* mask_row(int i) const { return mask + smaller(i, mask_last_row) * mask_row_stride; }
   // The bits of row i in columns j to j + 31, whatever the strides.
-  __device__ __forceinline__ u32 mask_word(int i, int j) const {
+  DEVICE u32 mask_word(int i, int j) const {
     const u8* line = mask_row(i);
     if (mask_column_stride == 0) return *line != 0 ? 0xffffffffu : 0;
     u32 word = 0;
@@ -102,50 +100,50 @@ struct Mask {
   };
 
   // Columns that lengths and window leave to row i.
-  __device__ __forceinline__ Range columns(int i) const {
+  DEVICE Range columns(int i) const {
     if constexpr (HAS_WINDOW) return {larger(i + diagonal - left, 0), smaller(i + diagonal + right + 1, len_k)};
     return {0, len_k};
   }
 
   // Rows that lengths and window leave to column j.
-  __device__ __forceinline__ Range rows(int j) const {
+  DEVICE Range rows(int j) const {
     const int end = j < len_k ? len_q : 0;
     if constexpr (HAS_WINDOW) return {larger(j - diagonal - right, 0), smaller(j - diagonal + left + 1, end)};
     return {0, end};
   }
 
-  __device__ __forceinline__ bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
+  DEVICE bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
 
   // The block mask's bits of row i in the 32 columns around j that begin at a multiple of 32.
-  __device__ __forceinline__ u32 block_word(int i, int j) const { return slot_word(slot_at(i, j), i, j); }
+  DEVICE u32 block_word(int i, int j) const { return slot_word(slot_at(i, j), i, j); }
 
-  __device__ __forceinline__ int slot_at(int i, int j) const {
+  DEVICE int slot_at(int i, int j) const {
     const int row = i / CANONICAL, column = j / CANONICAL;
     return row < slot_rows && column < slot_columns ? slots[static_cast<i64>(row) * slot_columns + column]
                                                     : HIDDEN_SLOT;
   }
-  __device__ __forceinline__ u32 slot_word(int slot, int i, int j) const {
+  DEVICE u32 slot_word(int slot, int i, int j) const {
     return slot < 0 ? (slot == VISIBLE_SLOT ? 0xffffffffu : 0) : row_of_slot(slot, i)[j % CANONICAL / 32];
   }
   // Words of a partial block's row i.
-  __device__ __forceinline__ const u32* row_of_slot(int slot, int i) const {
+  DEVICE const u32* row_of_slot(int slot, int i) const {
     return bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW;
   }
 
   // Whether rows [i, i + m) x columns [j, j + n) need no test of lengths and window.
-  __device__ __forceinline__ bool wholly_inside(int i, int m, int j, int n) const {
+  DEVICE bool wholly_inside(int i, int m, int j, int n) const {
     const int last_i = i + m - 1, last_j = j + n - 1;
     if (!inside(last_i, last_j)) return false;
     return !HAS_WINDOW || (j - last_i - diagonal >= -left && last_j - i - diagonal <= right);
   }
 
   // Whether columns [j, j + n) are wholly in columns(row) of all rows in [i, i + m) that are in use.
-  __device__ __forceinline__ bool columns_inside(int i, int m, int j, int n) const {
+  DEVICE bool columns_inside(int i, int m, int j, int n) const {
     return columns(smaller(i + m, len_q) - 1).begin <= j && j + n <= columns(i).end;
   }
 
   // Whether lengths and window hide all of rows [i, i + m) x columns [j, j + n).
-  __device__ __forceinline__ bool wholly_outside(int i, int m, int j, int n) const {
+  DEVICE bool wholly_outside(int i, int m, int j, int n) const {
     if (!inside(i, j)) return true;
     return HAS_WINDOW && (j + n - 1 - i - diagonal < -left || j - (i + m - 1) - diagonal > right);
   }
@@ -158,8 +156,7 @@ struct Blocks {
   int left;         // of them
   bool partial;
 
-  __device__ __forceinline__ Blocks(int first, int last_plus_1, const AttentionParams& p, const Sequence& s, int head,
-                                    int which_list)
+  DEVICE Blocks(int first, int last_plus_1, const AttentionParams& p, const Sequence& s, int head, int which_list)
       : block(first), end(last_plus_1), partial(false) {
     if constexpr (HAS_BLOCK_MASK) {
       const i64 grid = s.batch_or_0() * p.block_batch_stride + head * p.block_head_stride;
@@ -172,14 +169,14 @@ struct Blocks {
     }
   }
 
-  __device__ __forceinline__ void take() {
+  DEVICE void take() {
     block = left > 0 ? *list >> 1 : end;
     partial = left > 0 && (*list & 1);
   }
 
-  __device__ __forceinline__ bool done() const { return block >= end; }
+  DEVICE bool done() const { return block >= end; }
 
-  __device__ __forceinline__ void advance() {
+  DEVICE void advance() {
     if constexpr (HAS_BLOCK_MASK) {
       list++;
       left--;
@@ -191,8 +188,8 @@ struct Blocks {
 };
 
 // Tiles of keys that some query in [row, row + block_m) sees.
-__device__ __forceinline__ Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int head, int tile,
-                                                 int block_m, int block_n) {
+DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
+                             int block_n) {
   const int row = tile * block_m;
   int begin = 0, end = row < s.len_q ? s.len_k : 0;
   if constexpr (HAS_WINDOW) {
@@ -204,8 +201,8 @@ __device__ __forceinline__ Blocks blocks_of_keys(const AttentionParams& p, const
 }
 
 // Tiles of queries that see some key in [column, column + block_n).
-__device__ __forceinline__ Blocks blocks_of_queries(const AttentionParams& p, const Sequence& s, int head, int tile,
-                                                    int block_m, int block_n) {
+DEVICE Blocks blocks_of_queries(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
+                                int block_n) {
   const int column = tile * block_n;
   int begin = 0, end = column < s.len_k ? s.len_q : 0;
   if constexpr (HAS_WINDOW) {

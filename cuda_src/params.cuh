@@ -2,7 +2,7 @@
 // padded and packed layouts look the same from there on. The host packs the parameters from one NumPy dtype
 // (cuflash/params.py), whose offsets are asserted behind this header.
 //
-// In front of every source stand `DEVICE` (__device__ __forceinline__) and constants that define `Element` (dtype of q,
+// In front of every source stand `DEVICE` (DEVICE) and constants that define `Element` (dtype of q,
 // k, v) and `Accum` (float, or double for double), in which all arithmetic is done.
 #pragma once
 
@@ -18,27 +18,27 @@ struct alignas(16) Vector {
   Element e[VECTOR];
 };
 
-__device__ __forceinline__ float to_accum(float x) { return x; }
-__device__ __forceinline__ double to_accum(double x) { return x; }
-__device__ __forceinline__ float to_accum(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_accum(__nv_bfloat16 x) { return __bfloat162float(x); }
+DEVICE float to_accum(float x) { return x; }
+DEVICE double to_accum(double x) { return x; }
+DEVICE float to_accum(__half x) { return __half2float(x); }
+DEVICE float to_accum(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class T>
-__device__ __forceinline__ T from_accum(Accum x);
+DEVICE T from_accum(Accum x);
 template <>
-__device__ __forceinline__ float from_accum<float>(Accum x) {
+DEVICE float from_accum<float>(Accum x) {
   return static_cast<float>(x);
 }
 template <>
-__device__ __forceinline__ double from_accum<double>(Accum x) {
+DEVICE double from_accum<double>(Accum x) {
   return static_cast<double>(x);
 }
 template <>
-__device__ __forceinline__ __half from_accum<__half>(Accum x) {
+DEVICE __half from_accum<__half>(Accum x) {
   return __float2half_rn(static_cast<float>(x));
 }
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_accum<__nv_bfloat16>(Accum x) {
+DEVICE __nv_bfloat16 from_accum<__nv_bfloat16>(Accum x) {
   return __float2bfloat16_rn(static_cast<float>(x));
 }
 
@@ -46,27 +46,27 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+  static DEVICE float infinity() { return __int_as_float(0x7f800000); }
 };
 template <>
 struct Limits<double> {
-  static __device__ __forceinline__ double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
+  static DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
 };
 
-__device__ __forceinline__ Accum infinity() { return Limits<Accum>::infinity(); }
+DEVICE Accum infinity() { return Limits<Accum>::infinity(); }
 
-__device__ __forceinline__ float exp_2(float x) { return exp2f(x); }
-__device__ __forceinline__ double exp_2(double x) { return exp2(x); }
-__device__ __forceinline__ float log_e(float x) { return logf(x); }
-__device__ __forceinline__ double log_e(double x) { return log(x); }
-__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
-__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+DEVICE float exp_2(float x) { return exp2f(x); }
+DEVICE double exp_2(double x) { return exp2(x); }
+DEVICE float log_e(float x) { return logf(x); }
+DEVICE double log_e(double x) { return log(x); }
+DEVICE float tanh_of(float x) { return tanhf(x); }
+DEVICE double tanh_of(double x) { return tanh(x); }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE double larger(double a, double b) { return fmax(a, b); }
 
-__device__ __forceinline__ int larger(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DEVICE int larger(int a, int b) { return a > b ? a : b; }
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr Accum LOG2_E = 1.4426950408889634;
 
@@ -83,7 +83,7 @@ struct Tensor {
   T* data;
   i64 batch_stride, row_stride, head_stride;  // in elements
 
-  __device__ __forceinline__ T* at(i64 batch, i64 row, i64 head) const {
+  DEVICE T* at(i64 batch, i64 row, i64 head) const {
     return data + batch * batch_stride + row * row_stride + head * head_stride;
   }
 };
@@ -95,12 +95,12 @@ struct Rows {
   int num_rows, num_columns;
   bool vectors;  // 16-byte accesses are aligned
 
-  __device__ __forceinline__ Rows(const Element* data, i64 stride, int num_rows, int num_columns)
+  DEVICE Rows(const Element* data, i64 stride, int num_rows, int num_columns)
       : data(data), stride(stride), num_rows(num_rows), num_columns(num_columns) {
     vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
   }
 
-  __device__ __forceinline__ Vector read(int row, int column) const {
+  DEVICE Vector read(int row, int column) const {
     Vector x;
     const Element* from = data + row * stride + column;
     const bool inside = row >= 0 && row < num_rows;
@@ -184,18 +184,18 @@ struct Sequence {
   int len_q;  // rows in use: causal, window and alibi align to these
   int len_k;
 
-  __device__ __forceinline__ i64 batch_or_0() const { return batch < 0 ? 0 : batch; }
+  DEVICE i64 batch_or_0() const { return batch < 0 ? 0 : batch; }
   // Key j is on the diagonal of query i where j = i + diagonal().
-  __device__ __forceinline__ int diagonal() const { return len_k - len_q; }
+  DEVICE int diagonal() const { return len_k - len_q; }
 };
 
-__device__ __forceinline__ int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }
+DEVICE int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }
 
-__device__ __forceinline__ int used_length(const int* lengths, int batch, int rows) {
+DEVICE int used_length(const int* lengths, int batch, int rows) {
   return lengths == nullptr ? rows : clamped(lengths[batch], rows);
 }
 
-__device__ __forceinline__ Sequence sequence_of(const AttentionParams& p, int batch) {
+DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
   Sequence s;
   s.batch = batch;
   if (p.cu_seqlens_q == nullptr) {
@@ -222,14 +222,14 @@ struct Work {
 };
 
 // First row of packed group e: 0 is what lies before cu_seqlens[0], 1..batch the sequences, batch + 1 the rest.
-__device__ __forceinline__ int group_begin(const int* cu_seqlens, int e, int batch, int total) {
+DEVICE int group_begin(const int* cu_seqlens, int e, int batch, int total) {
   return e == 0 ? 0 : e == batch + 2 ? total : clamped(cu_seqlens[e - 1], total);
 }
 
 // Packed: group e starts at tile slot begin(e) / block + e. A group of n rows never needs more slots than the next
 // group's start leaves, so the host needs total / block + batch + 2 slots and no lengths, and the device one search.
 template <bool TILES_OF_KEYS>
-__device__ __forceinline__ Work packed_work(const AttentionParams& p, int block, int slot, int head) {
+DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
   const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
   const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
   int low = 0, high = p.batch + 1;  // the last group whose first slot is not beyond ours
@@ -255,7 +255,7 @@ __device__ __forceinline__ Work packed_work(const AttentionParams& p, int block,
 }
 
 // The number of a tile of queries; packed: its slot (packed_work).
-__device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile, int block) {
+DEVICE i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile, int block) {
   if (p.cu_seqlens_q == nullptr) {
     return (static_cast<i64>(s.batch) * p.num_heads_q + head) * p.num_query_tiles + tile;
   }
@@ -267,8 +267,8 @@ __device__ __forceinline__ i64 query_tile(const AttentionParams& p, const Sequen
 // short.
 constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
-__device__ __forceinline__ Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first,
-                                        u32 id = blockIdx.x, u32 tiles_together = TILES_TOGETHER) {
+DEVICE Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first, u32 id = blockIdx.x,
+                    u32 tiles_together = TILES_TOGETHER) {
   const u32 num_tiles = p.num_tiles;
   u32 image = id / num_tiles, slot = id % num_tiles;
   if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, image % num_heads);

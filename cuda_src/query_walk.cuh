@@ -9,7 +9,7 @@ struct QueryWalk {
   int tile, head, end_head;
   Blocks blocks;
 
-  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work)
+  DEVICE QueryWalk(const AttentionParams& p, const Work& work)
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
@@ -18,23 +18,21 @@ struct QueryWalk {
         blocks(of_head()) {
     skip();
   }
-  __device__ __forceinline__ int first_row() const { return blocks.block * BLOCK_M; }
+  DEVICE int first_row() const { return blocks.block * BLOCK_M; }
   // Its tile if each head's are walked from the last.
-  __device__ __forceinline__ int from_last() const {
+  DEVICE int from_last() const {
     const Blocks all = of_head();
     return all.block + all.end - 1 - blocks.block;
   }
-  __device__ __forceinline__ bool done() const { return head == end_head; }
-  __device__ __forceinline__ void advance() {
+  DEVICE bool done() const { return head == end_head; }
+  DEVICE void advance() {
     blocks.advance();
     skip();
   }
 
  private:
-  __device__ __forceinline__ Blocks of_head() const {
-    return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N);
-  }
-  __device__ __forceinline__ void skip() {
+  DEVICE Blocks of_head() const { return blocks_of_queries(p, sequence, head, tile, BLOCK_M, BLOCK_N); }
+  DEVICE void skip() {
     while (blocks.done() && ++head < end_head) blocks = of_head();
   }
 };

@@ -8,7 +8,7 @@ constexpr int WARPS = 8, WARP = 32;       // where a warp computes a row of a he
 constexpr int MOST_COLUMNS = 256 / WARP;  // of a thread
 
 // Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
-__device__ __forceinline__ double sum_of_block(double x) {
+DEVICE double sum_of_block(double x) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = x;
   __syncthreads();
@@ -23,7 +23,7 @@ __device__ __forceinline__ double sum_of_block(double x) {
 struct SequenceRows {
   i64 begin, end;
 
-  __device__ __forceinline__ explicit SequenceRows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
+  DEVICE explicit SequenceRows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
     if (p.cu_seqlens_q == nullptr) return;
     begin = clamped(p.cu_seqlens_q[0], p.seqlen_q);
     end = clamped(p.cu_seqlens_q[p.batch], p.seqlen_q);

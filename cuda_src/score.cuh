@@ -11,7 +11,7 @@ struct Score {
   int bias_last_row, bias_last_column;
   int diagonal;
 
-  __device__ __forceinline__ Score(const AttentionParams& p, const Sequence& s, int head) {
+  DEVICE Score(const AttentionParams& p, const Sequence& s, int head) {
     scale = static_cast<Accum>(p.softmax_scale);
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
@@ -27,7 +27,7 @@ struct Score {
   }
 
   // d score / d (q.k) is the returned slope times scale; 1 without softcap.
-  __device__ __forceinline__ Accum derivative(Accum product) const {
+  DEVICE Accum derivative(Accum product) const {
     if constexpr (HAS_SOFTCAP) {
       const Accum t = tanh_of(product * scale / softcap);
       return 1 - t * t;
@@ -35,19 +35,19 @@ struct Score {
     return 1;
   }
 
-  __device__ __forceinline__ Accum distance(int i, int j) const {
+  DEVICE Accum distance(int i, int j) const {
     const int d = i + diagonal - j;
     return static_cast<Accum>(d < 0 ? -d : d);
   }
 
-  __device__ __forceinline__ Accum bias_at(int i, int j) const {
+  DEVICE Accum bias_at(int i, int j) const {
     return to_accum(
         bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
   }
 
   // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN; one that is
   // not read yet is null.
-  __device__ __forceinline__ Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
+  DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
     if constexpr (HAS_BIAS) {
@@ -64,14 +64,14 @@ template <int N>
 struct SoftcapDerivative {
   Accum x[HAS_SOFTCAP ? N : 1];
 
-  __device__ __forceinline__ void take(const Score& score, const Accum (&products)[N]) {
+  DEVICE void take(const Score& score, const Accum (&products)[N]) {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; e++) x[e] = score.derivative(products[e]);
     }
   }
   // A hidden element has ds = 0, and its derivative may be NaN.
-  __device__ __forceinline__ void apply(Accum (&ds)[N]) const {
+  DEVICE void apply(Accum (&ds)[N]) const {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
@@ -80,7 +80,7 @@ struct SoftcapDerivative {
 };
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-__device__ __forceinline__ uint4 philox(uint4 counter, u32 key_low, u32 key_high) {
+DEVICE uint4 philox(uint4 counter, u32 key_low, u32 key_high) {
 #pragma unroll
   for (int round = 0; round < 10; round++) {
     const u32 high_x = __umulhi(0xD2511F53u, counter.x), low_x = 0xD2511F53u * counter.x;
@@ -96,8 +96,7 @@ __device__ __forceinline__ uint4 philox(uint4 counter, u32 key_low, u32 key_high
 struct Dropout {
   u32 key_low, key_high, threshold, head, batch;
 
-  __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& s, int head)
-      : head(head), batch(s.batch) {
+  DEVICE Dropout(const AttentionParams& p, const Sequence& s, int head) : head(head), batch(s.batch) {
     const u64 key = p.dropout_seed == nullptr ? p.dropout_key : *p.dropout_seed;
     key_low = static_cast<u32>(key);
     key_high = static_cast<u32>(key >> 32);
@@ -105,12 +104,10 @@ struct Dropout {
   }
 
   // i and j have bit 3 clear. Word 2 * bit3(i) + bit3(j) keeps that element if it reaches the threshold.
-  __device__ __forceinline__ uint4 words(int i, int j) const {
-    return philox(make_uint4(i, j, head, batch), key_low, key_high);
-  }
+  DEVICE uint4 words(int i, int j) const { return philox(make_uint4(i, j, head, batch), key_low, key_high); }
 
   // The same as bits.
-  __device__ __forceinline__ u32 keep(int i, int j) const {
+  DEVICE u32 keep(int i, int j) const {
     const uint4 w = words(i, j);
     return (w.x >= threshold ? 1u : 0u) | (w.y >= threshold ? 2u : 0u) | (w.z >= threshold ? 4u : 0u) |
            (w.w >= threshold ? 8u : 0u);

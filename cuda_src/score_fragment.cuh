@@ -13,18 +13,18 @@ struct ScoreFragment {
   Mask mask;
   Dropout dropout;
 
-  __device__ __forceinline__ ScoreFragment(const AttentionParams& p, const Sequence& s, int head)
+  DEVICE ScoreFragment(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
   // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
-  __device__ __forceinline__ bool needs_mask(const Blocks& blocks, int first_row, int rows) const {
+  DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows) const {
     return HAS_MASK || HAS_BIAS || blocks.partial ||
            !mask.columns_inside(first_row, rows, blocks.block * BLOCK_N, BLOCK_N);
   }
 
   // Turns products into scores, -inf where hidden.
   template <int N>
-  __device__ __forceinline__ void apply(Accum (&x)[N], int row, int first_key, bool masked) const {
+  DEVICE void apply(Accum (&x)[N], int row, int first_key, bool masked) const {
     const int column = first_key + fragment_column();
     if constexpr (!PLAIN_SCORES) {
 #pragma unroll
@@ -55,7 +55,7 @@ struct ScoreFragment {
   }
 
   template <int N>
-  __device__ __forceinline__ void drop(Accum (&weights)[N], int row, int first_key) const {
+  DEVICE void drop(Accum (&weights)[N], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
 #pragma unroll
       for (int e = 0; e < N; e += 8) {

@@ -11,27 +11,25 @@ struct ScoreGradient {
   Mask mask;
   Dropout dropout;
 
-  __device__ __forceinline__ ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
+  DEVICE ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
-  __device__ __forceinline__ bool needs_mask(bool partial, int first_query, int queries, int first_key,
-                                             int keys) const {
+  DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
     // Walked queries beyond the last one may be those of the next packed sequence.
     return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
            !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
   // Query and key of element e; `row` and `column` are the thread's first.
-  static __device__ __forceinline__ int query(int row, int column, int e) {
+  static DEVICE int query(int row, int column, int e) {
     return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
   }
-  static __device__ __forceinline__ int key(int row, int column, int e) {
+  static DEVICE int key(int row, int column, int e) {
     return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
   }
 
   // Turns products into scores, -inf where hidden; `biases` are read already, or null.
-  __device__ __forceinline__ void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked,
-                                        const Accum* biases = nullptr) const {
+  DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
     const int column = first_column + fragment_column();
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
@@ -56,7 +54,7 @@ struct ScoreGradient {
   }
 
   // Sets the sign of weights that are dropped.
-  __device__ __forceinline__ void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
+  DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
       const int column = first_column + fragment_column();
 #pragma unroll
@@ -76,8 +74,7 @@ struct ScoreGradient {
   }
 
   // Adds each row's part of the gradient of its slope.
-  __device__ __forceinline__ void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row,
-                                             int first_column) const {
+  DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
     const int column = first_column + fragment_column();
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
@@ -86,12 +83,12 @@ struct ScoreGradient {
   }
 };
 
-__device__ __forceinline__ bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
-__device__ __forceinline__ bool is_negative(double x) { return __double_as_longlong(x) < 0; }
+DEVICE bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
+DEVICE bool is_negative(double x) { return __double_as_longlong(x) < 0; }
 
 // The gradient of a score from that of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be
 // NaN.
-__device__ __forceinline__ Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
+DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
   if constexpr (HAS_DROPOUT) {
     dp = is_negative(weight) ? 0 : dp * dropout_rescale;
     weight = larger(weight, -weight);
@@ -106,10 +103,10 @@ struct KeyWalk {
   Blocks blocks;
   int head;
 
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Work& work)
+  DEVICE KeyWalk(const AttentionParams& p, const Work& work)
       : blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N)), head(work.head) {}
-  __device__ __forceinline__ bool done() const { return blocks.done(); }
-  __device__ __forceinline__ void advance() { blocks.advance(); }
+  DEVICE bool done() const { return blocks.done(); }
+  DEVICE void advance() { blocks.advance(); }
 };
 
 template <bool>

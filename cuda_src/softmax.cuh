@@ -5,23 +5,23 @@
 
 // Reduces over the threads that share a row.
 template <int THREADS, class Operation>
-__device__ __forceinline__ Accum reduce_row(Accum x, Operation operation) {
+DEVICE Accum reduce_row(Accum x, Operation operation) {
 #pragma unroll
   for (int step = THREADS / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
 
 template <int THREADS>
-__device__ __forceinline__ Accum sum_of_row(Accum x) {
+DEVICE Accum sum_of_row(Accum x) {
   return reduce_row<THREADS>(x, [](Accum a, Accum b) { return a + b; });
 }
 template <int THREADS>
-__device__ __forceinline__ Accum max_of_row(Accum x) {
+DEVICE Accum max_of_row(Accum x) {
   return reduce_row<THREADS>(x, [](Accum a, Accum b) { return larger(a, b); });
 }
 
 // The weight of score s in a row whose maximum (or lse) is `reference`.
-__device__ __forceinline__ Accum weight(Accum s, Accum reference) { return exp_2((s - reference) * LOG2_E); }
+DEVICE Accum weight(Accum s, Accum reference) { return exp_2((s - reference) * LOG2_E); }
 
 // State of ROWS rows, each shared by THREADS threads; every thread keeps its own part of the sum.
 template <int ROWS, int THREADS>
@@ -29,7 +29,7 @@ struct OnlineSoftmax {
   Accum maximum[ROWS], sum[ROWS];
 
   // A sink is a score that was seen before all others and has no value row; one thread of a row counts it.
-  __device__ __forceinline__ OnlineSoftmax(Accum sink, bool counts_sink) {
+  DEVICE OnlineSoftmax(Accum sink, bool counts_sink) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       maximum[r] = sink;
@@ -39,7 +39,7 @@ struct OnlineSoftmax {
 
   // Turns scores into weights; rescale[r] is what earlier results of row r are to be multiplied with.
   template <int COLUMNS>
-  __device__ __forceinline__ void step(Accum (&s)[ROWS][COLUMNS], Accum (&rescale)[ROWS]) {
+  DEVICE void step(Accum (&s)[ROWS][COLUMNS], Accum (&rescale)[ROWS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       Accum m = maximum[r];
@@ -60,7 +60,7 @@ struct OnlineSoftmax {
   }
 
   // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
-  __device__ __forceinline__ void finish(Accum (&inverse)[ROWS], Accum (&lse)[ROWS]) {
+  DEVICE void finish(Accum (&inverse)[ROWS], Accum (&lse)[ROWS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       const Accum total = sum_of_row<THREADS>(sum[r]);

@@ -9,19 +9,19 @@
 constexpr float MAX_GROWTH = 8;
 
 // a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.
-__device__ __forceinline__ Accum quotient(Accum a, Accum b) {
+DEVICE Accum quotient(Accum a, Accum b) {
   if constexpr (sizeof(Element) == 2) return __fdividef(a, b);
   return a / b;
 }
 
-__device__ __forceinline__ Accum natural_log(Accum x) {
+DEVICE Accum natural_log(Accum x) {
   if constexpr (sizeof(Element) == 2) return ptx::lg2(x) * 0.6931471805599453f;
   return log_e(x);
 }
 
 // The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
 // value row.
-__device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
+DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
   Accum total = sum_of_row<4>(sum);
   Accum own = 1;
   if (sink != -infinity()) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ void finish_row(Accum top, Accum sum, Accum sink, Acc
   lse = total == 0 ? -infinity() : top + natural_log(total);
 }
 
-__device__ __forceinline__ float power_of_2(float x) { return ptx::ex2(x); }
-__device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
+DEVICE float power_of_2(float x) { return ptx::ex2(x); }
+DEVICE double power_of_2(double x) { return exp2(x); }
 
 // A bias may be finfo.min, whose product with log2(e) overflows; wider inputs deserve weights as exact as the
 // difference.
@@ -49,21 +49,21 @@ struct FragmentSoftmax {
   FragmentSoftmax() = default;  // for arrays
 
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
-  __device__ __forceinline__ FragmentSoftmax(Accum scale)
+  DEVICE FragmentSoftmax(Accum scale)
       : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(quotient(MAX_GROWTH, to_base_2)) {
     reference[0] = reference[1] = -infinity();
     sum[0] = sum[1] = 0;
   }
 
   // From another with the same scale.
-  __device__ __forceinline__ void take_factors(const FragmentSoftmax& other) {
+  DEVICE void take_factors(const FragmentSoftmax& other) {
     to_natural = other.to_natural;
     to_base_2 = other.to_base_2;
     room = other.room;
   }
 
   // Of scores in units.
-  static __device__ __forceinline__ FragmentSoftmax in_units(Accum unit) {
+  static DEVICE FragmentSoftmax in_units(Accum unit) {
     FragmentSoftmax softmax(unit);
     softmax.to_natural = unit;
     softmax.to_base_2 = unit * LOG2_E;
@@ -73,18 +73,18 @@ struct FragmentSoftmax {
 
   // The largest of a thread's scores in each row.
   template <int N>
-  static __device__ __forceinline__ void find_tops(const Accum (&x)[N], Accum (&top)[2]) {
+  static DEVICE void find_tops(const Accum (&x)[N], Accum (&top)[2]) {
     top[0] = x[0], top[1] = x[2];
 #pragma unroll
     for (int e = 0; e < N; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
   }
 
-  __device__ __forceinline__ bool exceeded(const Accum (&top)[2]) const {
+  DEVICE bool exceeded(const Accum (&top)[2]) const {
     return top[0] > reference[0] + room || top[1] > reference[1] + room;
   }
 
   // Takes a row's new maximum for its reference if it is far above: earlier results are to be multiplied by rescale.
-  __device__ __forceinline__ void raise(int r, Accum maximum, Accum& rescale) {
+  DEVICE void raise(int r, Accum maximum, Accum& rescale) {
     if (!(maximum > reference[r] + room)) return;
     rescale = power_of_2((reference[r] - maximum) * to_base_2);
     reference[r] = maximum;
@@ -94,7 +94,7 @@ struct FragmentSoftmax {
   // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds,
   // as most are, need no maximum of a whole row.
   template <int N>
-  __device__ __forceinline__ bool step(Accum (&x)[N], Accum (&rescale)[2]) {
+  DEVICE bool step(Accum (&x)[N], Accum (&rescale)[2]) {
     Accum top[2];
     find_tops(x, top);
     rescale[0] = rescale[1] = 1;
@@ -111,7 +111,7 @@ struct FragmentSoftmax {
 
   // Turns scores into weights by the references.
   template <int N>
-  __device__ __forceinline__ void weigh(Accum (&x)[N]) {
+  DEVICE void weigh(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
@@ -134,7 +134,7 @@ struct FragmentSoftmax {
   // at a time. First, whether earlier results are to be multiplied: EVERY growth of the maximum is followed, or only
   // large ones.
   template <bool EVERY>
-  __device__ __forceinline__ bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
+  DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2] = {x[0], x[2]};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
@@ -169,7 +169,7 @@ struct FragmentSoftmax {
 
   // Then the weights of the thread's elements BEGIN to END - 1: whole groups of four.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
+  DEVICE void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       // Nothing seen yet: weights are 0, not NaN.
@@ -191,14 +191,14 @@ struct FragmentSoftmax {
   }
 
   // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
-  __device__ __forceinline__ void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
+  DEVICE void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
 };
 
 template <int N>
-__device__ __forceinline__ void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
+DEVICE void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
 #pragma unroll
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }

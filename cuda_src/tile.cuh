@@ -12,12 +12,12 @@ constexpr int NUM_THREADS = SIDE * SIDE;
 // Keeps the transposing stores below two-way bank conflicts and rows aligned to 16 bytes.
 constexpr int PAD = 16 / sizeof(Accum);
 
-__device__ __forceinline__ int thread_row() { return threadIdx.x / SIDE; }
-__device__ __forceinline__ int thread_column() { return threadIdx.x % SIDE; }
+DEVICE int thread_row() { return threadIdx.x / SIDE; }
+DEVICE int thread_column() { return threadIdx.x % SIDE; }
 
 // Index within the tile of element e of thread t's PER = SIZE / 16.
 template <int PER>
-__device__ __forceinline__ int owned_index(int t, int e) {
+DEVICE int owned_index(int t, int e) {
   constexpr int HALF = PER / 2;      // consecutive elements on either side of bit 3
   constexpr int SHARING = 8 / HALF;  // threads that share a group of 16
   return t / SHARING * 16 + e / HALF * 8 + t % SHARING * HALF + e % HALF;
@@ -26,14 +26,14 @@ __device__ __forceinline__ int owned_index(int t, int e) {
 // Where shared memory keeps element e of thread t: groups of four per thread, so that 16 threads read 256 bytes in a
 // row. Reads are vectors of `min(PER, 4)`.
 template <int PER>
-__device__ __forceinline__ int stored_at(int t, int e) {
+DEVICE int stored_at(int t, int e) {
   constexpr int GROUP = PER < 4 ? PER : 4;
   return e / GROUP * (GROUP * SIDE) + t * GROUP + e % GROUP;
 }
 
 // stored_at of the tile's index: the inverse of owned_index first.
 template <int PER>
-__device__ __forceinline__ int stored_index(int index) {
+DEVICE int stored_index(int index) {
   constexpr int HALF = PER / 2, SHARING = 8 / HALF;
   return stored_at<PER>(index / 16 * SHARING + index % 8 / HALF, index / 8 % 2 * HALF + index % HALF);
 }
@@ -44,7 +44,7 @@ struct alignas(N * sizeof(Accum) < 16 ? N * sizeof(Accum) : 16) Group {
 };
 
 template <int PER>
-__device__ __forceinline__ void read_owned(Accum (&x)[PER], const Accum* row, int t) {
+DEVICE void read_owned(Accum (&x)[PER], const Accum* row, int t) {
   constexpr int GROUP = PER < 4 ? PER : 4;
 #pragma unroll
   for (int g = 0; g < PER / GROUP; g++) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void read_owned(Accum (&x)[PER], const Accum* row, in
 }
 
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void clear(Accum (&x)[ROWS][COLUMNS]) {
+DEVICE void clear(Accum (&x)[ROWS][COLUMNS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
 #pragma unroll
@@ -65,8 +65,7 @@ __device__ __forceinline__ void clear(Accum (&x)[ROWS][COLUMNS]) {
 
 // x[r][c] += sum over k < BLOCK_K of a[k][r] * b[k][c]
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b,
-                                               int b_stride) {
+DEVICE void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b, int b_stride) {
 #pragma unroll UNROLL
   for (int k = 0; k < BLOCK_K; k++) {
     Accum left[ROWS], right[COLUMNS];
@@ -90,7 +89,7 @@ struct TransposedChunk {
   static_assert(BLOCK_K % VECTOR == 0, "a chunk is whole vectors");
   Vector held[PER_THREAD];
 
-  __device__ __forceinline__ void fetch(const Rows& rows, int first_row, int k) {
+  DEVICE void fetch(const Rows& rows, int first_row, int k) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -99,7 +98,7 @@ struct TransposedChunk {
     }
   }
 
-  __device__ __forceinline__ void commit(Accum* to) const {
+  DEVICE void commit(Accum* to) const {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -121,9 +120,9 @@ struct Chunk {
   static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
   Vector held[PER_THREAD];
 
-  static __device__ __forceinline__ int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
+  static DEVICE int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
 
-  __device__ __forceinline__ void fetch(const Rows& rows, int first_row, int k) {
+  DEVICE void fetch(const Rows& rows, int first_row, int k) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -134,7 +133,7 @@ struct Chunk {
   }
 
   // Rows that no element of the tile sees count as 0: they may hold anything, and 0 * NaN is NaN.
-  __device__ __forceinline__ void commit(Accum* to, int k, const u8* seen) const {
+  DEVICE void commit(Accum* to, int k, const u8* seen) const {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -148,7 +147,7 @@ struct Chunk {
 
 // Stores x for use as the left factor of multiply_rows: [column in the order of Chunk][stored row].
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
+DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
   constexpr int GROUP = ROWS < 4 ? ROWS : 4;
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++) {
@@ -170,8 +169,8 @@ struct Buffers {
   Accum* base;
   int turn = 0;
 
-  __device__ __forceinline__ explicit Buffers(Accum* base) : base(base) {}
-  __device__ __forceinline__ Accum* next() { return base + (turn ^= 1) * SIZE; }
+  DEVICE explicit Buffers(Accum* base) : base(base) {}
+  DEVICE Accum* next() { return base + (turn ^= 1) * SIZE; }
 };
 
 // Both operands of multiply_transposed on their way: rows [first_a, + A) of a and [first_b, + B) of b.
@@ -181,7 +180,7 @@ struct ChunkPair {
   TransposedChunk<A> a;
   TransposedChunk<B> b;
 
-  __device__ __forceinline__ void fetch(const Rows& rows_a, int first_a, const Rows& rows_b, int first_b, int k) {
+  DEVICE void fetch(const Rows& rows_a, int first_a, const Rows& rows_b, int first_b, int k) {
     a.fetch(rows_a, first_a, k);
     b.fetch(rows_b, first_b, k);
   }
@@ -190,9 +189,9 @@ struct ChunkPair {
 // x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights. The caller
 // has fetched the first chunk; `next` starts what is needed behind this product, when the last one has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Next>
-__device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
-                                                    ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a,
-                                                    int first_a, const Rows& b, int first_b, Next next) {
+DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
+                                ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a, const Rows& b,
+                                int first_b, Next next) {
   using Pair = ChunkPair<ROWS * SIDE, COLUMNS * SIDE>;
   static_assert(SIZE >= Pair::SIZE, "both chunks fit a buffer");
   for (int k = 0; k < a.num_columns; k += BLOCK_K) {
@@ -213,9 +212,8 @@ __device__ __forceinline__ void multiply_transposed(Accum (&x)[ROWS][COLUMNS], B
 // x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it: out, dq, dk, dv.
 // First chunk and `next` as above.
 template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
-__device__ __forceinline__ void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
-                                              Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b,
-                                              const u8* seen, Next next) {
+DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
+                          Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b, const u8* seen, Next next) {
   static_assert(SIZE >= Chunk<COLUMNS * SIDE, DEPTH>::SIZE, "the chunk fits a buffer");
   for (int k = 0; k < DEPTH; k += BLOCK_K) {
     Accum* buffer = buffers.next();
@@ -232,14 +230,14 @@ __device__ __forceinline__ void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers
 
 // Column of the result in which element e of thread t lies: stored as Chunk stores its columns.
 template <int PER>
-__device__ __forceinline__ int result_column(int t, int e) {
+DEVICE int result_column(int t, int e) {
   return stored_at<PER>(t, e);
 }
 
 // Writes x * factor as rows [first, first + 16 * ROWS) of a tensor; rows from `used` to `limit` become 0.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
-                                           const Accum (&x)[ROWS][COLUMNS], const Accum (&factor)[ROWS]) {
+DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
+                       const Accum (&x)[ROWS][COLUMNS], const Accum (&factor)[ROWS]) {
   constexpr int GROUP = COLUMNS < 4 ? COLUMNS : 4;
   constexpr int BYTES = GROUP * sizeof(Element);
   struct alignas(BYTES < 16 ? BYTES : 16) Store {
@@ -274,8 +272,8 @@ __device__ __forceinline__ void write_rows(Element* data, i64 stride, int first,
 // Turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked tile
 // seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
 template <bool TRANSPOSED, int ROWS, int COLUMNS>
-__device__ __forceinline__ void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask,
-                                           int first_row, int first_column, bool masked, u8* seen) {
+DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask, int first_row, int first_column,
+                       bool masked, u8* seen) {
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++) {
     const int column = owned_index<COLUMNS>(thread_column(), c);
@@ -296,13 +294,13 @@ __device__ __forceinline__ void score_tile(Accum (&x)[ROWS][COLUMNS], const Scor
 }
 
 // Whether a tile takes the masked path. A bias may hide by -inf, so its tiles always do.
-__device__ __forceinline__ bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
+DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
   return HAS_MASK || HAS_BIAS || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
 // Calls drop(r, c, kept) for every element of the tile.
 template <bool TRANSPOSED, int ROWS, int COLUMNS, class Drop>
-__device__ __forceinline__ void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
+DEVICE void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
 #pragma unroll
   for (int r = 0; r < ROWS / 2; r++) {
 #pragma unroll

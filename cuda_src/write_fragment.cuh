@@ -5,7 +5,7 @@
 #include "sm80/ptx.cuh"
 
 // Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
-__device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
+DEVICE void transpose_quad(u32 (&w)[4]) {
   const bool high = lane() & 2, odd = lane() & 1;
   const u32 sent_0 = high ? w[0] : w[2], sent_1 = high ? w[1] : w[3];
   const u32 own_0 = high ? w[2] : w[0], own_1 = high ? w[3] : w[1];
@@ -22,8 +22,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
 
 // Writes out * factor[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are padding and 0.
 template <int N>
-__device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                                               const float (&out)[N], const float (&factor)[2]) {
+DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
+                           const float (&out)[N], const float (&factor)[2]) {
   const bool vectors =
       (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % sizeof(Vector) == 0;
 #pragma unroll
@@ -60,15 +60,14 @@ __device__ __forceinline__ void write_fragment(Element* data, i64 row_stride, in
 }
 
 // ---- In float32 or float64. Only the last factor may lead to subnormals, or out of range.
-__device__ __forceinline__ float times_last(float x, float factor) { return ptx::multiply(x, factor); }
-__device__ __forceinline__ double times_last(double x, double factor) { return x * factor; }
+DEVICE float times_last(float x, float factor) { return ptx::multiply(x, factor); }
+DEVICE double times_last(double x, double factor) { return x * factor; }
 
 // Writes out * factor[row] * unit[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are
 // padding and 0.
 template <int N>
-__device__ __forceinline__ void write_wide_fragment(Element* data, i64 row_stride, int row, int len, int rows,
-                                                    int head_dim, const Accum (&out)[N], const Accum (&factor)[2],
-                                                    const Accum (&unit)[2]) {
+DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
+                                const Accum (&out)[N], const Accum (&factor)[2], const Accum (&unit)[2]) {
   struct alignas(2 * sizeof(Element)) Pair {
     Element x, y;
   };
@@ -97,16 +96,15 @@ __device__ __forceinline__ void write_wide_fragment(Element* data, i64 row_strid
 
 // The same for a sum whose rows have units; half_tile.cuh has narrower overloads of this and the next.
 template <class Units, class... Arguments>
-__device__ __forceinline__ void write_in_units(const Units& units, Arguments&&... arguments) {
+DEVICE void write_in_units(const Units& units, Arguments&&... arguments) {
   const Accum unit[2] = {units.at(0), units.at(1)};
   write_wide_fragment(arguments..., unit);
 }
 
 // All fragments of a warp; nothing is staged.
 template <class Units, class T, int FRAGMENTS, int N>
-__device__ __forceinline__ void write_results(const Units (&units)[FRAGMENTS], const T&, int, Element* data,
-                                              i64 row_stride, int row, int len, int rows, int head_dim,
-                                              const Accum (&out)[FRAGMENTS][N]) {
+DEVICE void write_results(const Units (&units)[FRAGMENTS], const T&, int, Element* data, i64 row_stride, int row,
+                          int len, int rows, int head_dim, const Accum (&out)[FRAGMENTS][N]) {
   const Accum one[2] = {1, 1};
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {

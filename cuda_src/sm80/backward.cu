@@ -43,23 +43,20 @@ static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of a
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
-__device__ __forceinline__ i64 batch_of(const AttentionParams& p, const Sequence& s) {
-  return p.cu_seqlens_q == nullptr ? s.batch : 0;
-}
+DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
 // The tile of queries where the walk is.
 struct Step {
   int head, block;
   bool partial;
 
-  __device__ __forceinline__ explicit Step(const QueryWalk& walk)
+  DEVICE explicit Step(const QueryWalk& walk)
       : head(walk.head), block(DETERMINISTIC ? walk.from_last() : walk.blocks.block), partial(walk.blocks.partial) {}
-  __device__ __forceinline__ int first_row() const { return block * BLOCK_M; }
+  DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
 // Starts to load it.
-__device__ __forceinline__ void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage,
-                                             const Step& step) {
+DEVICE void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
   QueryTile{ptx::shared_address(shared.q) + stage * QueryTile::BYTES}.load(
@@ -69,8 +66,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, SharedSto
 }
 
 // Starts to load what belongs to it.
-__device__ __forceinline__ void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage,
-                                          const Step& step) {
+DEVICE void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
   if (threadIdx.x < BLOCK_M) {
@@ -80,15 +76,14 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, SharedStorag
   }
 }
 
-__device__ __forceinline__ void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage,
-                                          const Step& step) {
+DEVICE void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   if constexpr (!DQ_IN_QUERIES) load_queries(p, shared, stage, step);
   load_rows(p, shared, stage, step);
 }
 
 // Waits for both; complete for all behind a barrier. A thread turns the lse that it has copied into what weights are
 // computed with: inf where a query sees nothing, and has none.
-__device__ __forceinline__ void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
+DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   wait_for_copies();
   if (threadIdx.x < BLOCK_M) {
     float& lse = shared.lse[stage][threadIdx.x];
@@ -99,8 +94,7 @@ __device__ __forceinline__ void finish_queries(SharedStorage& shared, u32 stage,
 
 // A key that no query sees may hold NaN, and 0 * NaN would count in dq: its row becomes 0. Where keys are hidden one by
 // one that takes a look at every query, so only keys that are not finite are looked after.
-__device__ __forceinline__ void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared,
-                                                  const KeyTile& keys) {
+DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared, const KeyTile& keys) {
   const Sequence& s = shared.work.sequence;
   const int group = p.num_heads_q / p.num_heads_kv, j = shared.work.tile * BLOCK_N + threadIdx.x;
   if (threadIdx.x >= BLOCK_N || keys.is_finite(threadIdx.x)) return;

@@ -9,7 +9,7 @@ constexpr int OWN_ROWS = BLOCK_M / ROWS_APART < 4 ? BLOCK_M / ROWS_APART : 4;
 static_assert(BLOCK_M % (OWN_ROWS * ROWS_APART) == 0, "all threads have as many rows");
 
 // A thread's vectors of some rows, without a test for each where all are there.
-__device__ __forceinline__ void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
+DEVICE void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
   const int column = threadIdx.x % LANES * VECTOR;
   const Element* from = rows.data + own_row * rows.stride + column;
   const bool whole = own_row + (OWN_ROWS - 1) * ROWS_APART < rows.num_rows && column + VECTOR <= rows.num_columns;

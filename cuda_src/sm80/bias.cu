@@ -20,7 +20,7 @@ struct SharedStorage {
 struct Loaded {
   int batch = -1, head = 0, first = 0;
 
-  __device__ __forceinline__ bool changes_to(int new_batch, int new_head, int new_first) {
+  DEVICE bool changes_to(int new_batch, int new_head, int new_first) {
     const bool changes = new_batch != batch || new_head != head || new_first != first;
     batch = new_batch, head = new_head, first = new_first;
     return changes;
@@ -28,7 +28,7 @@ struct Loaded {
 };
 
 // Biases of a fragment whose first element is a thread's (row, column), in pairs where they are neighbours in memory.
-__device__ __forceinline__ void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
+DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
   if (sizeof(BiasElement) == 2 && score.bias_column_stride == 1 &&
       column + column_offset(FRAGMENT - 1) <= score.bias_last_column &&
       (reinterpret_cast<u64>(score.bias + column) | score.bias_row_stride * 2) % sizeof(u32) == 0) {
@@ -54,14 +54,13 @@ struct BiasTile {
   Loaded own_queries, own_keys;
   Accum sum[FRAGMENTS][FRAGMENT];
 
-  __device__ __forceinline__ explicit BiasTile(SharedStorage& shared) : tiles(ptx::shared_address(shared.tiles)) {
+  DEVICE explicit BiasTile(SharedStorage& shared) : tiles(ptx::shared_address(shared.tiles)) {
 #pragma unroll
     for (auto& x : sum) clear(x);
   }
-  static __device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
+  static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
-  __device__ __forceinline__ void add(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                      int first_key) {
+  DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const QueryTile queries{tiles};
     const DoutTile douts{tiles + DOUT_AT};
     const KeyTile keys{tiles + KEYS_AT};
@@ -119,7 +118,7 @@ struct BiasTile {
     }
   }
 
-  __device__ __forceinline__ void store(Accum* sums, int stride) const {
+  DEVICE void store(Accum* sums, int stride) const {
     sums += (warp_row() + fragment_row()) * stride + fragment_column();
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {

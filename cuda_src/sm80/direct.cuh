@@ -11,7 +11,7 @@ template <int ROWS, int COLUMNS>
 using ValuedTile = Tile<ROWS, COLUMNS>;  // of values or dout
 
 using OperandRows = Rows;
-__device__ __forceinline__ Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
+DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
   const Tensor<const Element>& x = of_keys ? (keyed ? p.k : p.v) : keyed ? p.q : p.dout;
@@ -22,18 +22,18 @@ __device__ __forceinline__ Rows rows_of(const AttentionParams& p, const Sequence
 // Nothing has factors.
 template <int, int>
 struct Factors {
-  __device__ __forceinline__ void load(u32, const Rows&, const Rows&, int) {}
-  __device__ __forceinline__ const float* of_keyed(u32) const { return nullptr; }
-  __device__ __forceinline__ const float* of_valued(u32) const { return nullptr; }
+  DEVICE void load(u32, const Rows&, const Rows&, int) {}
+  DEVICE const float* of_keyed(u32) const { return nullptr; }
+  DEVICE const float* of_valued(u32) const { return nullptr; }
 };
 template <class... Arguments>
-__device__ __forceinline__ void take_scores(Arguments&&...) {}
+DEVICE void take_scores(Arguments&&...) {}
 template <class... Arguments>
-__device__ __forceinline__ void take_values(Arguments&&...) {}
+DEVICE void take_values(Arguments&&...) {}
 struct Units {
   template <class X>
-  __device__ __forceinline__ bool fold(X&, const float*, Accum (&)[2]) {
+  DEVICE bool fold(X&, const float*, Accum (&)[2]) {
     return false;
   }
-  __device__ __forceinline__ Accum at(int) const { return 1; }
+  DEVICE Accum at(int) const { return 1; }
 };

@@ -40,8 +40,7 @@ constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_WINDOW && (HEAD_DIM_
 
 // What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
 template <class Combine>
-__device__ __forceinline__ void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int warp_row,
-                                             int key_warp, Combine combine) {
+DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int warp_row, int key_warp, Combine combine) {
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
@@ -65,15 +64,15 @@ __device__ __forceinline__ void across_warps(SharedStorage& shared, Accum (&x)[F
 
 // Shares a warp's weights with those that have the same queries.
 template <class W, class T>
-__device__ __forceinline__ void share(const W& weights, const T& shared) {
+DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
 }
 
 // out += weights values for some columns of a warp's queries: the weights of its own keys are in registers, those of
 // the other warps' come through `shared`.
 template <class W, class T, int N>
-__device__ __forceinline__ void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS],
-                                                const T& shared, const ValueTile& values) {
+DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS], const T& shared,
+                            const ValueTile& values) {
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS;
   multiply_weights(out, weights, values.from_row(key_warp * WARP_KEYS), key_warp * WARP_COLUMNS);
   ptx::barrier_sync(1 + warp / KEY_WARPS, KEY_WARPS * WARP);

@@ -14,12 +14,12 @@ static_assert(DQ_WARPS_M * DQ_WARPS_N == NUM_WARPS && DQ_COLUMNS % 32 == 0, "how
 // sum_offset(e) from its first: side by side for a warp's lanes, in the width of the additions.
 constexpr int OWN_SUM = DQ_FRAGMENTS * 16 * DQ_COLUMNS;
 constexpr int ADDED = VECTOR_ADDS ? 4 : 1;
-__device__ __forceinline__ constexpr int sum_offset(int e) { return e / ADDED * ADDED * WARP + e % ADDED; }
-__device__ __forceinline__ float* own_sum_at(const AttentionParams& p, i64 tile) {
+DEVICE constexpr int sum_offset(int e) { return e / ADDED * ADDED * WARP + e % ADDED; }
+DEVICE float* own_sum_at(const AttentionParams& p, i64 tile) {
   return p.dq_sum + (tile * NUM_WARPS + threadIdx.x / WARP) * OWN_SUM;
 }
 
-__device__ __forceinline__ void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
+DEVICE void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
   sum += lane() * ADDED;
 #pragma unroll
   for (int e = 0; e < DQ_COLUMNS / 2; e += ADDED) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void read_fragment(float (&x)[DQ_COLUMNS / 2], const 
   }
 }
 
-__device__ __forceinline__ void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
+DEVICE void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
   sum += lane() * ADDED;
 #pragma unroll
   for (int e = 0; e < DQ_COLUMNS / 2; e += ADDED) {
@@ -46,8 +46,7 @@ __device__ __forceinline__ void add_fragment(float* sum, const float (&x)[DQ_COL
 
 // The same for all of a warp's fragments at once, which goes on while the warp does. Half of them wait for it at
 // `first`, half at `second`, where shared memory has room for all warps'.
-__device__ __forceinline__ void add_in_bulk(float* sum, float* first, float* second,
-                                            const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
+DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
   constexpr int GROUPS = DQ_COLUMNS / 8, HALF = OWN_SUM / 2;
   first += threadIdx.x / WARP * HALF;
   second += threadIdx.x / WARP * HALF;
@@ -72,13 +71,13 @@ __device__ __forceinline__ void add_in_bulk(float* sum, float* first, float* sec
 // With an order, that of the keys, a warp adds its part of a tile when those of all tiles of keys before are there.
 constexpr int TURNS = 8;  // of a tile, one for each warp at most; before them how many blocks have begun
 static_assert(NUM_WARPS <= TURNS);
-__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 tile) {
+DEVICE int* dq_turn_at(const AttentionParams& p, i64 tile) {
   return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
 }
 // Asked for early, as an answer takes long.
-__device__ __forceinline__ int turns_before(const int* turn) { return *static_cast<const volatile int*>(turn); }
+DEVICE int turns_before(const int* turn) { return *static_cast<const volatile int*>(turn); }
 // The L2 adds, one behind the other, whatever was read or written otherwise.
-__device__ __forceinline__ void take_turn(int*& own, int* turn, int known, int before) {
+DEVICE void take_turn(int*& own, int* turn, int known, int before) {
   if (lane() == 0) {
     own = turn;
     while (known != before) known = turns_before(turn);
@@ -86,7 +85,7 @@ __device__ __forceinline__ void take_turn(int*& own, int* turn, int known, int b
   __syncwarp();
 }
 // Not at once: until then the addition has arrived.
-__device__ __forceinline__ void end_turn(int* own) {
+DEVICE void end_turn(int* own) {
   __syncwarp();
   if (lane() != 0 || own == nullptr) return;
   if constexpr (BULK_ADDS) {

@@ -11,18 +11,17 @@ using Weights = LeftFragment<WARP_KEYS>;
 [[maybe_unused]] constexpr bool OF_KEYS = false, OF_DK = false, OF_DV = false;
 
 template <class... Arguments>
-__device__ __forceinline__ void multiply_scores(Arguments&&... arguments) {
+DEVICE void multiply_scores(Arguments&&... arguments) {
   multiply_rows<(KEY_WARPS > 1)>(arguments...);
 }
 template <class... Arguments>
-__device__ __forceinline__ void multiply_values(Arguments&&... arguments) {
+DEVICE void multiply_values(Arguments&&... arguments) {
   multiply_weights(arguments...);
 }
 
 template <class T, int FRAGMENTS, int N>
-__device__ __forceinline__ void write_results(const Units (&)[FRAGMENTS], const T& staging, int column, Element* data,
-                                              i64 row_stride, int row, int len, int rows, int head_dim,
-                                              const float (&out)[FRAGMENTS][N]) {
+DEVICE void write_results(const Units (&)[FRAGMENTS], const T& staging, int column, Element* data, i64 row_stride,
+                          int row, int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {
   if constexpr (KEY_WARPS > 1) {
     write_through(staging, column, data, row_stride, row, len, rows, head_dim, out);
   } else {
@@ -35,6 +34,6 @@ __device__ __forceinline__ void write_results(const Units (&)[FRAGMENTS], const 
 }
 
 template <class... Arguments>
-__device__ __forceinline__ void write_in_units(const Units&, Arguments&&... arguments) {
+DEVICE void write_in_units(const Units&, Arguments&&... arguments) {
   write_fragment(arguments...);
 }

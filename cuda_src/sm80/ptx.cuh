@@ -11,21 +11,19 @@ template <>
 constexpr bool is_bfloat16<__nv_bfloat16> = true;
 
 // The address that instructions on shared memory take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
+DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
 // ---- Fragments from and to shared memory
 
 // Four (two) 8x8 matrices of 16-bit elements: lane 8 m + r gives the address of row r of matrix m; lane l gets in
 // d[m] elements 2 (l % 4) and + 1 of row l / 4, transposed: of column l / 4. sm_75.
-__device__ __forceinline__ void ldmatrix_x4(unsigned (&d)[4], unsigned address) {
+DEVICE void ldmatrix_x4(unsigned (&d)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(address)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
+DEVICE void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(address)
@@ -35,19 +33,19 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&d)[4], unsigned add
 // ---- Asynchronous copies from global to shared memory
 
 // Copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is read.
-__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, int bytes) {
+DEVICE void cp_async_16(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void cp_async_8(unsigned shared, const void* global, int bytes) {
+DEVICE void cp_async_8(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void cp_async_4(unsigned shared, const void* global, int bytes) {
+DEVICE void cp_async_4(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of this thread's groups are unfinished.
 template <int PENDING>
-__device__ __forceinline__ void cp_async_wait_group() {
+DEVICE void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -57,7 +55,7 @@ __device__ __forceinline__ void cp_async_wait_group() {
 // 16-bit elements, two a register. a[0] is row g, columns 2 t and + 1; a[1] row g + 8; a[2], a[3] the same at columns
 // + 8. b[0] is rows 2 t and + 1 of column g; b[1] rows + 8.
 template <class T>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+DEVICE void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   if constexpr (is_bfloat16<T>)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -72,20 +70,20 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 // The half of it in k, float16 only: a[0], a[1] and b[0] of the above. sm_75.
-__device__ __forceinline__ void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
+DEVICE void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 // float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g, columns 2 t and 2 t + 1.
-__device__ __forceinline__ void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
+DEVICE void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
                : "+d"(d[0]), "+d"(d[1])
                : "d"(a), "d"(b));
 }
 // 16 x 8 times 8 x 8: with a[0], a[1] of rows g and g + 8, column t, a[2], a[3] the same at column t + 4, b[0] row t of
 // column g, b[1] row t + 4, d as above. sm_90.
-__device__ __forceinline__ void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+DEVICE void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -96,26 +94,26 @@ __device__ __forceinline__ void mma_m16n8k8_f64(double (&d)[4], const double (&a
 // ---- Numbers
 
 // a * b with subnormal factors and results, which -ftz takes from the operator.
-__device__ __forceinline__ float multiply(float a, float b) {
+DEVICE float multiply(float a, float b) {
   float y;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
 // 2^x, flushing subnormals; relative error 2^-22. 2^-inf = 0.
-__device__ __forceinline__ float ex2(float x) {
+DEVICE float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // log2 x; absolute error 2^-22 around 1, else relative 2^-22.
-__device__ __forceinline__ float lg2(float x) {
+DEVICE float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // tanh x; relative error 2^-11. sm_75.
-__device__ __forceinline__ float tanh(float x) {
+DEVICE float tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -124,20 +122,20 @@ __device__ __forceinline__ float tanh(float x) {
 // ---- Order among threads
 
 // Barrier `id` (1..15; 0 is __syncthreads) for `threads` threads, a multiple of 32: waits, or only counts.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
+DEVICE void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Semaphores in global memory, to order blocks.
-__device__ __forceinline__ int load_acquire(const int* address) {
+DEVICE int load_acquire(const int* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ void add_release(int* address, int value) {
+DEVICE void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 

@@ -16,7 +16,7 @@ struct OperandRows {
   i64 panel_stride;
   int num_rows;
 };
-__device__ __forceinline__ OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
+DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
   const SplitOperands& all = *reinterpret_cast<const SplitOperands*>(p.work_space);
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
@@ -37,21 +37,19 @@ struct SplitTile {
   static constexpr u32 BYTES = COUNT * PANELS * Panel::BYTES;
   u32 address;
 
-  __device__ __forceinline__ Panel panel(int part, int number) const {
-    return {address + (part * PANELS + number) * Panel::BYTES};
-  }
-  __device__ __forceinline__ void load(const OperandRows& rows, int first_row, int begin = 0) const {
+  DEVICE Panel panel(int part, int number) const { return {address + (part * PANELS + number) * Panel::BYTES}; }
+  DEVICE void load(const OperandRows& rows, int first_row, int begin = 0) const {
 #pragma unroll 1
     for (int i = 0; i < COUNT * PANELS; i++) {
       const Rows from(rows.panels + i * rows.panel_stride, SPLIT_PANEL / 2, rows.num_rows, SPLIT_PANEL / 2);
       panel(0, i).load(from, first_row, begin);
     }
   }
-  __device__ __forceinline__ void clear_row(int row) const {
+  DEVICE void clear_row(int row) const {
 #pragma unroll 1
     for (int i = 0; i < COUNT * PANELS; i++) panel(0, i).clear_row(row);
   }
-  __device__ __forceinline__ SplitTile from_row(int row) const { return {address + row * Panel::ROW_BYTES}; }
+  DEVICE SplitTile from_row(int row) const { return {address + row * Panel::ROW_BYTES}; }
 };
 template <int ROWS, int COLUMNS>
 using KeyedTile = SplitTile<KEY_PARTS, ROWS, COLUMNS>;
@@ -64,23 +62,21 @@ struct Factors {
   static_assert(ROWS <= NUM_THREADS, "a thread has one");
   alignas(8) float keyed_factors[BUFFERS][ROWS], valued_factors[BUFFERS][ROWS];
 
-  __device__ __forceinline__ void load(u32 buffer, const OperandRows& keyed, const OperandRows& valued, int first) {
+  DEVICE void load(u32 buffer, const OperandRows& keyed, const OperandRows& valued, int first) {
     if (threadIdx.x >= ROWS) return;
     copy_float(&keyed_factors[buffer][threadIdx.x], keyed.factors + first + threadIdx.x);
     copy_float(&valued_factors[buffer][threadIdx.x], valued.factors + first + threadIdx.x);
   }
-  __device__ __forceinline__ const float* of_keyed(u32 buffer) const { return keyed_factors[buffer]; }
-  __device__ __forceinline__ const float* of_valued(u32 buffer) const { return valued_factors[buffer]; }
+  DEVICE const float* of_keyed(u32 buffer) const { return keyed_factors[buffer]; }
+  DEVICE const float* of_valued(u32 buffer) const { return valued_factors[buffer]; }
 };
 // What products of parts are in truth; `row` is the thread's first.
 template <int N, class Rows, class Columns>
-__device__ __forceinline__ void take_scores(float (&x)[N], const Rows& rows, int row, const Columns& columns,
-                                            u32 buffer) {
+DEVICE void take_scores(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer) {
   ScoreFactors(rows.of_keyed(0)[row], rows.of_keyed(0)[row + 8]).apply(x, columns.of_keyed(buffer), true);
 }
 template <int N, class Rows, class Columns>
-__device__ __forceinline__ void take_values(float (&x)[N], const Rows& rows, int row, const Columns& columns,
-                                            u32 buffer) {
+DEVICE void take_values(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer) {
   multiply_columns(x, columns.of_valued(buffer), 1);
   const float factor[2] = {rows.of_valued(0)[row], rows.of_valued(0)[row + 8]};
   rescale_rows(x, factor);
@@ -95,21 +91,21 @@ struct Units {
 
   // Turns weights into those of halves with these factors; whether rows of the sum are to be multiplied by rescale.
   template <int N>
-  __device__ __forceinline__ bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
+  DEVICE bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
     multiply_columns(x, factors, WEIGHT_TOP);
     raise(x, unit, rescale);
     return __any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1);
   }
   // What a row of the sum is to be multiplied with, perhaps a subnormal.
-  __device__ __forceinline__ float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
+  DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 
 // x += a b^T: FRAGMENTS * 16 rows of a, all of b. Parts whose numbers add up to COUNT or more are left out: together
 // less than float32 keeps for three, than TF32 for one. (Middle * middle has one sign where a channel is the same in
 // all rows.)
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
-                                                const SplitTile<1, ROWS, COLUMNS>& b) {
+DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
+                            const SplitTile<1, ROWS, COLUMNS>& b) {
 #pragma unroll 1
   for (int panel = 0; panel < a.PANELS; panel++) {
     multiply_ahead<PANEL_STEPS>(
@@ -118,8 +114,8 @@ __device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const 
   }
 }
 template <int COUNT, int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_ROWS, COLUMNS>& a,
-                                                const SplitTile<COUNT, ROWS, COLUMNS>& b) {
+DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_ROWS, COLUMNS>& a,
+                            const SplitTile<COUNT, ROWS, COLUMNS>& b) {
   static_assert(FRAGMENTS == 1, "registers hold the parts of no more");
   float small[N];
   clear(small);
@@ -166,15 +162,14 @@ using LeftFragment = SplitFragment<COLUMNS>;
 constexpr int WARP_KEYS = BLOCK_N;
 using Weights = LeftFragment<BLOCK_N>;
 template <int N>
-__device__ __forceinline__ void pack(SplitFragment<2 * N>& weights, const float (&x)[N]) {
+DEVICE void pack(SplitFragment<2 * N>& weights, const float (&x)[N]) {
   weights.set(x);
 }
 
 // x += weights b. TF32's sums, of one part, may stay where they are; others take two of either.
 template <int ROWS, int COLUMNS, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_values(float (&x)[FRAGMENTS][N],
-                                                const SplitFragment<ROWS> (&weights)[FRAGMENTS],
-                                                const SplitTile<1, ROWS, COLUMNS>& b) {
+DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
+                            const SplitTile<1, ROWS, COLUMNS>& b) {
   multiply_ahead<ROWS / STEP>(
       x, [&](u32(&to)[4], int f, int step) { copy_words(to, &weights[f].high[4 * step]); },
       [&](u32(&to)[4], int block, int step) {
@@ -182,9 +177,8 @@ __device__ __forceinline__ void multiply_values(float (&x)[FRAGMENTS][N],
       });
 }
 template <int COUNT, int ROWS, int COLUMNS, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_values(float (&x)[FRAGMENTS][N],
-                                                const SplitFragment<ROWS> (&weights)[FRAGMENTS],
-                                                const SplitTile<COUNT, ROWS, COLUMNS>& b) {
+DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
+                            const SplitTile<COUNT, ROWS, COLUMNS>& b) {
   static_assert(FRAGMENTS == 1, "as above");
   constexpr int CHUNK = SUM_COLUMNS / 2;
 #pragma unroll

@@ -10,21 +10,21 @@ constexpr u32 VECTOR_BYTES = 16;
 
 // Copies to shared memory are asynchronous where the GPU has such: complete for a thread behind wait_for_copies, for
 // all behind a barrier, too.
-__device__ __forceinline__ void copy_float(float* to, const float* from) {
+DEVICE void copy_float(float* to, const float* from) {
   if constexpr (ASYNC_COPIES) {
     ptx::cp_async_4(ptx::shared_address(to), from, sizeof(float));
   } else {
     *to = *from;
   }
 }
-__device__ __forceinline__ void commit_copies() {
+DEVICE void commit_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_commit_group();
 }
 template <int PENDING = 0>  // commits that may go on
-__device__ __forceinline__ void wait_for_copies() {
+DEVICE void wait_for_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<PENDING>();
 }
-__device__ __forceinline__ void finish_copies() {
+DEVICE void finish_copies() {
   wait_for_copies();
   __syncthreads();
 }
@@ -39,17 +39,15 @@ struct Tile {
   static_assert(PER_ROW % SPAN == 0, "whole spans");
   u32 address;
 
-  static __device__ __forceinline__ u32 swizzle(int row) {
+  static DEVICE u32 swizzle(int row) {
     // Reads of float64 factors (wide_tile.cuh): the first bit of the row moves a vector by four.
     if constexpr (sizeof(Element) == 8 && SPAN == 8) return (row & 6) ^ (row & 1) * 4;
     return row / (8 / SPAN) % SPAN;
   }
-  static __device__ __forceinline__ u32 offset(int row, int vector) {
-    return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES;
-  }
+  static DEVICE u32 offset(int row, int vector) { return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES; }
 
   // Fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; those before `begin` count as 0.
-  __device__ __forceinline__ void load(Rows rows, int first_row, int begin = 0) const {
+  DEVICE void load(Rows rows, int first_row, int begin = 0) const {
     // Threads side by side on a row: a power of two.
     constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
@@ -93,17 +91,17 @@ struct Tile {
     }
   }
 
-  __device__ __forceinline__ void store(int row, int vector, const Vector& x) const {
+  DEVICE void store(int row, int vector, const Vector& x) const {
     *static_cast<Vector*>(__cvta_shared_to_generic(address + offset(row, vector))) = x;
   }
 
-  __device__ __forceinline__ Vector read(int row, int vector) const {
+  DEVICE Vector read(int row, int vector) const {
     return *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, vector)));
   }
 
   // Stores a warp's packed accumulator: 16 rows, columns from `column` on.
   template <int N>
-  __device__ __forceinline__ void store_fragment(const u32 (&pairs)[N], int column) const {
+  DEVICE void store_fragment(const u32 (&pairs)[N], int column) const {
     const int vector = column / VECTOR;
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -113,7 +111,7 @@ struct Tile {
     }
   }
 
-  __device__ __forceinline__ bool is_finite(int row) const {
+  DEVICE bool is_finite(int row) const {
     bool finite = true;
     for (int v = 0; v < PER_ROW; v++) {
       const Vector x = read(row, v);
@@ -123,44 +121,44 @@ struct Tile {
     return finite;
   }
 
-  __device__ __forceinline__ void clear_row(int row) const {
+  DEVICE void clear_row(int row) const {
 #pragma unroll
     for (int v = 0; v < PER_ROW; v++) store(row, v, Vector{});
   }
 
   // The part of the tile from a row on that is a multiple of 16.
-  __device__ __forceinline__ Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
+  DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
   // (ACROSS) the other way round. Blocks at other rows and columns are at constant distances from it.
   template <bool ACROSS>
-  __device__ __forceinline__ u32 lane_address() const {
+  DEVICE u32 lane_address() const {
     const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
     return address + offset(row, vector);
   }
-  static __device__ __forceinline__ u32 block_address(u32 lane_address, int row, int step) {
+  static DEVICE u32 block_address(u32 lane_address, int row, int step) {
     constexpr int STEPS = SPAN / 2;  // two vectors each
     return (lane_address ^ (step % STEPS * 2 * VECTOR_BYTES)) + step / STEPS * (SPAN * VECTOR_BYTES) + row * ROW_BYTES;
   }
 
   // 16 x 16 blocks at (row, 16 * step) as factors: left as it lies, left transposed, right transposed (the rows of the
   // tile are columns of the factor), right as it lies. Of a right factor the first two registers are eight columns.
-  __device__ __forceinline__ void left(u32 (&a)[4], int row, int step) const {
+  DEVICE void left(u32 (&a)[4], int row, int step) const {
     ptx::ldmatrix_x4(a, block_address(lane_address<false>(), row, step));
   }
-  __device__ __forceinline__ void left_transposed(u32 (&a)[4], int row, int step) const {
+  DEVICE void left_transposed(u32 (&a)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(a, block_address(lane_address<true>(), row, step));
   }
-  __device__ __forceinline__ void right_transposed(u32 (&b)[4], int row, int step) const {
+  DEVICE void right_transposed(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4(b, block_address(lane_address<true>(), row, step));
   }
-  __device__ __forceinline__ void right(u32 (&b)[4], int row, int step) const {
+  DEVICE void right(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(b, block_address(lane_address<false>(), row, step));
   }
 };
 
 template <int N>
-__device__ __forceinline__ void clear(Accum (&x)[N]) {
+DEVICE void clear(Accum (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) x[e] = 0;
 }
@@ -177,7 +175,7 @@ struct Multiplied<float> {
 
 // d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator.
 template <int N>
-__device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
+DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float (&d)[4] = *reinterpret_cast<float (*)[4]>(&x[first + 4 * half]);
@@ -194,7 +192,7 @@ __device__ __forceinline__ void multiply(float (&x)[N], int first, const u32 (&a
 // sixteen of rows, and of b, some blocks of the right factor ahead of their products, whose latency hides that of the
 // reads.
 template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
-__device__ __forceinline__ void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
+DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
   constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;
   u32 a[RING][FRAGMENTS][4], b[RING][4];
 #pragma unroll
@@ -217,7 +215,7 @@ __device__ __forceinline__ void multiply_ahead(float (&x)[FRAGMENTS][N], const L
 // x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, at whose ends nothing
 // is read ahead, where that leaves registers enough.
 template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
+DEVICE void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = WHOLE ? STEPS : STEPS % 4 == 0 ? 4 : 2;
 #pragma unroll 1
   for (int first = 0; first < STEPS; first += UNROLLED) {
@@ -227,15 +225,14 @@ __device__ __forceinline__ void multiply_rows(float (&x)[FRAGMENTS][N], const A&
   }
 }
 
-__device__ __forceinline__ void copy_words(u32 (&to)[4], const u32* from) {
+DEVICE void copy_words(u32 (&to)[4], const u32* from) {
 #pragma unroll
   for (int i = 0; i < 4; i++) to[i] = from[i];
 }
 
 // x += weights b: the packed accumulators of an earlier product with the rows of a tile, columns from `column` on.
 template <class B, int FRAGMENTS, int M, int N>
-__device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M],
-                                                 const B& b, int column = 0) {
+DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M], const B& b, int column = 0) {
   multiply_ahead<M / 4>(
       x, [&](u32(&to)[4], int f, int step) { copy_words(to, &weights[f][4 * step]); },
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
@@ -243,7 +240,7 @@ __device__ __forceinline__ void multiply_weights(float (&x)[FRAGMENTS][N], const
 
 // x += a b for DEPTH columns of a from `first` on, the rows of b of the same numbers, and its columns from `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
+DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);
   multiply_ahead<DEPTH / STEP>(
       x, [&](u32(&to)[4], int f, int step) { a.left(to, 16 * f, first / STEP + step); },
@@ -252,8 +249,7 @@ __device__ __forceinline__ void multiply_part(float (&x)[FRAGMENTS][N], const A&
 
 // x += a^T b for FRAGMENTS * 16 columns of a from `row` on (the rows of x) and some columns of b from `column` on.
 template <class A, class B, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b,
-                                                 int column) {
+DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b, int column) {
   multiply_ahead<A::NUM_ROWS / STEP>(
       x, [&](u32(&to)[4], int f, int step) { a.left_transposed(to, STEP * step, row / 16 + f); },
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
@@ -263,8 +259,8 @@ __device__ __forceinline__ void multiply_columns(float (&x)[FRAGMENTS][N], const
 // from `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0. The rows of `staging`, or
 // those columns of them, are the warp's own.
 template <class T, int FRAGMENTS, int N>
-__device__ __forceinline__ void write_through(const T& staging, int column, Element* data, i64 row_stride, int row,
-                                              int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {
+DEVICE void write_through(const T& staging, int column, Element* data, i64 row_stride, int row, int len, int rows,
+                          int head_dim, const float (&out)[FRAGMENTS][N]) {
   __syncwarp();  // what was there is read
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
@@ -304,7 +300,7 @@ __device__ __forceinline__ void write_through(const T& staging, int column, Elem
 }
 
 template <int FRAGMENTS, int N>
-__device__ __forceinline__ void scale_all(float (&x)[FRAGMENTS][N], float factor) {
+DEVICE void scale_all(float (&x)[FRAGMENTS][N], float factor) {
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll

@@ -31,26 +31,21 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
-__device__ __forceinline__ i64 batch_of(const AttentionParams& p, const Sequence& s) {
-  return p.cu_seqlens_q == nullptr ? s.batch : 0;
-}
+DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
-__device__ __forceinline__ void copy_number(float* to, const float* from) { copy_float(to, from); }
-__device__ __forceinline__ void copy_number(double* to, const double* from) {
+DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
+DEVICE void copy_number(double* to, const double* from) {
   ptx::cp_async_8(ptx::shared_address(to), from, sizeof(double));
 }
 
 // What a query's scores are compared with, from its lse: inf where it sees nothing.
-__device__ __forceinline__ Accum reference_of(Accum lse) {
-  return lse == -infinity() ? infinity() : SUBTRACTS_FIRST ? lse : lse * LOG2_E;
-}
-__device__ __forceinline__ Accum weight_of(Accum score, Accum scale, Accum reference) {
+DEVICE Accum reference_of(Accum lse) { return lse == -infinity() ? infinity() : SUBTRACTS_FIRST ? lse : lse * LOG2_E; }
+DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
   return SUBTRACTS_FIRST ? weight(score * scale, reference) : power_of_2(score * (scale * LOG2_E) - reference);
 }
 
 // Starts to load the tile that the walk is at. Keys before `first_seen` are hidden: they may hold anything.
-__device__ __forceinline__ void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage,
-                                             const Walk& walk, int first_seen) {
+DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
   const Sequence& s = shared.work.sequence;
   const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);
   const int first = walk.blocks.block * COLUMNS;

@@ -11,7 +11,7 @@ using Left = double[4];
 using Right = double[2];
 
 // sum += a b, 16 x 8 times 8 x 8.
-__device__ __forceinline__ void multiply(double (&sum)[4], const Left& a, const Right& b) {
+DEVICE void multiply(double (&sum)[4], const Left& a, const Right& b) {
   if constexpr (WHOLE_PRODUCTS) {
     ptx::mma_m16n8k8_f64(sum, a, b);
   } else {
@@ -26,31 +26,31 @@ __device__ __forceinline__ void multiply(double (&sum)[4], const Left& a, const 
 
 // Four accumulators of block `block` of eight columns.
 template <int N>
-__device__ __forceinline__ double (&block_of(double (&x)[N], int block))[4] {
+DEVICE double (&block_of(double (&x)[N], int block))[4] {
   return *reinterpret_cast<double (*)[4]>(&x[4 * block]);
 }
 
 // An address in a row of a tile, moved by rows that are a multiple of eight and by blocks of eight columns.
 template <class T>
-__device__ __forceinline__ u32 moved(u32 address, int row, int block) {
+DEVICE u32 moved(u32 address, int row, int block) {
   static_assert(T::SPAN == 8, "spans of 128 bytes");
   return (address ^ (block % SPAN_BLOCKS * BLOCK_VECTORS * VECTOR_BYTES)) + block / SPAN_BLOCKS * 8 * VECTOR_BYTES +
          row * T::ROW_BYTES;
 }
 template <class V>
-__device__ __forceinline__ V read_shared(u32 address) {
+DEVICE V read_shared(u32 address) {
   return *static_cast<const V*>(__cvta_shared_to_generic(address));
 }
 
 // The factors of scores lie along the columns of both tiles: a lane's two of eight are neighbours.
 template <class T>
-__device__ __forceinline__ double2 read_pair(const T& tile, int row, int block) {
+DEVICE double2 read_pair(const T& tile, int row, int block) {
   return read_shared<double2>(moved<T>(tile.address + T::offset(lane() / 4, lane() % 4), row, block));
 }
 
 // x += a b^T: FRAGMENTS * 16 rows of a, all of b.
 template <class A, class B, int FRAGMENTS, int N>
-__device__ __forceinline__ void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
+DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
 #pragma unroll UNROLL
   for (int step = 0; step < A::PER_ROW / BLOCK_VECTORS; step++) {
     Left left[FRAGMENTS];
@@ -80,15 +80,14 @@ struct LeftFragment {
 constexpr int WARP_KEYS = BLOCK_N;
 using Weights = LeftFragment<BLOCK_N>;
 template <int N>
-__device__ __forceinline__ void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
+DEVICE void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) weights.steps[e / 4][e % 2 * 2 + e / 2 % 2] = x[e];
 }
 
 // x += weights b, whose rows are a right factor in that order.
 template <class B, int FRAGMENTS, int COLUMNS, int N>
-__device__ __forceinline__ void multiply_values(double (&x)[FRAGMENTS][N],
-                                                const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b) {
+DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b) {
   const int column = lane() / 4;
   u32 address[2];
 #pragma unroll

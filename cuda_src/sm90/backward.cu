@@ -54,7 +54,7 @@ struct Rings {
   DsRing ds;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
 
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+  DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         k(shared.k, shared.k_barriers),
         v(shared.v, shared.v_barriers),
@@ -64,7 +64,7 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
-__device__ __forceinline__ void add_part(float* sum, u32 part, bool first) {
+DEVICE void add_part(float* sum, u32 part, bool first) {
   if (first) {
     ptx::bulk_store(sum, part, DQ_BYTES);
   } else {
@@ -73,8 +73,7 @@ __device__ __forceinline__ void add_part(float* sum, u32 part, bool first) {
 }
 
 // The warp that adds a warpgroup's parts of dq to their sums, from shared memory.
-__device__ __forceinline__ void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
-                                          int part) {
+DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int part) {
   DqRing ring(shared.dq[part], shared.dq_barriers[part]);
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
@@ -109,8 +108,7 @@ __device__ __forceinline__ void add_parts(const AttentionParams& p, const Shared
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
 static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
 
-__device__ __forceinline__ void add_steps(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
-                                          u32 warp) {
+DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rings& rings, u32 warp) {
   DqRing first(shared.dq[0], shared.dq_barriers[0]), second(shared.dq[1], shared.dq_barriers[1]);
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
@@ -143,8 +141,7 @@ __device__ __forceinline__ void add_steps(const AttentionParams& p, const Shared
 }
 
 // The warp that writes dbias, which is ds.
-__device__ __forceinline__ void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings,
-                                           const ptx::TensorMap* map) {
+DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings, const ptx::TensorMap* map) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
@@ -166,8 +163,7 @@ __device__ __forceinline__ void write_bias(const AttentionParams& p, const Share
 }
 
 // A warpgroup.
-__device__ __forceinline__ void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings,
-                                              int warpgroup) {
+DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;

@@ -11,8 +11,7 @@ constexpr int THREADS = 256;
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8;
 
 // Rows [row, row + rows) of dbias beside columns [begin, end), by a thread block; rows are vectors of 16 bytes.
-__device__ __forceinline__ void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin,
-                                           int end) {
+DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin, int end) {
   const int skipped = larger(end - begin, 0);
   BiasElement* target = p.dbias.data + work.sequence.batch * p.dbias.batch_stride + work.head * p.dbias.head_stride;
   for (int i = row; i < row + rows; i++) {
@@ -23,7 +22,7 @@ __device__ __forceinline__ void clear_bias(const AttentionParams& p, const Work&
   }
 }
 
-__device__ __forceinline__ void clear_sums(const AttentionParams& p, i64 tile) {
+DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   if (!STORES_FIRST && p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
 #pragma unroll

@@ -42,7 +42,7 @@ static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CO
 
 // The blocks of a pair compute dq for the keys of both by turns, each in every other step, and send each other what
 // that takes: half as much is added to sums in memory, for which all wait.
-__device__ __forceinline__ bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
+DEVICE bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
 struct Rings {
   Ring<WORK_STAGES, sizeof(KeyWork)> work;
@@ -57,7 +57,7 @@ struct Rings {
   // Nothing but the word that it is a step's turn, and that its dq is on its way.
   Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+  DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         k(shared.k, shared.k_barriers),
         v(shared.v, shared.v_barriers),
@@ -77,7 +77,7 @@ struct Gradient {
   static constexpr int WIDTH = COLUMNS % 128 == 0 ? 128 : PANEL, PIECES = COLUMNS / WIDTH;
   float x[PIECES][WIDTH / 2];
 
-  __device__ __forceinline__ Gradient() {
+  DEVICE Gradient() {
 #pragma unroll
     for (auto& piece : x) {
 #pragma unroll
@@ -85,21 +85,21 @@ struct Gradient {
     }
   }
   // Starts += factor b over the BLOCK_M rows of b.
-  __device__ __forceinline__ void add(u32 (&factor)[FRAGMENT / 2], u32 b) {
+  DEVICE void add(u32 (&factor)[FRAGMENT / 2], u32 b) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
       add_product<BLOCK_M>(x[piece], factor, b + piece * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
     }
   }
   // Waits for it and all that was started before.
-  __device__ __forceinline__ void wait() {
+  DEVICE void wait() {
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (auto& piece : x) keep(piece);
   }
   // staging: see write_rows.
-  __device__ __forceinline__ void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to,
-                                        int head_dim, float scale, void* staging) const {
+  DEVICE void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to, int head_dim, float scale,
+                    void* staging) const {
     if (to.data == nullptr) return;
     const Sequence& s = work.sequence;
     const float factor[2] = {scale, scale};
@@ -113,11 +113,10 @@ struct Gradient {
 };
 
 // Of the warpgroup.
-__device__ __forceinline__ int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
+DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
 // Weights and dv.
-__device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                              const KeyWork& work, u32&) {
+DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
@@ -168,7 +167,7 @@ __device__ __forceinline__ void weigh_queries(const AttentionParams& p, SharedSt
 // Gradients of scores for the own warpgroup of dq; where it is shared, the other block's half joins them. The fence
 // waits under a product.
 template <class DsRing>
-__device__ __forceinline__ void publish_own(DsRing& ring) {
+DEVICE void publish_own(DsRing& ring) {
   ptx::fence_async_shared();
   __syncwarp();
   if (lane() == 0) {
@@ -182,7 +181,7 @@ __device__ __forceinline__ void publish_own(DsRing& ring) {
 }
 
 // For the other block's.
-__device__ __forceinline__ void send(Rings& rings, u32 step) {
+DEVICE void send(Rings& rings, u32 step) {
   ptx::fence_async_shared();
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);
   if (threadIdx.x % WARPGROUP == 0) {
@@ -195,8 +194,8 @@ __device__ __forceinline__ void send(Rings& rings, u32 step) {
 }
 
 // Gradients of the weights, and dk.
-__device__ __forceinline__ void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                                      const KeyWork& work, u32& steps) {
+DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
+                                  u32& steps) {
   Gradient<HEAD_DIM> dk;
   if (!work.unseen) {
     rings.v.wait();
@@ -259,8 +258,8 @@ __device__ __forceinline__ void differentiate_weights(const AttentionParams& p, 
 }
 
 // dq.
-__device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings,
-                                            const KeyWork& work, u32& steps) {
+DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
+                        u32& steps) {
   if (work.unseen) return;
   rings.k.wait();
   for (bool last = false; !last;) {
@@ -309,7 +308,7 @@ __device__ __forceinline__ void add_queries(const AttentionParams& p, SharedStor
 }
 
 // The warp that waits for turns, ahead of their use.
-__device__ __forceinline__ void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
@@ -321,7 +320,7 @@ __device__ __forceinline__ void watch_turns(const AttentionParams& p, const Shar
 }
 
 // The warp that ends turns: it waits for additions to arrive, while the next products are under way.
-__device__ __forceinline__ void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
@@ -333,7 +332,7 @@ __device__ __forceinline__ void end_turns(const AttentionParams& p, const Shared
 }
 
 // All threads of the pair.
-__device__ __forceinline__ void sync_pair() {
+DEVICE void sync_pair() {
   if constexpr (PAIR == 1) {
     __syncthreads();
   } else {
@@ -344,7 +343,7 @@ __device__ __forceinline__ void sync_pair() {
 }
 
 template <auto WORK_ON>
-__device__ __forceinline__ void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings& rings) {
+DEVICE void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings& rings) {
   u32 steps = 0;
   while (true) {
     rings.work.wait();

@@ -9,20 +9,18 @@ constexpr int PANELS_BIAS = (BLOCK_N + BIAS_PANEL - 1) / BIAS_PANEL;
 constexpr u32 BIAS_PANEL_BYTES = BLOCK_M * ROW_BYTES;
 constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? PANELS_BIAS * BIAS_PANEL_BYTES : 16;
 
-__device__ __forceinline__ float2 unpacked(__nv_bfloat16, u32 pair) {
+DEVICE float2 unpacked(__nv_bfloat16, u32 pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
-__device__ __forceinline__ float2 unpacked(__half, u32 pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
+DEVICE float2 unpacked(__half, u32 pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
 // One row of a tile, of which `column` is a multiple of the elements of 16 bytes.
-__device__ __forceinline__ u32 bias_address(u32 tile, int row, int column) {
+DEVICE u32 bias_address(u32 tile, int row, int column) {
   const u32 chunk = column % BIAS_PANEL * sizeof(BiasElement) / 16;
   return tile + column / BIAS_PANEL * BIAS_PANEL_BYTES + row * ROW_BYTES + (chunk ^ row % 8) * 16;
 }
 
-__device__ __forceinline__ void add_pair(float& x, float& y, float2 bias, bool masked) {
+DEVICE void add_pair(float& x, float& y, float2 bias, bool masked) {
   // A bias of -inf hides, also where the product is NaN.
   x = masked && bias.x == -infinity() ? bias.x : x + bias.x;
   y = masked && bias.y == -infinity() ? bias.y : y + bias.y;
@@ -30,8 +28,7 @@ __device__ __forceinline__ void add_pair(float& x, float& y, float2 bias, bool m
 
 // Adds a tile to the fragment of a warp whose first row it is, or of all warps if `one_row`.
 template <class Bias = BiasElement>
-__device__ __forceinline__ void add_bias_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row, bool one_row,
-                                              bool masked) {
+DEVICE void add_bias_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row, bool one_row, bool masked) {
   if constexpr (sizeof(Bias) == 2) {
     const int row = one_row ? 0 : warp_row + lane() % 16;
 #pragma unroll

@@ -15,31 +15,29 @@ struct BoundedSoftmax {
   float sum[2] = {0, 0};
 
   template <class Units>
-  __device__ __forceinline__ explicit BoundedSoftmax(const Units& units)
+  DEVICE explicit BoundedSoftmax(const Units& units)
       : factor(units.factor), power(units.unit * LOG2_E), small(fminf(SMALL / fabsf(factor), 1e18f)) {
     linear = factor * power;
     cubic = factor * factor * factor * power * CUBIC;
   }
 
-  __device__ __forceinline__ float of_small(float product) const {
-    return product * fmaf(cubic, product * product, linear);
-  }
-  __device__ __forceinline__ float of_any(float product) const { return ptx::tanh(product * factor) * power; }
+  DEVICE float of_small(float product) const { return product * fmaf(cubic, product * product, linear); }
+  DEVICE float of_any(float product) const { return ptx::tanh(product * factor) * power; }
 
   // Powers of 2 from the products of a masked tile.
-  __device__ __forceinline__ void cap(float (&x)[BLOCK_N / 2]) const {
+  DEVICE void cap(float (&x)[BLOCK_N / 2]) const {
 #pragma unroll
     for (float& product : x) product = of_any(product);
   }
 
   template <bool EVERY>
-  __device__ __forceinline__ bool bound(const float (&)[BLOCK_N / 2], const float (&)[2], float (&)[2]) const {
+  DEVICE bool bound(const float (&)[BLOCK_N / 2], const float (&)[2], float (&)[2]) const {
     return false;
   }
 
   // Weights of masked tiles from powers of 2, of others from products.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
+  DEVICE void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
     float top = 0;
 #pragma unroll
     for (int e = BEGIN; e < END; e++) top = larger(top, fabsf(x[e]));
@@ -65,7 +63,7 @@ struct BoundedSoftmax {
   }
 
   // A sink may be far from all scores: it meets their logarithm.
-  __device__ __forceinline__ void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
+  DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float total = reduce_row<4>(sum[r], [](float a, float b) { return a + b; });
@@ -78,11 +76,11 @@ struct BoundedSoftmax {
   }
 };
 
-__device__ __forceinline__ void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
-__device__ __forceinline__ void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
+DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
+DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
 
 template <bool BOUNDED, class Units>
-__device__ __forceinline__ auto softmax_of(const Units& units) {
+DEVICE auto softmax_of(const Units& units) {
   if constexpr (BOUNDED) {
     return BoundedSoftmax(units);
   } else {

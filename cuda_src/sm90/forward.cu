@@ -17,9 +17,8 @@ static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 quer
 // Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0, those before
 // first_row() are none. out_map has boxes of 16 rows, row_map of one: before and behind a sequence are others' rows.
 template <int N>
-__device__ __forceinline__ void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map,
-                                           const ptx::TensorMap* row_map, const GivenWork& work, const float (&out)[N],
-                                           const float (&factor)[2], u32 staging) {
+DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
+                       const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
   constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
   const Sequence& s = work.sequence;
@@ -67,8 +66,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const ptx::
 }
 
 // A warpgroup.
-__device__ __forceinline__ void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
-                                       const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
+DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
+                   const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
   // From double once, not for each tile as the compiler would. With options there is no register to hold it.

@@ -12,10 +12,10 @@ struct PartialWork : Work {
   int part;  // of its keys
 };
 
-__device__ __forceinline__ u32 number_of_parts(const AttentionParams& p) { return SPLIT ? p.splits : 1; }
+DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLIT ? p.splits : 1; }
 
 // Tiles of keys that some query of the tile sees, or the part of them.
-__device__ __forceinline__ Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
+DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
   Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N);
   if constexpr (SPLIT) {
     const int first = blocks.block, number = larger(blocks.end - first, 0);
@@ -26,9 +26,8 @@ __device__ __forceinline__ Blocks blocks_of_part(const AttentionParams& p, const
 }
 
 // Writes the thread's rows `row` and row + 8 of a part's result; rows in [len, rows) are padding.
-__device__ __forceinline__ void write_part(const AttentionParams& p, const PartialWork& work, int row,
-                                           const float (&out)[HEAD_DIM_V / 2], const float (&factor)[2],
-                                           const float (&lse)[2]) {
+DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
+                       const float (&factor)[2], const float (&lse)[2]) {
   const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -59,11 +58,11 @@ struct GivenWork : PartialWork {
   int skipped = 0;  // rows before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
 
-  __device__ __forceinline__ int first_row() const { return SKIPS_ROWS ? skipped : 0; }
+  DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
 
   // The tile that is not full comes first: under a diagonal it sees the fewest keys there. So the sequence begins
   // earlier than it does, by rows that nobody writes; the diagonal stays where it is, as it is counted from the end.
-  __device__ __forceinline__ void fill_last_tile() {
+  DEVICE void fill_last_tile() {
     Sequence& s = sequence;
     skipped = ceil_div(s.rows_q, BLOCK_M) * BLOCK_M - s.rows_q;
     s.row_q -= skipped;
@@ -71,7 +70,7 @@ struct GivenWork : PartialWork {
     s.len_q += skipped;
   }
 
-  __device__ __forceinline__ void find_keys(const AttentionParams& p) {
+  DEVICE void find_keys(const AttentionParams& p) {
     if constexpr (SKIPS_ROWS) fill_last_tile();
     const Blocks blocks = blocks_of_part(p, *this);
     keys = {blocks.block, blocks.end};
@@ -93,17 +92,17 @@ struct GivenBlocks {
   int block, next, end;
   bool masked = false, next_masked = false;
 
-  static __device__ __forceinline__ int entry(int block, bool masked, bool last, bool next_masked) {
+  static DEVICE int entry(int block, bool masked, bool last, bool next_masked) {
     return block << 3 | next_masked << 2 | last << 1 | masked;
   }
 
-  __device__ __forceinline__ GivenBlocks(const GivenWork& work, const KeyRange& keys)
+  DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
       : next(HAS_BLOCK_MASK ? 0 : keys.begin), end(HAS_BLOCK_MASK ? !work.empty : keys.end) {}
 
-  __device__ __forceinline__ bool done() const { return next >= end; }
+  DEVICE bool done() const { return next >= end; }
 
   template <class KeyRing>
-  __device__ __forceinline__ void take(const KeyRing& keys, const int* entries) {
+  DEVICE void take(const KeyRing& keys, const int* entries) {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
       const int entry = entries[keys.stage];
@@ -123,7 +122,7 @@ struct GivenSlots {
   alignas(16) int of[CONSUMERS][BLOCKS_OF_ROW];
 
   // Of an entry of a list.
-  __device__ __forceinline__ void find(const AttentionParams& p, const Work& work, int entry) {
+  DEVICE void find(const AttentionParams& p, const Work& work, int entry) {
 #pragma unroll
     for (int i = 0; i < CONSUMERS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
     if ((entry & 1) == 0) return;
@@ -173,7 +172,7 @@ struct Rings {
   Ring<STAGES, V_BYTES, true> v;
   Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
 
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+  DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         q(shared.q, shared.q_barriers),
         k(shared.k, shared.k_barriers),
@@ -183,15 +182,14 @@ struct Rings {
 
 // One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
 template <int ROWS, int NUM_PANELS, class AnyRing>
-__device__ __forceinline__ void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head,
-                                            int batch) {
+DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
 #pragma unroll
   for (int panel = 0; panel < NUM_PANELS; panel++) {
     ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
   }
 }
 template <int ROWS, int NUM_PANELS, class AnyRing>
-__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
+DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
   ring.acquire();
   ring.expect();
   load_panels<ROWS, NUM_PANELS>(ring, map, row, head, batch);
@@ -199,7 +197,7 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
 }
 
 // The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
-__device__ __forceinline__ void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
+DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
   // The tile, behind those that come round again to the stage that it takes.
   const auto hand_on = [&](const PartialWork& work) {
     bool careful;
@@ -257,7 +255,7 @@ struct Loader {
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
   Listed listed = {};
 
-  __device__ __forceinline__ void load_all() {
+  DEVICE void load_all() {
     while (true) {
       rings.work.wait();
       const GivenWork& work = shared.work[rings.work.stage];
@@ -269,7 +267,7 @@ struct Loader {
 
  private:
   // Tiles come in the order of their use: the next keys before the values of the current ones.
-  __device__ __forceinline__ void load_tile(const GivenWork& work) {
+  DEVICE void load_tile(const GivenWork& work) {
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
@@ -296,14 +294,14 @@ struct Loader {
   }
 
   // Begins to read what the next tile of keys needs.
-  __device__ __forceinline__ void look_ahead(const Work& work) {
+  DEVICE void look_ahead(const Work& work) {
     listed.entry = listed.following;
     if (listed.left > 1) listed.following = *listed.next++;
     listed.slots.find(p, work, listed.entry);
   }
 
   // Loads the current tile of keys, advances, and returns its number.
-  __device__ __forceinline__ int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
+  DEVICE int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;
       const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
@@ -327,13 +325,13 @@ struct Loader {
   }
 
   // Whether some warpgroup has to mask the tile of keys of an entry.
-  __device__ __forceinline__ bool needs_mask(int entry, const Work& work) const {
+  DEVICE bool needs_mask(int entry, const Work& work) const {
     if (HAS_MASK || HAS_ALIBI || (entry & 1)) return true;
     const Mask mask(p, work.sequence, work.head);
     return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, (entry >> 1) * BLOCK_N, BLOCK_N);
   }
 
-  __device__ __forceinline__ void load_bias(const Work& work, int block) {
+  DEVICE void load_bias(const Work& work, int block) {
     const bool one_row = p.bias.row_stride == 0;
     rings.bias.acquire();
     ptx::mbarrier_arrive_expect(rings.bias.full(), PANELS_BIAS * (one_row ? ROW_BYTES : BIAS_PANEL_BYTES));

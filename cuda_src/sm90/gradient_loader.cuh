@@ -13,15 +13,15 @@
 struct CountedRows {
   int begin, end;
 
-  __device__ __forceinline__ bool all(int rows) const { return begin <= 0 && end >= rows; }
+  DEVICE bool all(int rows) const { return begin <= 0 && end >= rows; }
 };
 
-__device__ __forceinline__ CountedRows counted_queries(const AttentionParams& p, const Sequence& s, int first_row) {
+DEVICE CountedRows counted_queries(const AttentionParams& p, const Sequence& s, int first_row) {
   const bool to_the_end = p.cu_seqlens_q == nullptr && s.len_q == p.seqlen_q;
   return {0, to_the_end ? BLOCK_M : s.len_q - first_row};
 }
 
-__device__ __forceinline__ CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int first_key) {
+DEVICE CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int first_key) {
   int begin = 0, end = s.len_k;
   if constexpr (HAS_WINDOW) {
     begin = larger(begin, s.diagonal() - p.window_left);
@@ -33,7 +33,7 @@ __device__ __forceinline__ CountedRows counted_keys(const AttentionParams& p, co
 
 // By a warp.
 template <int ROWS, int NUM_PANELS>
-__device__ __forceinline__ void clear_others(u32 tile, CountedRows counted) {
+DEVICE void clear_others(u32 tile, CountedRows counted) {
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
 #pragma unroll 1
   for (int i = lane(); i < ROWS * NUM_PANELS * VECTORS; i += WARP) {
@@ -46,22 +46,19 @@ __device__ __forceinline__ void clear_others(u32 tile, CountedRows counted) {
 }
 
 // What brings the exponent of infinity and NaN, and no other, to the sign bit.
-__device__ __forceinline__ u32 to_sign(__nv_bfloat16) { return 0x0080; }
-__device__ __forceinline__ u32 to_sign(__half) { return 0x0400; }
+DEVICE u32 to_sign(__nv_bfloat16) { return 0x0080; }
+DEVICE u32 to_sign(__half) { return 0x0400; }
 
 // Whose sign bits say which of two elements are not finite.
-__device__ __forceinline__ u32 marked_infinite(u32 pair) {
-  return (pair & 0x7fff7fffu) + to_sign(Element()) * 0x00010001u;
-}
-__device__ __forceinline__ u32 marked_infinite(uint4 x) {
+DEVICE u32 marked_infinite(u32 pair) { return (pair & 0x7fff7fffu) + to_sign(Element()) * 0x00010001u; }
+DEVICE u32 marked_infinite(uint4 x) {
   return marked_infinite(x.x) | marked_infinite(x.y) | marked_infinite(x.z) | marked_infinite(x.w);
 }
 constexpr u32 SIGNS = 0x80008000u;
 
 // Clears the keys that are not finite and that no query sees, by a warp. Both are rare: most tiles are only read once.
 template <int NUM_PANELS>
-__device__ __forceinline__ void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv,
-                                                  int first_key, u32 tile) {
+DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv, int first_key, u32 tile) {
   const int group = p.num_heads_q / p.num_heads_kv;
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
   u32 infinite = 0;
@@ -116,15 +113,15 @@ struct DqStep {
   bool last;   // of a tile of keys
   int first_key;
 
-  __device__ __forceinline__ i64 sum() const { return number * DQ_SUMS + turn % DQ_SUMS; }
-  __device__ __forceinline__ int turn_of_sum() const { return turn / DQ_SUMS; }
+  DEVICE i64 sum() const { return number * DQ_SUMS + turn % DQ_SUMS; }
+  DEVICE int turn_of_sum() const { return turn / DQ_SUMS; }
 };
 constexpr int DQ_STEPS = 8;  // more than tiles are under way
 constexpr i64 NO_DQ = -1;
 
 struct NoCheck {
   static constexpr bool needed = false;
-  __device__ __forceinline__ void operator()(u32) const {}
+  DEVICE void operator()(u32) const {}
 };
 
 // Of keys: those that are hidden one by one from all queries.
@@ -134,7 +131,7 @@ struct KeyCheck {
   const Sequence& s;
   int head_kv, first_key;
 
-  __device__ __forceinline__ void operator()(u32 tile) const {
+  DEVICE void operator()(u32 tile) const {
     if constexpr (HIDES_ANYWHERE) clear_unseen_keys<PANELS>(p, s, head_kv, first_key, tile);
   }
 };
@@ -148,9 +145,8 @@ struct Loader {
   // `target`, or null. check: may clear more rows of the tile.
   // Another copies what else belongs to the tile.
   template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck, class Other = NothingElse>
-  __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch,
-                                       CountedRows counted, float* target, const float* statistics, Check check = {},
-                                       Other other = {}) {
+  DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch, CountedRows counted,
+                   float* target, const float* statistics, Check check = {}, Other other = {}) {
     constexpr u32 BYTES = ROWS * NUM_PANELS * ROW_BYTES + Other::BYTES;
     const bool clears = check.needed || !counted.all(ROWS);
     const u32 landed = clears ? clearing : ring.full();
@@ -179,18 +175,18 @@ struct Loader {
 
 // No lane may still wait when lane 0 goes on: the barrier could be two phases further by then.
 template <class AnyRing>
-__device__ __forceinline__ void acquire_together(const AnyRing& ring) {
+DEVICE void acquire_together(const AnyRing& ring) {
   ring.acquire();
   __syncwarp();
 }
 
 template <class Get>
-__device__ __forceinline__ u32 of_lane_0(Get get) {
+DEVICE u32 of_lane_0(Get get) {
   return __shfl_sync(ALL_LANES, lane() == 0 ? get() : 0, 0);
 }
 
 template <class SharedStorage, class Rings>
-__device__ __forceinline__ DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
+DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
   rings.dq_steps.wait();
   const DqStep step = shared.dq_steps[rings.dq_steps.stage];
   __syncwarp();
@@ -215,7 +211,7 @@ struct Index {
 
 // By the loading warps of a pair.
 template <class SharedStorage, class Take>
-__device__ __forceinline__ u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
+DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
   if constexpr (PAIR == 1) {
     return take();
   } else {
@@ -244,8 +240,7 @@ __device__ __forceinline__ u32 agreed_index(SharedStorage& shared, u32& phase, T
 
 // The loading warp. Tiles come in the order of their use.
 template <class SharedStorage, class Rings>
-__device__ __forceinline__ void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings,
-                                           const Maps& maps) {
+DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
   const u32 total = p.num_tiles * num_key_images(p);
   u32 index_phase = 0;

@@ -15,15 +15,14 @@ struct BlockSlots {
   int slots[BLOCKS + 1];  // the last is `ranged`
 
   // By a warp: each lane has the slot of one block. ranged: a bit for each warpgroup from which lengths or window hide.
-  __device__ __forceinline__ void put(int slot, u32 ranged) {
+  DEVICE void put(int slot, u32 ranged) {
     if (HAS_BLOCK_MASK && lane() <= BLOCKS) slots[lane()] = lane() < BLOCKS ? slot : static_cast<int>(ranged);
     if (HAS_BLOCK_MASK) __syncwarp();
   }
 };
 
 // The slot of the lane's block of a tile.
-__device__ __forceinline__ int own_slot(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                        int first_key) {
+DEVICE int own_slot(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
   if (!HAS_BLOCK_MASK || lane() >= BLOCKS) return VISIBLE_SLOT;
   const Mask mask(p, s, head);
   return mask.slot_at(first_row + static_cast<int>(lane()) % BLOCKS_M * CANONICAL,
@@ -31,7 +30,7 @@ __device__ __forceinline__ int own_slot(const AttentionParams& p, const Sequence
 }
 
 // Bit w: whether a block of warpgroup w is not visible. By a warp, whose lanes have the blocks' slots.
-__device__ __forceinline__ u32 partial_warpgroups(int slot) {
+DEVICE u32 partial_warpgroups(int slot) {
   u32 warpgroups = 0;
   if constexpr (HAS_BLOCK_MASK) {
     const u32 blocks = __ballot_sync(ALL_LANES, slot != VISIBLE_SLOT);
@@ -42,8 +41,7 @@ __device__ __forceinline__ u32 partial_warpgroups(int slot) {
 }
 
 // Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
-__device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row,
-                                                 int first_key) {
+DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
   const Mask mask(p, s, head);
   u32 masked = 0;
 #pragma unroll
@@ -58,8 +56,7 @@ __device__ __forceinline__ u32 masked_warpgroups(const AttentionParams& p, const
 
 // Whether the walk shows at once that each of a tile's keys is seen: some query sees all. By a warp.
 template <class Walk>
-__device__ __forceinline__ bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk,
-                                                    int first_key) {
+DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
   bool sees = false;
   if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {
     const int* entry = walk.blocks.list + lane();
@@ -79,7 +76,7 @@ struct BlockBits {
   int warpgroup;
   u32 words[HAS_BLOCK_MASK ? BLOCKS_M : 1];
 
-  __device__ __forceinline__ BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked)
+  DEVICE BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked)
       : slots(slots), warpgroup(warpgroup) {
     if (HAS_BLOCK_MASK && masked) {
 #pragma unroll
@@ -92,9 +89,9 @@ struct BlockBits {
   }
 
   // Whether lengths and window may hide something of the tile. With 128 queries registers are too scarce to ask.
-  __device__ __forceinline__ bool ranged() const { return BLOCKS_M > 1 || (slots.slots[BLOCKS] >> warpgroup & 1); }
+  DEVICE bool ranged() const { return BLOCKS_M > 1 || (slots.slots[BLOCKS] >> warpgroup & 1); }
 
-  __device__ __forceinline__ void hide(float (&x)[FRAGMENT]) const {
+  DEVICE void hide(float (&x)[FRAGMENT]) const {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = words[e / 32] >> e % 32 & 1 ? x[e] : -infinity();
   }
@@ -108,13 +105,13 @@ struct GradientBias {
 };
 
 // Address of the panel of a warpgroup's keys.
-__device__ __forceinline__ u32 bias_panel(const GradientBias& bias, u32 stage, int warpgroup) {
+DEVICE u32 bias_panel(const GradientBias& bias, u32 stage, int warpgroup) {
   return ptx::shared_address(bias.tiles) + stage * BIAS_BYTES + warpgroup * BIAS_PANEL_BYTES;
 }
 
 struct NothingElse {
   static constexpr u32 BYTES = 0;
-  __device__ __forceinline__ void load(u32) const {}
+  DEVICE void load(u32) const {}
 };
 
 // A tile of a bias, which comes with the queries.
@@ -125,7 +122,7 @@ struct BiasToLoad {
   u32 target;
   int batch, head, row, key;
 
-  __device__ __forceinline__ void load(u32 landed) const {
+  DEVICE void load(u32 landed) const {
     const int own_head = p.bias.head_stride == 0 ? 0 : head, own_batch = p.bias.batch_stride == 0 ? 0 : batch;
 #pragma unroll
     for (int panel = 0; panel < PANELS_BIAS; panel++) {
@@ -135,8 +132,8 @@ struct BiasToLoad {
 };
 
 template <class SharedStorage>
-__device__ __forceinline__ auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, u32 stage,
-                                             const ptx::TensorMap* map, int batch, int head, int row, int key) {
+DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, u32 stage, const ptx::TensorMap* map,
+                         int batch, int head, int row, int key) {
   if constexpr (HAS_BIAS_TILES) {
     return BiasToLoad{p, map, bias_panel(shared.bias, stage, 0), batch, head, row, key};
   } else {
@@ -146,7 +143,7 @@ __device__ __forceinline__ auto bias_to_load(const AttentionParams& p, const Sha
 
 // Makes scores of products, -inf where the bias is; returns whether it is somewhere.
 template <class Bias = BiasElement>
-__device__ __forceinline__ bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
+DEVICE bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
   u32 thread = threadIdx.x;
   ptx::forget(thread);  // or what follows from it would occupy registers all along
   const u32 source = transposed_address(panel, thread);
@@ -183,7 +180,7 @@ __device__ __forceinline__ bool add_bias(float (&x)[FRAGMENT], float scale, u32 
 struct BiasPlace {
   int row, head, batch;
 
-  __device__ __forceinline__ BiasPlace(const AttentionParams& p, i64 number) {
+  DEVICE BiasPlace(const AttentionParams& p, i64 number) {
     const u32 image = number / p.num_query_tiles;
     row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
     head = image % p.num_heads_q;
@@ -199,21 +196,21 @@ static_assert(!HAS_SOFTCAP || !HAS_BIAS, "a bias would have to be read again");
 struct CappedAlibi {
   float slope, distance;  // the latter at the thread's first element
 
-  __device__ __forceinline__ explicit CappedAlibi(const GradientFragment& scores) : slope(0), distance(0) {
+  DEVICE explicit CappedAlibi(const GradientFragment& scores) : slope(0), distance(0) {
     if constexpr (HAS_ALIBI) {
       const Score score = scores.score();
       slope = score.slope / score.softcap;
       distance = static_cast<float>(scores.row + score.diagonal - scores.key);
     }
   }
-  __device__ __forceinline__ float operator[](int e) const {
+  DEVICE float operator[](int e) const {
     return slope * fabsf(distance + static_cast<float>(column_offset(e) - row_offset(e)));
   }
 };
 
 // Products become scores whose unit is softcap; with the error of the forward pass (unit_fragment.cuh), from which lse
 // comes.
-__device__ __forceinline__ void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
+DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float factor = scores.scale / static_cast<float>(scores.p.softcap);
@@ -227,8 +224,8 @@ __device__ __forceinline__ void cap(float (&x)[FRAGMENT], const GradientFragment
 
 // From gradients of scores to those of products. A weight of 0 has none.
 template <class Values>
-__device__ __forceinline__ void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                                      const GradientFragment& scores) {
+DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                  const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float unit = 1 / (static_cast<float>(scores.p.softcap) * LOG2_E);
@@ -260,7 +257,7 @@ struct MaskBits {
   static constexpr int KEYS = sizeof(uint4);
   u32 word = 0;  // bit 16 h + 8 k + i: of its elements in half h of the queries, query i of 8 and key k of 2
 
-  __device__ __forceinline__ MaskBits(const AttentionParams& p, const Sequence& s, int head, int first_row, int key) {
+  DEVICE MaskBits(const AttentionParams& p, const Sequence& s, int head, int first_row, int key) {
     if constexpr (HAS_MASK_VECTORS) {
       const Mask mask(p, s, head);
       const int column = smaller(key, mask.mask_last_column - (KEYS - 1));  // those beyond the end are hidden anyway
@@ -278,7 +275,7 @@ struct MaskBits {
     }
   }
 
-  __device__ __forceinline__ void clear_hidden(float (&weights)[FRAGMENT]) const {
+  DEVICE void clear_hidden(float (&weights)[FRAGMENT]) const {
     if constexpr (HAS_MASK_VECTORS) {
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {

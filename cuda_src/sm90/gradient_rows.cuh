@@ -19,33 +19,29 @@ struct alignas(16) FourFloats {
 static_assert(DETERMINISTIC || DQ_SUMS == 1, "additions without an order need not wait");
 
 // A thread's first four elements of a part; the next four are WARP behind. Warps have their elements side by side.
-__device__ __forceinline__ int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 * WARP) + lane(); }
-__device__ __forceinline__ FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
+DEVICE int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 * WARP) + lane(); }
+DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
   return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + part * DQ_PART) + dq_place();
 }
 
 // How many parts of dq were added to a sum; without an order, how far its first part is.
-__device__ __forceinline__ int* dq_turn_at(const AttentionParams& p, i64 sum, int part) {
-  return p.dq_turns + 1 + sum * DQ_PARTS + part;
-}
+DEVICE int* dq_turn_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
 
 // Waits until all parts of dq that come before have been added, by the thread that adds or has others add.
-__device__ __forceinline__ void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
+DEVICE void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
   while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, sum, part)) != turn) {
   }
 }
-__device__ __forceinline__ void end_turn(const AttentionParams& p, i64 sum, int part) {
-  ptx::add_release(dq_turn_at(p, sum, part), 1);
-}
+DEVICE void end_turn(const AttentionParams& p, i64 sum, int part) { ptx::add_release(dq_turn_at(p, sum, part), 1); }
 
 // Where STORES_FIRST nobody clears sums: the first part is stored. Without an order it is that of whoever takes the
 // sum, shortly before, and waits for nobody until all know that it has arrived; others wait for that.
 constexpr bool TAKES_SUMS = STORES_FIRST && !DETERMINISTIC;
 constexpr int NO_PART = 0, TAKEN = 1, STORED = 2;  // end_turn leads from TAKEN to STORED
-__device__ __forceinline__ int take_sum(const AttentionParams& p, i64 sum, int part) {
+DEVICE int take_sum(const AttentionParams& p, i64 sum, int part) {
   return atomicCAS(dq_turn_at(p, sum, part), NO_PART, TAKEN);
 }
-__device__ __forceinline__ void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
+DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
   // No acquire, which would empty L1 in every step: L2 alone touches a sum.
   while (*static_cast<volatile int*>(dq_turn_at(p, sum, part)) != STORED) {
   }

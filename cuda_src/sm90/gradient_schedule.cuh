@@ -4,7 +4,7 @@
 #include "schedule.cuh"
 
 // KV heads of all sequences; packed sequences are one.
-__device__ __forceinline__ u32 num_key_images(const AttentionParams& p) {
+DEVICE u32 num_key_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_kv * p.batch : p.num_heads_kv;
 }
 
@@ -16,7 +16,7 @@ struct KeyWork : Work {
 
 // Two thread blocks may be a pair, which is a cluster: they have tiles of keys side by side, and both walk all queries
 // that see one of them.
-__device__ __forceinline__ int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
+DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
 
 // In which order tiles of keys come, a pair's as one. GROUPS: of heads whose queries fit in L2, in each group the first
@@ -25,7 +25,7 @@ static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "tu
 enum class KeyOrder { GROUPS, LAST_GROUP, TURNS };
 
 // The first head of the last group.
-__device__ __forceinline__ u32 last_group(const AttentionParams& p) {
+DEVICE u32 last_group(const AttentionParams& p) {
   const u32 images = num_key_images(p), together = p.heads_together;
   return HAS_WINDOW ? images - min(together, images) : images;
 }
@@ -35,16 +35,16 @@ __device__ __forceinline__ u32 last_group(const AttentionParams& p) {
 // once, so that hardly one waits. So many heads come in turn that without a diagonal, too, tiles of one head begin
 // about two steps apart, which is more than an addition takes. In the last group the first keys, the longest tiles,
 // come first, and queries are walked from the last.
-__device__ __forceinline__ u32 heads_in_turn(const AttentionParams& p) {
+DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * (p.num_heads_q / p.num_heads_kv), 1), 1u);
 }
-__device__ __forceinline__ bool walks_backwards(const AttentionParams& p, const Work& work) {
+DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
   const u32 batch = p.cu_seqlens_q == nullptr ? work.sequence.batch : 0;
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
 
 template <KeyOrder ORDER>
-__device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index) {
+DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
   if constexpr (HAS_WINDOW || ORDER == KeyOrder::TURNS) {
@@ -76,10 +76,10 @@ __device__ __forceinline__ Work key_work_at(const AttentionParams& p, u32 index)
 // Thread blocks that wait for each other take even their first tile when they run: what a tile waits for has been taken
 // before, by a block that runs. So the first taken of all tiles under way waits for none of them, and all come to an
 // end.
-__device__ __forceinline__ u32 first_key_index(const AttentionParams& p) {
+DEVICE u32 first_key_index(const AttentionParams& p) {
   return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
 }
-__device__ __forceinline__ u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
+DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1)
                                                 : next_index(p, index, total, gridDim.x / PAIR);
 }
@@ -93,7 +93,7 @@ struct QueryWalk {
   int first_block;
   bool backwards;
 
-  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const Work& work, u32 = 0)
+  DEVICE QueryWalk(const AttentionParams& p, const Work& work, u32 = 0)
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
@@ -104,27 +104,23 @@ struct QueryWalk {
         backwards(walks_backwards(p, work)) {
     skip();
   }
-  __device__ __forceinline__ int block() const {
-    return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block;
-  }
-  __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
-  __device__ __forceinline__ bool done() const { return head == end_head; }
-  __device__ __forceinline__ void advance() {
+  DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
+  DEVICE int first_row() const { return block() * BLOCK_M; }
+  DEVICE bool done() const { return head == end_head; }
+  DEVICE void advance() {
     blocks.advance();
     skip();
   }
   // How many tiles of keys add to dq of the current tile before this one.
-  __device__ __forceinline__ int turn() const {
+  DEVICE int turn() const {
     if (!DETERMINISTIC) return 0;
     const Blocks keys = blocks_of_keys(p, sequence, head, block(), BLOCK_M, BLOCK_N);
     return backwards ? tile - keys.block : keys.end - 1 - tile;
   }
 
  private:
-  __device__ __forceinline__ Blocks of_head() const {
-    return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N);
-  }
-  __device__ __forceinline__ void skip() {
+  DEVICE Blocks of_head() const { return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N); }
+  DEVICE void skip() {
     while (blocks.done() && ++head < end_head) {
       blocks = of_head();
       first_block = blocks.block;
@@ -147,7 +143,7 @@ struct GroupedWalk {
   int turned;
   bool backwards;
 
-  __device__ __forceinline__ GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
+  DEVICE GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
       : sequence(work.sequence),
         blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
         heads(p.num_heads_q / p.num_heads_kv),
@@ -165,19 +161,17 @@ struct GroupedWalk {
     left = ceil_div(blocks.end, ROWS);
     skip();
   }
-  __device__ __forceinline__ int block() const { return base + (step + turned) % ROWS; }
-  __device__ __forceinline__ int first_row() const { return block() * BLOCK_M; }
-  __device__ __forceinline__ bool done() const {
-    return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0;
-  }
-  __device__ __forceinline__ void advance() {
+  DEVICE int block() const { return base + (step + turned) % ROWS; }
+  DEVICE int first_row() const { return block() * BLOCK_M; }
+  DEVICE bool done() const { return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0; }
+  DEVICE void advance() {
     next();
     skip();
   }
-  __device__ __forceinline__ int turn() const { return 0; }
+  DEVICE int turn() const { return 0; }
 
  private:
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++step % ROWS != 0) return;
     if (++head == end_head) head -= heads;
     if (step == ROWS * heads) {
@@ -187,7 +181,7 @@ struct GroupedWalk {
       if (!HAS_WINDOW && heads == 1 && base >= blocks.end) base = 0;
     }
   }
-  __device__ __forceinline__ void skip() {
+  DEVICE void skip() {
     while (!done() && (block() < blocks.block || block() >= blocks.end)) next();
   }
 };

@@ -18,16 +18,14 @@ struct HiddenValues {
   int parity;
   int first_seen, end_of_seen;  // keys
 
-  __device__ __forceinline__ explicit HiddenValues(SeenKeys& seen)
-      : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
+  DEVICE explicit HiddenValues(SeenKeys& seen) : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
     if (HIDES_ANYWHERE) {
       for (int i = threadIdx.x; i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP) seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
       sync_consumers();
     }
   }
 
-  __device__ __forceinline__ void begin(const AttentionParams& p, const Sequence& s, const Mask& mask,
-                                        int first_row = 0) {
+  DEVICE void begin(const AttentionParams& p, const Sequence& s, const Mask& mask, int first_row = 0) {
     first_seen = mask.columns(first_row).begin;
     // Beyond the end of an array TMA has written zeros.
     const bool at_end = p.cu_seqlens_k == nullptr && s.len_k == p.seqlen_k;
@@ -36,7 +34,7 @@ struct HiddenValues {
 
   // Whether hidden keys may have come into the results of rows `row` and row + 8.
   template <int N>
-  static __device__ __forceinline__ bool spoil(const float (&out)[N], int row, int len_q) {
+  static DEVICE bool spoil(const float (&out)[N], int row, int len_q) {
     float zero[2] = {};
 #pragma unroll
     for (int e = 0; e < N; e++) zero[e / 2 % 2] += 0 * out[e];
@@ -45,13 +43,13 @@ struct HiddenValues {
 
   // x: the scores of a careful tile.
   template <int N>
-  __device__ __forceinline__ void find(const float (&x)[N]) const {
+  DEVICE void find(const float (&x)[N]) const {
     if constexpr (HIDES_ANYWHERE) mark_seen(seen.flags[parity], x);
   }
 
   // v: the ring at the values of that tile.
   template <class ValueRing>
-  __device__ __forceinline__ void clear(const ValueRing& v, int first_key, bool careful = true) {
+  DEVICE void clear(const ValueRing& v, int first_key, bool careful = true) {
     if (HIDES_ANYWHERE && careful) {
       u8* flags = seen.flags[parity];
       parity ^= 1;
@@ -70,7 +68,7 @@ struct HiddenValues {
 
  private:
   template <u32 BYTES, class Hidden>
-  static __device__ __forceinline__ void clear_rows(u32 values, Hidden hidden) {
+  static DEVICE void clear_rows(u32 values, Hidden hidden) {
 #pragma unroll 1
     for (int row = threadIdx.x; row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
       if (!hidden(row)) continue;

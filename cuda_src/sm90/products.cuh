@@ -12,26 +12,22 @@ constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;
 constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BYTES * PANELS_V;
 
 // First row of the thread's warp within its warpgroup.
-__device__ __forceinline__ int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
+DEVICE int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 
 template <class T, int N>
-__device__ __forceinline__ void keep(T (&x)[N]) {
+DEVICE void keep(T (&x)[N]) {
 #pragma unroll
   for (int e = 0; e < N; e++) ptx::keep(x[e]);
 }
 
 // Descriptors of tiles at shared addresses; an offset in bytes is added as offset / 16.
-__device__ __forceinline__ u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
-__device__ __forceinline__ u64 columns_descriptor(u32 address) {
-  return ptx::wgmma_descriptor(address, BLOCK_N * ROW_BYTES, ATOM_BYTES);
-}
-__device__ __forceinline__ constexpr u32 step_offset(int step, int rows) {
-  return step / 4 * rows * ROW_BYTES + step % 4 * 32;
-}
+DEVICE u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
+DEVICE u64 columns_descriptor(u32 address) { return ptx::wgmma_descriptor(address, BLOCK_N * ROW_BYTES, ATOM_BYTES); }
+DEVICE constexpr u32 step_offset(int step, int rows) { return step / 4 * rows * ROW_BYTES + step % 4 * 32; }
 
 // Starts x = q k^T for 64 rows of q, and what `more` starts to be added.
 template <class More>
-__device__ __forceinline__ void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k, More more) {
+DEVICE void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k, More more) {
   const u64 a = rows_descriptor(q), b = rows_descriptor(k);
   ptx::wgmma_fence();
 #pragma unroll
@@ -43,7 +39,7 @@ __device__ __forceinline__ void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u3
 }
 
 // Starts out += weights v; the fragment of the scores is the one of the left factor.
-__device__ __forceinline__ void multiply_values(float (&out)[HEAD_DIM_V / 2], u32 (&weights)[BLOCK_N / 4], u32 v) {
+DEVICE void multiply_values(float (&out)[HEAD_DIM_V / 2], u32 (&weights)[BLOCK_N / 4], u32 v) {
   const u64 b = columns_descriptor(v);
   ptx::wgmma_fence();
 #pragma unroll
@@ -58,7 +54,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[HEAD_DIM_V / 2], u3
 
 // Starts x = a b^T over DEPTH; the panels of a and b have ROWS_A and ROWS_B rows.
 template <int DEPTH, int ROWS_A, int ROWS_B, int N>
-__device__ __forceinline__ void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
+DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
   const u64 left = rows_descriptor(a), right = rows_descriptor(b);
   ptx::wgmma_fence();
 #pragma unroll
@@ -71,13 +67,13 @@ __device__ __forceinline__ void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
 
 // Columns of a tile whose panels have ROWS rows.
 template <int ROWS>
-__device__ __forceinline__ u64 columns_of(u32 address) {
+DEVICE u64 columns_of(u32 address) {
   return ptx::wgmma_descriptor(address, ROWS * ROW_BYTES, ATOM_BYTES);
 }
 
 // Starts x = a b over DEPTH: a by its rows, b by its columns.
 template <int DEPTH, int ROWS_A, int N>
-__device__ __forceinline__ void multiply_by_columns(float (&x)[N], u32 a, u32 b) {
+DEVICE void multiply_by_columns(float (&x)[N], u32 a, u32 b) {
   const u64 left = rows_descriptor(a), right = columns_of<DEPTH>(b);
   ptx::wgmma_fence();
 #pragma unroll
@@ -90,7 +86,7 @@ __device__ __forceinline__ void multiply_by_columns(float (&x)[N], u32 a, u32 b)
 
 // Starts sum += factor b over DEPTH: factor is a fragment, b used by its columns.
 template <int DEPTH, int N>
-__device__ __forceinline__ void add_product(float (&sum)[N], u32 (&factor)[DEPTH / 4], u32 b) {
+DEVICE void add_product(float (&sum)[N], u32 (&factor)[DEPTH / 4], u32 b) {
   const u64 right = columns_of<DEPTH>(b);
   ptx::wgmma_fence();
 #pragma unroll
@@ -102,7 +98,7 @@ __device__ __forceinline__ void add_product(float (&sum)[N], u32 (&factor)[DEPTH
 }
 
 // Where the thread's row of four 8 x 8 matrices stands in the panel of its keys.
-__device__ __forceinline__ u32 transposed_address(u32 panel, u32 thread) {
+DEVICE u32 transposed_address(u32 panel, u32 thread) {
   const u32 lane = thread % WARP;
   const u32 query = lane / 16 * 8 + lane % 8, chunk = thread % WARPGROUP / WARP * 2 + lane / 8 % 2;
   return panel + query * ROW_BYTES + (chunk ^ query % 8) * 16;
@@ -110,7 +106,7 @@ __device__ __forceinline__ u32 transposed_address(u32 panel, u32 thread) {
 
 // Writes a fragment of 64 keys x N queries as rows of queries into the panel of its keys.
 template <int N>
-__device__ __forceinline__ void store_transposed(u32 panel, const u32 (&words)[N]) {
+DEVICE void store_transposed(u32 panel, const u32 (&words)[N]) {
   const u32 target = transposed_address(panel, threadIdx.x);
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {

@@ -14,15 +14,14 @@ struct alignas(64) TensorMap {
 // so aligned). K contiguous: leading is unused, stride the bytes from 8 rows to the next; add 32 bytes a step of 16
 // in k. M or N contiguous (the transposing products): leading is the bytes from 64 columns to the next, stride those
 // from 8 rows of k to the next.
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
+DEVICE unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
   return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
          static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
          1ull << 62;
 }
 // The same without a swizzle, K contiguous, in atoms of 8 rows of 16 bytes: leading is the bytes from 8 of k to the
 // next 8, stride those from 8 rows to the next.
-__device__ __forceinline__ unsigned long long wgmma_atoms_descriptor(unsigned address, unsigned leading,
-                                                                     unsigned stride) {
+DEVICE unsigned long long wgmma_atoms_descriptor(unsigned address, unsigned leading, unsigned stride) {
   return wgmma_descriptor(address, leading, stride) & ~(1ull << 62);
 }
 
@@ -35,23 +34,21 @@ namespace ptx {
 // ---- Barriers in shared memory. A phase ends when its arrivals and the bytes announced for it have all come.
 
 // Makes `mbarrier` (8 aligned bytes) one of `arrivals` arrivals a phase; the running phase has parity 0.
-__device__ __forceinline__ void mbarrier_init(unsigned mbarrier, unsigned arrivals) {
+DEVICE void mbarrier_init(unsigned mbarrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the other threads of the cluster and to TMA; a block or cluster barrier
 // follows.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(unsigned mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
 // Announces bytes that asynchronous copies will bring in this phase, and arrives.
-__device__ __forceinline__ void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
+DEVICE void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Whether the phase of this parity has ended; may wait a while before it says no.
-__device__ __forceinline__ bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
+DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
   unsigned done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                : "=r"(done)
@@ -63,97 +60,92 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned mbarrier, unsigned pa
 // ---- Fences
 
 // Makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after a barrier.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The same for global memory.
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 
 // tma_load: the box at the coordinates into shared memory; elements out of bounds are zeros and count as bytes.
 // tma_store: out of shared memory, elements out of bounds are dropped.
-__device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
-                                         int c2, int c3) {
+DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
       "%6}], [%2];" ::"r"(shared),
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-__device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
+DEVICE void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
 
 // Flat copies: addresses and sizes are multiples of 16 bytes.
-__device__ __forceinline__ void bulk_load(unsigned shared, const void* global, unsigned bytes, unsigned mbarrier) {
+DEVICE void bulk_load(unsigned shared, const void* global, unsigned bytes, unsigned mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(mbarrier)
                : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* global, unsigned shared, unsigned bytes) {
+DEVICE void bulk_store(void* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) {
+DEVICE void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
                : "memory");
 }
 // Stores and reductions of this thread since the last commit make a group. _read: waits until the sources of all but
 // PENDING groups have been read, else until they have been written.
-__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
-__device__ __forceinline__ void bulk_wait_group() {
+DEVICE void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 template <int PENDING>
-__device__ __forceinline__ void bulk_wait_group_read() {
+DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Clusters of thread blocks
 
-__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned cluster_address) {
+DEVICE void mbarrier_arrive_cluster(unsigned cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
-__device__ __forceinline__ void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes,
-                                                  unsigned cluster_mbarrier) {
+DEVICE void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes, unsigned cluster_mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    cluster_shared),
                "r"(shared), "r"(bytes), "r"(cluster_mbarrier)
                : "memory");
 }
-__device__ __forceinline__ unsigned cluster_rank() {
+DEVICE unsigned cluster_rank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ unsigned cluster_address(unsigned shared, unsigned rank) {
+DEVICE unsigned cluster_address(unsigned shared, unsigned rank) {
   unsigned address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Adds four floats to 16 aligned bytes of global memory, each atomically.
-__device__ __forceinline__ void add_f32_x4(float* global, float a, float b, float c, float d) {
+DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
 
 // ---- Fragments to shared memory: the inverse of ldmatrix
 
-__device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
+DEVICE void stmatrix_x4(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1),
                "r"(a2), "r"(a3)
                : "memory");
 }
-__device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a0, unsigned a1, unsigned a2,
-                                                  unsigned a3) {
+DEVICE void stmatrix_x4_trans(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0),
                "r"(a1), "r"(a2), "r"(a3)
                : "memory");
@@ -162,18 +154,18 @@ __device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a0,
 // ---- A warp
 
 // True in one lane of a converged warp.
-__device__ __forceinline__ bool elect() {
+DEVICE bool elect() {
   unsigned elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
   return elected;
 }
 // Registers a thread of this warpgroup may use from now on: a multiple of 8 in 24..240.
 template <int REGISTERS>
-__device__ __forceinline__ void set_registers_fewer() {
+DEVICE void set_registers_fewer() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ __forceinline__ void set_registers_more() {
+DEVICE void set_registers_more() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
@@ -181,18 +173,18 @@ __device__ __forceinline__ void set_registers_more() {
 // Asynchronous: d, the registers of a and the shared memory of both stay untouched from the wgmma to the wait.
 
 // Orders earlier accesses to d and a's registers before the wgmma that follow.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-__device__ __forceinline__ void wgmma_wait_group() {
+DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // No instruction: keeps the compiler from moving accesses to registers across it.
-__device__ __forceinline__ void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 // Nor does it know x any longer: what is computed from it is computed again instead of held in registers.
-__device__ __forceinline__ void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)::"memory"); }
-__device__ __forceinline__ void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
+DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
+DEVICE void keep(int& x) { asm volatile("" : "+r"(x)::"memory"); }
+DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.
@@ -243,22 +235,21 @@ __device__ __forceinline__ void keep(unsigned& x) { asm volatile("" : "+r"(x)::"
                "." TYPE " {" CUFLASH_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}" \
                : CUFLASH_D_##R                                                                                  \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(accumulate)), "n"(TRANS_B))
-#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                       \
-  template <class T, int TRANS_A, int TRANS_B>                                                                \
-  __device__ __forceinline__ void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b,         \
-                                           bool accumulate) {                                                 \
-    if constexpr (is_bfloat16<T>)                                                                             \
-      CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                     \
-    else                                                                                                      \
-      CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                      \
-  }                                                                                                           \
-  template <class T, int TRANS_B>                                                                             \
-  __device__ __forceinline__ void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, \
-                                           unsigned long long b, bool accumulate) {                           \
-    if constexpr (is_bfloat16<T>)                                                                             \
-      CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                             \
-    else                                                                                                      \
-      CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                              \
+#define CUFLASH_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                         \
+  template <class T, int TRANS_A, int TRANS_B>                                                                  \
+  DEVICE void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate) {            \
+    if constexpr (is_bfloat16<T>)                                                                               \
+      CUFLASH_WGMMA_SS("bf16", N, R, P0, P1, P2, P3, P4);                                                       \
+    else                                                                                                        \
+      CUFLASH_WGMMA_SS("f16", N, R, P0, P1, P2, P3, P4);                                                        \
+  }                                                                                                             \
+  template <class T, int TRANS_B>                                                                               \
+  DEVICE void wgmma_rs(float (&d)[R], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, \
+                       bool accumulate) {                                                                       \
+    if constexpr (is_bfloat16<T>)                                                                               \
+      CUFLASH_WGMMA_RS("bf16", N, R, P0, P1, P2, P3, P4, P5, P6);                                               \
+    else                                                                                                        \
+      CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                                \
   }
 CUFLASH_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 CUFLASH_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")

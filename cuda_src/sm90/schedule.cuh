@@ -8,7 +8,7 @@
 
 constexpr int WARPGROUP = 128;
 
-__device__ __forceinline__ void wait_for(u32 mbarrier, u32 parity) {
+DEVICE void wait_for(u32 mbarrier, u32 parity) {
   while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
   }
 }
@@ -18,7 +18,7 @@ struct RingBarriers {
   u64 full[STAGES], empty[STAGES];
 
   // Every warp of the consumers releases a buffer by itself, and every warp that writes one publishes it.
-  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) {
+  DEVICE void init(int consumer_warps, int producers = 1) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
       ptx::mbarrier_init(ptx::shared_address(&full[stage]), producers);
@@ -35,15 +35,15 @@ struct Ring {
   u32 buffers, full_barriers, empty_barriers;
   u32 stage = 0, phase = 0;
 
-  __device__ __forceinline__ Ring(const void* data, const RingBarriers<STAGES>& barriers)
+  DEVICE Ring(const void* data, const RingBarriers<STAGES>& barriers)
       : buffers(ptx::shared_address(data)),
         full_barriers(ptx::shared_address(barriers.full)),
         empty_barriers(ptx::shared_address(barriers.empty)) {}
 
-  __device__ __forceinline__ u32 buffer() const { return buffers + stage * BYTES; }
-  __device__ __forceinline__ u32 full() const { return full_barriers + stage * 8; }
+  DEVICE u32 buffer() const { return buffers + stage * BYTES; }
+  DEVICE u32 full() const { return full_barriers + stage * 8; }
 
-  __device__ __forceinline__ void advance() {
+  DEVICE void advance() {
     if constexpr (HURRIED && STAGES == 2) {
       phase ^= stage;
       stage ^= 1;
@@ -58,7 +58,7 @@ struct Ring {
 
   // To where another ring stands that always takes as many steps, if it has as many buffers: one place less to keep.
   template <int OTHER_STAGES, u32 OTHER_BYTES>
-  __device__ __forceinline__ void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
+  DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
     if constexpr (OTHER_STAGES == STAGES) {
       stage = other.stage;
       phase = other.phase;
@@ -66,43 +66,41 @@ struct Ring {
   }
 
   // The place before this one.
-  __device__ __forceinline__ Ring behind() const {
+  DEVICE Ring behind() const {
     Ring ring = *this;
     ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
-  __device__ __forceinline__ Ring following() const {
+  DEVICE Ring following() const {
     Ring next = *this;
     next.advance();
     return next;
   }
 
   // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
-  __device__ __forceinline__ void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
-  __device__ __forceinline__ void expect(u32 elsewhere = 0) const {
-    ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere);
-  }
-  __device__ __forceinline__ void publish() {
+  DEVICE void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
+  DEVICE void expect(u32 elsewhere = 0) const { ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere); }
+  DEVICE void publish() {
     ptx::mbarrier_arrive(full());
     advance();
   }
 
   // A warp of several that write a buffer together, for TMA or wgmma too.
-  __device__ __forceinline__ void publish_part() {
+  DEVICE void publish_part() {
     ptx::fence_async_shared();
     publish_written();
   }
   // For ordinary loads alone.
-  __device__ __forceinline__ void publish_written() {
+  DEVICE void publish_written() {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(full());
     advance();
   }
 
   // The using warps.
-  __device__ __forceinline__ void wait() const { wait_for(full(), phase); }
-  __device__ __forceinline__ void release() {
+  DEVICE void wait() const { wait_for(full(), phase); }
+  DEVICE void release() {
     if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
     advance();
   }
@@ -114,34 +112,34 @@ struct Turns {
   static constexpr int FIRST_BARRIER = 1;  // ids FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1
   int own, next;
 
-  __device__ __forceinline__ Turns(int warpgroup)
+  DEVICE Turns(int warpgroup)
       : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
     if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
   }
-  __device__ __forceinline__ void take() const {
+  DEVICE void take() const {
     if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void pass() const {
+  DEVICE void pass() const {
     if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
   }
   // Takes the turn that is left over.
-  __device__ __forceinline__ void finish() const {
+  DEVICE void finish() const {
     if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
   }
 };
 
 // Waits for all warpgroups that compute.
-__device__ __forceinline__ void sync_consumers() { ptx::barrier_sync(1 + CONSUMERS, CONSUMERS * WARPGROUP); }
+DEVICE void sync_consumers() { ptx::barrier_sync(1 + CONSUMERS, CONSUMERS * WARPGROUP); }
 
 // Heads of all sequences; packed sequences are one.
-__device__ __forceinline__ u32 num_images(const AttentionParams& p) {
+DEVICE u32 num_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
 // Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window or a block mask,
 // which may be one, the last queries, whose rows are the longest, come first, in the last heads in all of these heads
 // before the next: blocks end together.
-__device__ __forceinline__ Work work_at(const AttentionParams& p, u32 index) {
+DEVICE Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
@@ -159,18 +157,17 @@ __device__ __forceinline__ Work work_at(const AttentionParams& p, u32 index) {
 
 // Thread blocks take tiles in order as they become free. Every tile is followed by one ticket, so the last of `total`
 // tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt.
-__device__ __forceinline__ u32 take_ticket(const AttentionParams& p) {
+DEVICE u32 take_ticket(const AttentionParams& p) {
   return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter, 1u);
 }
 
-__device__ __forceinline__ u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total,
-                                               u32 takers = gridDim.x) {
+DEVICE u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total, u32 takers = gridDim.x) {
   if (p.tile_counter == nullptr) return index + takers;
   if (ticket + 1 == total) *p.tile_counter = 0;
   return takers + ticket;
 }
 
-__device__ __forceinline__ u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x) {
+DEVICE u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x) {
   return index_of_ticket(p, take_ticket(p), index, total, takers);
 }
 

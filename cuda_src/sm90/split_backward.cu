@@ -37,10 +37,10 @@ struct ColumnVectors {
   static constexpr int COUNT = OF_KEYS ? 4 : 2;
   float vectors[COUNT][FRAGMENT_COLUMNS];
 
-  __device__ __forceinline__ const float* factors() const { return vectors[0]; }
-  __device__ __forceinline__ const float* factors_v() const { return vectors[1]; }
-  __device__ __forceinline__ float lse(int column) const { return vectors[COUNT - 2][column]; }
-  __device__ __forceinline__ float delta(int column) const { return vectors[COUNT - 1][column]; }
+  DEVICE const float* factors() const { return vectors[0]; }
+  DEVICE const float* factors_v() const { return vectors[1]; }
+  DEVICE float lse(int column) const { return vectors[COUNT - 2][column]; }
+  DEVICE float delta(int column) const { return vectors[COUNT - 1][column]; }
 };
 
 struct SharedStorage {
@@ -64,22 +64,21 @@ struct Rings {
   Ring<STAGES, COLUMNS_BYTES> columns;
   Ring<STAGES_V, COLUMNS_V_BYTES> columns_v;
 
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+  DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         rows(shared.rows, shared.rows_barriers),
         columns(shared.columns, shared.columns_barriers),
         columns_v(shared.columns_v, shared.columns_v_barriers) {}
 };
 
-__device__ __forceinline__ Work any_work_at(const AttentionParams& p, u32 index) {
+DEVICE Work any_work_at(const AttentionParams& p, u32 index) {
   return OF_KEYS ? key_work_at<KeyOrder::GROUPS>(p, index) : work_at(p, index);
 }
 
 // The loading thread. The maps are of q, k, v and dout.
-__device__ __forceinline__ void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                                           SharedStorage& shared, Rings rings, const ptx::TensorMap* q_map,
-                                           const ptx::TensorMap* k_map, const ptx::TensorMap* v_map,
-                                           const ptx::TensorMap* dout_map) {
+DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                       Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                       const ptx::TensorMap* v_map, const ptx::TensorMap* dout_map) {
   const u32 total = p.num_tiles * (OF_KEYS ? num_key_images(p) : num_images(p));
   for (u32 index = blockIdx.x, next; index < total; index = next) {
     next = next_index(p, index, total);
@@ -139,8 +138,8 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, const Split
 }
 
 // A warpgroup.
-__device__ __forceinline__ void differentiate(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                                              SharedStorage& shared, Rings rings, int warpgroup) {
+DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                          Rings rings, int warpgroup) {
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {

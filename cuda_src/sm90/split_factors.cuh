@@ -10,18 +10,16 @@ constexpr float TOP = 16384;              // where the largest element of a row 
 constexpr float LOWEST_UNIT = 0x1p-112f;  // its inverse times TOP is a number
 constexpr float SMALLEST_NORMAL = 0x1p-126f;
 
-__device__ __forceinline__ float power_of_2_below(float x) {
-  return __uint_as_float(__float_as_uint(x) & EXPONENT_BITS);
-}
+DEVICE float power_of_2_below(float x) { return __uint_as_float(__float_as_uint(x) & EXPONENT_BITS); }
 
 // TOP / unit of a power of two: exponents are subtracted.
-__device__ __forceinline__ float top_over(float unit) {
+DEVICE float top_over(float unit) {
   return __uint_as_float(__float_as_uint(TOP) + __float_as_uint(1.0f) - __float_as_uint(unit));
 }
 
 // x *= factors of its columns, which lie in shared memory, times `constant`. With subnormals.
 template <int N>
-__device__ __forceinline__ void multiply_columns(float (&x)[N], const float* factors, float constant) {
+DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant) {
 #pragma unroll
   for (int e = 0; e < N; e += 4) {
     float2 factor = *reinterpret_cast<const float2*>(factors + fragment_column() + column_offset(e));
@@ -38,7 +36,7 @@ __device__ __forceinline__ void multiply_columns(float (&x)[N], const float* fac
 // power of two, is that of all that was added up for row r so far, which is first to be multiplied with rescale[r]; on
 // return rescale[r] also has the ratio of units. Units depend on elements that are not 0 alone.
 template <int N>
-__device__ __forceinline__ void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
+DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float m = 0;
@@ -65,12 +63,12 @@ struct ScoreFactors {
   float of_row[2];
   bool small[2];
 
-  __device__ __forceinline__ ScoreFactors(float row_0, float row_1)
+  DEVICE ScoreFactors(float row_0, float row_1)
       : of_row{row_0 < SMALL ? row_0 / RELIEF : row_0, row_1 < SMALL ? row_1 / RELIEF : row_1},
         small{row_0 < SMALL, row_1 < SMALL} {}
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], const float* column_factors, bool with_rows) const {
+  DEVICE void apply(float (&x)[N], const float* column_factors, bool with_rows) const {
     if (__any_sync(ALL_LANES, small[0] || small[1])) {
 #pragma unroll
       for (int e = 0; e < N; e++) x[e] *= small[e / 2 % 2] ? RELIEF : 1;
@@ -80,7 +78,7 @@ struct ScoreFactors {
 #pragma unroll
     for (int e = 0; e < N; e++) x[e] *= of_row[e / 2 % 2];
   }
-  __device__ __forceinline__ float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
+  DEVICE float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
 };
 
 // A fragment of N columns as the left factor of a product.
@@ -88,7 +86,7 @@ template <int N>
 struct SplitFragment {
   u32 high[N / 4], low[N / 4];
 
-  __device__ __forceinline__ void set(const float (&x)[N / 2]) {
+  DEVICE void set(const float (&x)[N / 2]) {
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
       const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);

@@ -16,7 +16,7 @@ struct SplitSoftmax {
   float maximum[2], sum[2];
   float unit[2];  // of row r of out, a power of two: weights times the factors of their values are at most 2 units
 
-  __device__ __forceinline__ SplitSoftmax(float scale, const ScoreFactors& factors) {
+  DEVICE SplitSoftmax(float scale, const ScoreFactors& factors) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);  // times -inf it must not be NaN
@@ -27,7 +27,7 @@ struct SplitSoftmax {
   }
 
   // Turns scores into weights; rescale[r] is what earlier results of row r are to be multiplied with.
-  __device__ __forceinline__ void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
+  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float m = maximum[r];
@@ -53,15 +53,14 @@ struct SplitSoftmax {
 
   // Turns weights into those of split values: times the factors of the values, in units that put the largest of a row
   // near TOP, so that float16 pairs hold them. Factors depend on visible keys alone. rescale gets the units' ratio.
-  __device__ __forceinline__ void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
+  DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
     raise(x, unit, rescale);
   }
 
   // Completes the sums. out[row r] * inverse[r] * unit[r] is the result (0 where it saw nothing), lse[r] its natural
   // log-sum-exp.
-  __device__ __forceinline__ void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2],
-                                         float (&lse)[2]) const {
+  DEVICE void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       finish_row(maximum[r] * factors.to_natural(scale, r), sum[r], sink, inverse[r], lse[r]);
@@ -106,7 +105,7 @@ struct Rings {
   Ring<VALUE_STAGES, ALL_V_BYTES> v;
   Ring<FACTOR_STAGES, sizeof(Factors)> factors;
 
-  __device__ __forceinline__ explicit Rings(const SharedStorage& shared)
+  DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         q(shared.q, shared.q_barriers),
         k(shared.k, shared.k_barriers),
@@ -116,7 +115,7 @@ struct Rings {
 
 // One tile from row `row` on of an image (batch, head): all panels of all parts (split_layout.cuh).
 template <class AnyRing>
-__device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
+DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
   ring.acquire();
   ring.expect();
   ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
@@ -124,9 +123,9 @@ __device__ __forceinline__ void load(AnyRing& ring, const ptx::TensorMap* map, i
 }
 
 // The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
-__device__ __forceinline__ void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                                           SharedStorage& shared, Rings rings, const ptx::TensorMap* q_map,
-                                           const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
+DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                       Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                       const ptx::TensorMap* v_map) {
   const u32 total = p.num_tiles * num_images(p);
   for (u32 index = blockIdx.x, next; index < total; index = next) {
     next = next_index(p, index, total);
@@ -170,8 +169,8 @@ __device__ __forceinline__ void load_tiles(const AttentionParams& p, const Split
 }
 
 // A warpgroup.
-__device__ __forceinline__ void attend(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                                       SharedStorage& shared, Rings rings, int warpgroup) {
+DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                   Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);

@@ -13,11 +13,11 @@ struct SplitTensor {
   i64 halves, factors;  // where they begin, in bytes
   int rows, factor_rows, panels, parts;
 
-  __device__ __forceinline__ __half* halves_at(u8* space, i64 image, int part, int panel, i64 row) const {
+  DEVICE __half* halves_at(u8* space, i64 image, int part, int panel, i64 row) const {
     return reinterpret_cast<__half*>(space + halves) +
            (((image * parts + part) * panels + panel) * rows + row) * SPLIT_PANEL;
   }
-  __device__ __forceinline__ float* factors_at(u8* space, i64 image, i64 row) const {
+  DEVICE float* factors_at(u8* space, i64 image, i64 row) const {
     return reinterpret_cast<float*>(space + factors) + image * factor_rows + row;
   }
 };
@@ -29,10 +29,10 @@ struct SplitOperands {
   i64 lse, delta;  // where they begin, in bytes
 
   // inf where a query has no weights.
-  __device__ __forceinline__ float* lse_at(u8* space, i64 image, i64 row) const {
+  DEVICE float* lse_at(u8* space, i64 image, i64 row) const {
     return reinterpret_cast<float*>(space + lse) + image * dout.factor_rows + row;
   }
-  __device__ __forceinline__ float* delta_at(u8* space, i64 image, i64 row) const {
+  DEVICE float* delta_at(u8* space, i64 image, i64 row) const {
     return reinterpret_cast<float*>(space + delta) + image * dout.factor_rows + row;
   }
 };
@@ -41,13 +41,11 @@ struct SplitOperands {
 constexpr int ROW_ALIGNMENT = 4;
 
 // Where packed group `group` (params.cuh) begins, whose first row is `begin`: no group reaches into the next.
-__device__ __forceinline__ int split_begin(int begin, int group) {
-  return (begin / ROW_ALIGNMENT + group) * ROW_ALIGNMENT;
-}
+DEVICE int split_begin(int begin, int group) { return (begin / ROW_ALIGNMENT + group) * ROW_ALIGNMENT; }
 
-__device__ __forceinline__ int split_row_q(const AttentionParams& p, const Sequence& s) {
+DEVICE int split_row_q(const AttentionParams& p, const Sequence& s) {
   return p.cu_seqlens_q == nullptr ? 0 : split_begin(static_cast<int>(s.row_q), s.batch + 1);
 }
-__device__ __forceinline__ int split_row_k(const AttentionParams& p, const Sequence& s) {
+DEVICE int split_row_k(const AttentionParams& p, const Sequence& s) {
   return p.cu_seqlens_k == nullptr ? 0 : split_begin(static_cast<int>(s.row_k), s.batch + 1);
 }

@@ -7,15 +7,12 @@
 static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "float32 or TF32");
 
 // Bytes of one part of a tile.
-__device__ __forceinline__ constexpr u32 part_bytes(int rows, int columns) {
-  return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL);
-}
+DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
 // x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
 // rows of a tile b, both DEPTH columns wide, of which `steps` steps from `begin` on count.
 template <int DEPTH, int ROWS, int N>
-__device__ __forceinline__ void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, int begin,
-                                               int steps, bool accumulate) {
+DEVICE void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, int begin, int steps, bool accumulate) {
   u32 from_a = a + part_a * part_bytes(ROWS, DEPTH), from_b = b + part_b * part_bytes(2 * N, DEPTH);
   ptx::forget(from_a);
   ptx::forget(from_b);
@@ -29,7 +26,7 @@ __device__ __forceinline__ void multiply_parts(float (&x)[N], u32 a, int part_a,
 
 // Starts x = a b^T. Two parts leave out middle * middle, of 2^-22 of a term at most.
 template <int COUNT, int DEPTH, int ROWS, int N>
-__device__ __forceinline__ void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
+DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
   constexpr int STEPS = DEPTH / STEP;
   ptx::wgmma_fence();
   if constexpr (COUNT == 2) {
@@ -51,7 +48,7 @@ using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
 
 // Starts x and `apart`, of which finish_scores makes a b^T.
 template <int DEPTH, int ROWS, int N, int APART>
-__device__ __forceinline__ void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
+DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
   if constexpr (KEY_PARTS == 1) {
     multiply_transposed<1, DEPTH, ROWS, 2 * N>(x, a, b);
   } else {
@@ -99,7 +96,7 @@ __device__ __forceinline__ void start_scores(float (&x)[N], float (&apart)[APART
 
 // Behind the wait for both.
 template <int N, int APART>
-__device__ __forceinline__ void finish_scores(float (&x)[N], float (&apart)[APART]) {
+DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
   keep(x);
   if constexpr (APART == N) {
     keep(apart);
@@ -110,8 +107,7 @@ __device__ __forceinline__ void finish_scores(float (&x)[N], float (&apart)[APAR
 
 // Starts sum = weights b for one chunk of WIDTH of the columns of a tile b, N rows of `columns` columns.
 template <int WIDTH, int N>
-__device__ __forceinline__ void multiply(float (&sum)[WIDTH / 2], const SplitFragment<N>& weights, u32 b, int columns,
-                                         int chunk) {
+DEVICE void multiply(float (&sum)[WIDTH / 2], const SplitFragment<N>& weights, u32 b, int columns, int chunk) {
   static_assert(WIDTH % PANEL == 0, "chunks are whole panels");
   const auto multiply_part = [&](const u32(&a)[N / 4], int part, bool first) {
     u32 from = b + part * part_bytes(N, columns) + chunk * part_bytes(N, WIDTH);
@@ -134,8 +130,7 @@ __device__ __forceinline__ void multiply(float (&sum)[WIDTH / 2], const SplitFra
 
 // out = out * factor[row] + sum for one chunk of out's columns.
 template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void add_chunk(float (&out)[COLUMNS], const float (&sum)[WIDTH], const float (&factor)[2],
-                                          int chunk) {
+DEVICE void add_chunk(float (&out)[COLUMNS], const float (&sum)[WIDTH], const float (&factor)[2], int chunk) {
 #pragma unroll
   for (int e = 0; e < WIDTH; e++) {
     out[chunk * WIDTH + e] = out[chunk * WIDTH + e] * factor[e / 2 % 2] + sum[e];

@@ -19,7 +19,7 @@ constexpr float CUT_OFF = 0x1p-25f;
 
 // Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
 template <bool OF_K>
-__device__ __forceinline__ int source_row(const AttentionParams& p, int batch, int row) {
+DEVICE int source_row(const AttentionParams& p, int batch, int row) {
   const int* cu_seqlens = OF_K ? p.cu_seqlens_k : p.cu_seqlens_q;
   const int* lengths = OF_K ? p.kv_lengths : p.q_lengths;
   const int total = OF_K ? p.seqlen_k : p.seqlen_q;
@@ -40,9 +40,8 @@ __device__ __forceinline__ int source_row(const AttentionParams& p, int batch, i
 }
 
 template <bool OF_K>
-__device__ __forceinline__ void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
-                                          const Tensor<const float>& from, const SplitTensor& to, int head_dim,
-                                          bool with_lse) {
+DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
+                      const Tensor<const float>& from, const SplitTensor& to, int head_dim, bool with_lse) {
   const int heads = OF_K ? p.num_heads_kv : p.num_heads_q;
   const int blocks = (to.factor_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
   const int images = (p.cu_seqlens_q == nullptr ? p.batch : 1) * heads, image = blockIdx.x / blocks;

@@ -8,8 +8,8 @@ constexpr int ROWS_OF_WARP = 16;
 // Writes out * factor for the warp's rows [row, row + 16) of `data`; rows in [len, rows) are padding and 0. `staging`
 // is the warp's own: rows of eight chunks of 16 bytes, each in the place of its number xor the row's.
 template <int N>
-__device__ __forceinline__ void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
-                                           const float (&out)[N], const float (&factor)[2], unsigned char* staging) {
+DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim, const float (&out)[N],
+                       const float (&factor)[2], unsigned char* staging) {
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK, ROWS_AT_ONCE = WARP / CHUNKS;
   const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % CHUNK == 0 &&
                        head_dim % VECTOR == 0;

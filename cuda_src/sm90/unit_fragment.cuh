@@ -19,20 +19,20 @@ struct ColumnNumbers {
   alignas(ATOM_BYTES / 8) Element rows[ROWS][PLACES];
 
   // By all threads, before a barrier of the block.
-  __device__ __forceinline__ void fill() {
+  DEVICE void fill() {
     const int row = threadIdx.x;
     if (row >= ROWS) return;
 #pragma unroll
     for (int k = 0; k < PLACES; k++) rows[row][k] = from_accum<Element>(k < PARTS ? static_cast<float>(row) : 0);
     ptx::fence_async_shared();
   }
-  __device__ __forceinline__ u64 descriptor() const {
+  DEVICE u64 descriptor() const {
     return ptx::wgmma_atoms_descriptor(ptx::shared_address(rows), 8 * sizeof(rows[0]), 8 * sizeof(rows[0]));
   }
 };
 template <>
 struct ColumnNumbers<false> {
-  __device__ __forceinline__ void fill() {}
+  DEVICE void fill() {}
 };
 
 // A warpgroup's side of it, for a tile of queries.
@@ -45,7 +45,7 @@ struct SlopeProduct {
   u32 parts;           // of the slope: the thread's left factors for keys before the diagonal
 
   template <class Units>
-  __device__ __forceinline__ SlopeProduct(const Units& units, const Sequence& s, int first_row)
+  DEVICE SlopeProduct(const Units& units, const Sequence& s, int first_row)
       : slope(units.slope), first_distance(first_row + s.diagonal()) {
     const float high = to_accum(from_accum<Element>(slope)), rest = slope - high;
     const float middle = to_accum(from_accum<Element>(rest));
@@ -54,10 +54,10 @@ struct SlopeProduct {
   }
 
   // Else tiles are to be masked, which adds alibi element by element.
-  __device__ __forceinline__ bool has_parts() const { return fabsf(slope) < LARGEST; }
+  DEVICE bool has_parts() const { return fabsf(slope) < LARGEST; }
 
   // The thread's left factors for a tile of keys: 0 if it is masked. Ready before products start.
-  __device__ __forceinline__ void find_left(u32 (&left)[4], int first_key, bool masked) const {
+  DEVICE void find_left(u32 (&left)[4], int first_key, bool masked) const {
     left[0] = left[1] = masked ? 0 : parts ^ (first_distance > first_key ? 0 : 0x80008000u);
     left[2] = left[3] = 0;
 #pragma unroll
@@ -65,13 +65,12 @@ struct SlopeProduct {
   }
 
   // Starts to add the columns' part to products.
-  __device__ __forceinline__ void multiply(float (&x)[BLOCK_N / 2], const u32 (&left)[4],
-                                           const ColumnNumbers<true>& numbers) const {
+  DEVICE void multiply(float (&x)[BLOCK_N / 2], const u32 (&left)[4], const ColumnNumbers<true>& numbers) const {
     ptx::wgmma_rs<Element, 0>(x, left[0], left[1], left[2], left[3], numbers.descriptor(), true);
   }
 
   // What is left out of the thread's two rows there.
-  __device__ __forceinline__ void leave_out(float (&shift)[2], int first_key, bool masked) const {
+  DEVICE void leave_out(float (&shift)[2], int first_key, bool masked) const {
     const int first = first_distance - first_key;
     const float side = first > 0 ? -slope : slope, distance = static_cast<float>(first + warp_row() + fragment_row());
 #pragma unroll
@@ -81,12 +80,11 @@ struct SlopeProduct {
 template <>
 struct SlopeProduct<false> {
   template <class Units>
-  __device__ __forceinline__ SlopeProduct(const Units&, const Sequence&, int) {}
-  __device__ __forceinline__ bool has_parts() const { return true; }
-  __device__ __forceinline__ void find_left(u32 (&)[4], int, bool) const {}
-  __device__ __forceinline__ void multiply(float (&)[BLOCK_N / 2], const u32 (&)[4],
-                                           const ColumnNumbers<false>&) const {}
-  __device__ __forceinline__ void leave_out(float (&)[2], int, bool) const {}
+  DEVICE SlopeProduct(const Units&, const Sequence&, int) {}
+  DEVICE bool has_parts() const { return true; }
+  DEVICE void find_left(u32 (&)[4], int, bool) const {}
+  DEVICE void multiply(float (&)[BLOCK_N / 2], const u32 (&)[4], const ColumnNumbers<false>&) const {}
+  DEVICE void leave_out(float (&)[2], int, bool) const {}
 };
 
 // ---- Fragments
@@ -116,14 +114,14 @@ struct UnitScore {
   float softcap;
 
   // A bias needs natural units: in others finfo.min would overflow.
-  __device__ __forceinline__ explicit UnitScore(const Score& score) : softcap(score.softcap) {
+  DEVICE explicit UnitScore(const Score& score) : softcap(score.softcap) {
     unit = HAS_BIAS ? 1 : HAS_SOFTCAP ? score.softcap : PLAIN_SCORES ? score.scale : 1;
     if constexpr (HAS_ALIBI) slope = score.slope / unit;
     factor = HAS_SOFTCAP ? score.scale / score.softcap : score.scale;
   }
 
   // Before bias and alibi. The error of tanh, 2^-11 of the score, is no larger than that of scores rounded to float16.
-  __device__ __forceinline__ float of_product(float product) const {
+  DEVICE float of_product(float product) const {
     if constexpr (BOUNDED_SCORES) return product;  // BoundedSoftmax does the rest
     if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
     return PLAIN_SCORES ? product : product * factor;
@@ -137,12 +135,12 @@ struct UnitFragment : ScoreFragment {
   const int& head;
   UnitScore units;
 
-  __device__ __forceinline__ UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, float scale)
+  DEVICE UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, float scale)
       : ScoreFragment(p, s, head), p(p), s(s), head(head), units(with_scale(score, scale)) {}
 
   // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
   template <class AnyBlocks>
-  __device__ __forceinline__ bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
+  DEVICE bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
     if constexpr (HAS_BLOCK_MASK) return blocks.masked;
     const int first_key = blocks.block * BLOCK_N;
     if (HAS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
@@ -152,8 +150,7 @@ struct UnitFragment : ScoreFragment {
   }
 
   // Starts to read a mask, and the partial blocks of a block mask.
-  __device__ __forceinline__ void fetch(FragmentBits& bits, int row, int first_key,
-                                        const int (&slots)[BLOCKS_OF_ROW]) const {
+  DEVICE void fetch(FragmentBits& bits, int row, int first_key, const int (&slots)[BLOCKS_OF_ROW]) const {
     if constexpr (FETCHES_MASK) read_mask(bits.mask, row, first_key);
     if constexpr (HAS_BLOCK_MASK) {
 #pragma unroll
@@ -166,15 +163,15 @@ struct UnitFragment : ScoreFragment {
   }
 
   // Of a tile that needs its mask, behind fetch.
-  __device__ __forceinline__ void find_visible(FragmentBits& bits, int row, int first_key) const {
+  DEVICE void find_visible(FragmentBits& bits, int row, int first_key) const {
     if constexpr (HAS_MASK && !FETCHES_MASK) read_mask(bits.mask, row, first_key);
     if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits, row, first_key);
   }
 
   // Turns products into scores in units, -inf where hidden. add(x, masked) adds the bias.
   template <class AddBias>
-  __device__ __forceinline__ void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key,
-                                        bool masked, AddBias add) const {
+  DEVICE void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key, bool masked,
+                    AddBias add) const {
     const int column = first_key + fragment_column();
     const UnitScore units = SCARCE ? UnitScore(Score(p, s, head)) : this->units;
 #pragma unroll
@@ -203,7 +200,7 @@ struct UnitFragment : ScoreFragment {
   }
 
   // Element by element, from arrays of any strides.
-  __device__ __forceinline__ void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+  DEVICE void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
     const Score own_score(p, s, head);
     const int column = first_key + fragment_column();
 #pragma unroll
@@ -214,7 +211,7 @@ struct UnitFragment : ScoreFragment {
     }
   }
 
-  __device__ __forceinline__ void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
+  DEVICE void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
     if constexpr (SCARCE && HAS_DROPOUT) {
       ScoreFragment(p, s, head).drop(weights, row, first_key);
     } else {
@@ -223,7 +220,7 @@ struct UnitFragment : ScoreFragment {
   }
 
  private:
-  static __device__ __forceinline__ Score with_scale(Score score, float scale) {
+  static DEVICE Score with_scale(Score score, float scale) {
     score.scale = scale;
     return score;
   }
@@ -231,9 +228,9 @@ struct UnitFragment : ScoreFragment {
   // Registers: then nothing is held that can be found anew.
   static constexpr bool SCARCE = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
 
-  __device__ __forceinline__ Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
+  DEVICE Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
 
-  __device__ __forceinline__ void read_mask(uint4 (&bytes)[2][2], int row, int first_key) const {
+  DEVICE void read_mask(uint4 (&bytes)[2][2], int row, int first_key) const {
     const Mask own_mask(p, s, head);
     const int j = first_key + lane() % 4 * WORD;
     if (lane() % 4 >= WORDS || !own_mask.in_vectors(j)) return;
@@ -248,17 +245,16 @@ struct UnitFragment : ScoreFragment {
   using Range = Mask::Range;
 
   // Columns that lengths and window leave to row i, counted from `column`.
-  __device__ __forceinline__ Range columns(int i, int column) const {
+  DEVICE Range columns(int i, int column) const {
     const Mask mask = own_mask();
     const Range range = mask.columns(i);
     return {range.begin - column, i < mask.len_q ? range.end - column : 0};
   }
 
   // Bits below n, of a word.
-  static __device__ __forceinline__ u32 below(int n) { return n <= 0 ? 0 : n >= WORD ? 0xffffffffu : (1u << n) - 1; }
+  static DEVICE u32 below(int n) { return n <= 0 ? 0 : n >= WORD ? 0xffffffffu : (1u << n) - 1; }
 
-  __device__ __forceinline__ void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row,
-                                               int first_key) const {
+  DEVICE void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row, int first_key) const {
     const Mask own_mask(p, s, head);
     bool by_rows = HAS_MASK;
     u32 visible[2][WORDS];  // of the thread's two rows, from the tile's first column on
@@ -310,7 +306,7 @@ struct UnitFragment : ScoreFragment {
     for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
   }
 
-  __device__ __forceinline__ void add_alibi(float (&x)[BLOCK_N / 2], float slope, int row, int first_key) const {
+  DEVICE void add_alibi(float (&x)[BLOCK_N / 2], float slope, int row, int first_key) const {
     const float distance = static_cast<float>(row + s.diagonal() - first_key);
     const float column = static_cast<float>(fragment_column());
 #pragma unroll

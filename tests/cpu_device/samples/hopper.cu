@@ -11,12 +11,12 @@ struct SharedStorage {
   unsigned long long q_full, full[STAGES], empty[STAGES];
 };
 
-__device__ __forceinline__ void wait(const unsigned long long& barrier, int phase) {
+DEVICE void wait(const unsigned long long& barrier, int phase) {
   while (!ptx::mbarrier_try_wait(ptx::shared_address(&barrier), phase & 1)) {
   }
 }
 
-__device__ __forceinline__ unsigned packed(float low, float high) {
+DEVICE unsigned packed(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   unsigned word;
   memcpy(&word, &pair, sizeof word);

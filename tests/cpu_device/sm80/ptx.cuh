@@ -5,20 +5,20 @@
 
 namespace ptx {
 
-__device__ __forceinline__ void ldmatrix_x2(unsigned (&d)[2], unsigned address) {
+DEVICE void ldmatrix_x2(unsigned (&d)[2], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(d[0]), "=r"(d[1])
                : "r"(address)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address) {
+DEVICE void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(d[0]), "=r"(d[1])
                : "r"(address)
                : "memory");
 }
 // The transpose of one such matrix, in registers. sm_75.
-__device__ __forceinline__ unsigned movmatrix_trans(unsigned a) {
+DEVICE unsigned movmatrix_trans(unsigned a) {
   unsigned d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;

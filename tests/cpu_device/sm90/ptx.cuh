@@ -6,12 +6,12 @@
 namespace ptx {
 
 // Announces bytes without arriving.
-__device__ __forceinline__ void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
+DEVICE void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Arrives at a barrier of any block of the cluster; `cluster_address` comes from cluster_address().
 // The same, also acquiring what other blocks of the cluster released by arriving.
-__device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
+DEVICE bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
   unsigned done;
   asm volatile(
       "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -21,80 +21,74 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(unsigned mbarrier, uns
   return done;
 }
 // Cooperative arrivals of cp.async: the barrier gets an arrival when this thread's earlier cp.async have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned mbarrier) {
+DEVICE void cp_async_mbarrier_arrive(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+DEVICE void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast: into each block of the cluster whose bit is set in
 // `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add: sums in float32.
-__device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
-                                         int c2) {
+DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
       "[%2];" ::"r"(shared),
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2) {
+DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short ctas, int c0,
+                               int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared),
       "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-__device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
+DEVICE void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
+DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
       "r"(shared), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2, int c3) {
+DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short ctas, int c0,
+                               int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared),
       "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
+DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-__device__ __forceinline__ void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1,
-                                         int c2, int c3, int c4) {
+DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
       "%7}], [%2];" ::"r"(shared),
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier,
-                                                   unsigned short ctas, int c0, int c1, int c2, int c3, int c4) {
+DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short ctas, int c0,
+                               int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared),
       "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-__device__ __forceinline__ void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
-                                          int c4) {
+DEVICE void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
       "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-__device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3,
-                                               int c4) {
+DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
           map),
@@ -102,19 +96,17 @@ __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, unsigned sh
       : "memory");
 }
 // From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
-__device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
+DEVICE void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1) : "memory");
 }
-__device__ __forceinline__ void stmatrix_x2_trans(unsigned address, unsigned a0, unsigned a1) {
+DEVICE void stmatrix_x2_trans(unsigned address, unsigned a0, unsigned a1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
                : "memory");
 }
 // The address in the cluster's window of what lies at `shared` in block `rank`.
 // Programmatic dependent launch: waits for the grid before this one; lets the grid after this one start.
-__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_dependents_launch() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void grid_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 }  // namespace ptx
 
