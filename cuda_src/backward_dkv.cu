@@ -16,11 +16,9 @@ struct alignas(16) SharedStorage {
   Accum factor[BLOCK_M * (BLOCK_N + PAD)];  // P, then dS
   u8 seen[BLOCK_M];
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const AttentionParams p) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
 
   const Work work = work_of<true>(p, BLOCK_N, p.num_heads_kv, false);
   const Sequence& s = work.sequence;

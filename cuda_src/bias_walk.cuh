@@ -5,7 +5,6 @@
 
 constexpr int SUMS_STRIDE = BLOCK_N + 1;  // rows in different banks
 static_assert(BLOCK_M * SUMS_STRIDE * sizeof(Accum) <= sizeof(SharedStorage::tiles), "the sums take their place");
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_M <= NUM_THREADS && NUM_THREADS % BLOCK_N == 0, "a thread has a row or a column");
 
 // An axis of dbias in tiles of `block`, and the tiles of scores behind its own one: all of them where it is broadcast.
@@ -96,8 +95,7 @@ struct BiasWalk {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_bias(const __grid_constant__ AttentionParams p) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   BiasTile tile(shared);
   BiasWalk walk(p);
   for (; walk.left > 0; walk.advance()) {

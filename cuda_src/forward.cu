@@ -12,11 +12,9 @@ struct alignas(16) SharedStorage {
   Accum weights[BLOCK_N * (BLOCK_M + PAD)];
   u8 seen[BLOCK_N];
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const AttentionParams p) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
 
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const Sequence& s = work.sequence;

@@ -70,6 +70,12 @@ DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr Accum LOG2_E = 1.4426950408889634;
 
+// A kernel's dynamic shared memory as its `SharedStorage`.
+#define VIEW_SHARED_STORAGE(shared)                                                               \
+  static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles"); \
+  extern __shared__ __align__(alignof(SharedStorage)) unsigned char shared_bytes[];               \
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes)
+
 // NVRTC has no offsetof; its front end has a constant address instead.
 #ifdef __CUDACC_RTC__
 #define OFFSET_OF(type, member) (u64)(__INTADDR__(&((type*)0)->member))

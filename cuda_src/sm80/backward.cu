@@ -36,7 +36,6 @@ struct SharedStorage {
   Work work;                                      // read again where needed: registers are scarce
   int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // which have not ended
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
 static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of all that is shared");
@@ -110,8 +109,7 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_sm80(const __grid_constant__ AttentionParams p) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     if constexpr (DETERMINISTIC) {
       for (auto& turn : shared.own_turns) turn = nullptr;

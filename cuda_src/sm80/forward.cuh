@@ -30,7 +30,6 @@ struct SharedStorage {
   Factors<BLOCK_N, 2> factors;
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
 // The first scores do not wait for values.
@@ -84,8 +83,7 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
 
   // Every thread finds out what the first tiles are, so that their copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);

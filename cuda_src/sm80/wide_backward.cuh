@@ -29,7 +29,6 @@ struct SharedStorage {
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
 DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
@@ -63,8 +62,7 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_wide(const __grid_constant__ AttentionParams p) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work = work_of<OF_KEYS>(p, ROWS, OF_KEYS ? p.num_heads_kv : p.num_heads_q, HAS_WINDOW && !OF_KEYS);
   }

@@ -35,7 +35,6 @@ struct SharedStorage {
   u64 clearing;
   GradientBias bias;  // behind the others, which begin with whole lines then: bulk additions of dq are faster
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 
@@ -316,8 +315,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                   const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
                   const __grid_constant__ ptx::TensorMap dbias_map) {
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work_barriers.init(WARPS);
     shared.k_barriers.init(WARPS);

@@ -36,7 +36,6 @@ struct SharedStorage {
   u64 clearing;
   Index index;
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
@@ -359,8 +358,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                        const __grid_constant__ ptx::TensorMap dout_map) {
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work_barriers.init(CONSUMERS * WARPS);
     shared.k_barriers.init(2 * WARPS);

@@ -317,8 +317,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                  const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap out_map,
                  const __grid_constant__ ptx::TensorMap row_map) {
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
     shared.work_barriers.init(WARPS + 1);

@@ -163,7 +163,6 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   SeenKeys seen;
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 
 struct Rings {
   Ring<WORK_STAGES, sizeof(GivenWork), true> work;

@@ -95,7 +95,6 @@ struct SharedStorage {
   RingBarriers<FACTOR_STAGES> factor_barriers;
   SeenKeys seen;
 };
-static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles");
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
 struct Rings {
@@ -311,8 +310,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,
                   const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                   const __grid_constant__ ptx::TensorMap v_map) {
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
     shared.work_barriers.init(WARPS);
