@@ -13,9 +13,6 @@ from cuflash.plan_sm80 import Capability
 from cuflash.plan_sm80_backward import DQ, MAIN, ROWS
 from cuflash.problem import AttentionProblem
 
-# Of a tile of dq's sum, as in gradient_rows.cuh.
-_TURNS = 8
-
 
 @dataclass(frozen=True)
 class Gradient(Kernel):
@@ -80,7 +77,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         if tiles:  # else nobody clears the counter of turns
             of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
             if first.deterministic:
-                of_queries["dq_turns"] = work.empty((1 + tiles * _TURNS,), np.int32)
+                of_queries["dq_turns"] = work.empty((1 + tiles * first.turns,), np.int32)
         del others["q"]
     work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}

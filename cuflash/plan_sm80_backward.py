@@ -198,6 +198,7 @@ class Config(KernelConfig):
     computes_dk: bool  # and dq
     computes_dv: bool
     deterministic: bool  # tiles of keys add to dq in an order
+    turns: int = 8  # of a tile of queries then: one for each warp at most
 
     @property
     def threads(self) -> int:

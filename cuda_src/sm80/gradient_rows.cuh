@@ -69,8 +69,8 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
 }
 
 // With an order, that of the keys, a warp adds its part of a tile when those of all tiles of keys before are there.
-constexpr int TURNS = 8;  // of a tile, one for each warp at most; before them how many blocks have begun
-static_assert(NUM_WARPS <= TURNS);
+// Before all turns it is counted how many blocks have begun.
+static_assert(NUM_WARPS <= TURNS, "each has a turn");
 DEVICE int* dq_turn_at(const AttentionParams& p, i64 tile) {
   return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
 }

@@ -1,8 +1,8 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
 // another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
+#include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
-#include "bounded_softmax.cuh"
 #include "forward_loader.cuh"
 #include "staged_rows.cuh"
 
