@@ -91,6 +91,8 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     if is_bias:  # (batch, heads, rows, columns), of which broadcast axes have one element
         dtype, order = problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
         shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+        if shape[2] == 1:  # every query's row is that one
+            shape, strides = (*shape[:2], problem.seqlen_q, shape[3]), (*strides[:2], 0, strides[3])
     else:  # (batch, seqlen, num_heads, head_dim)
         dtype, order = problem.dtype, (3, 1, 2, 0)
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
@@ -98,8 +100,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]
-    one_row = is_bias and shape[order[1]] == 1
-    box = (SWIZZLE_BYTES // x.dtype.itemsize, 1 if one_row else rows, 1, 1)
+    box = (SWIZZLE_BYTES // x.dtype.itemsize, rows, 1, 1)
     return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
 
 
@@ -145,7 +146,10 @@ class Forward(Kernel):
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
         """Maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
-        bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)  # a map that is not read
+        bias = ("v", n)  # a map that is not read
+        if self.config.has_bias_tiles:
+            x = arrays["bias"]
+            bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)
         out = "out" if self.config.staging_panels else "v"
         tiles_of = (("q", m), ("k", n), ("v", n), bias, (out, plan_sm90.ROWS_OF_WARP), (out, 1))
         return Persistent(problem, tiles_of, arrays, device, tiles)

@@ -268,7 +268,7 @@ def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
         return False
     strides, shape = layout
     steps = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
-    return min(shape[2:]) > 1 and strides[-1] == itemsize and all(s >= 0 and s % ALIGNMENT == 0 for s in steps)
+    return shape[-1] > 1 and strides[-1] == itemsize and all(s >= 0 and s % ALIGNMENT == 0 for s in steps)
 
 
 def _is_whole(problem: AttentionProblem) -> bool:

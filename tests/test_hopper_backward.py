@@ -140,6 +140,21 @@ def test_mask_in_vectors(head_dim: int) -> None:
     assert any(getattr(x.kernel.config, "has_mask_vectors", False) for x in launch._launches.values())
 
 
+@pytest.mark.parametrize("rows", [1, LENGTH_Q], ids=["one row", "stride of 0"])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_bias_and_mask_of_keys_alone(name: str, rows: int) -> None:
+    keys = 208  # vectors of 16
+    x: Array = np.pad(MASK[:1], ((0, 0), (0, keys - LENGTH_K)), constant_values=True)
+    if name == "bias":
+        x = np.where(x, normal(2, 1, 1, keys), np.float16(-np.inf))
+    q, k, v = normal(2, LENGTH_Q, 4, 64), normal(2, keys, 2, 64), normal(2, keys, 2, 64)
+    options: dict[str, Any] = {name: np.broadcast_to(x, (*x.shape[:-2], rows, keys))}
+    both(q, k, v, hidden_keys=HIDDEN_BY_MASK, **options)
+    config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == plan_sm90_backward.NARROW)
+    assert isinstance(config, plan_sm90_backward.Config)
+    assert config.has_bias_tiles or config.has_mask_vectors
+
+
 @pytest.mark.parametrize("name", ["softcap", "block mask"])
 def test_options_with_one_tile_of_queries_for_two_of_keys(name: str) -> None:
     both(*inputs(128, 128), **OPTIONS[name])

@@ -265,6 +265,7 @@ BIASES: dict[str, Any] = {
     "broadcast over heads": lambda: normal(2, 1, 150, 200),
     "broadcast over batch and queries": lambda: normal(4, 1, 200),
     "strides of 0": lambda: np.broadcast_to(normal(1, 1, 150, 200), (2, 4, 150, 200)),
+    "one row of stride 0": lambda: np.broadcast_to(normal(2, 1, 1, 200), (2, 4, 150, 200)),
     "some hidden": lambda: np.where(MASK, normal(150, 200), np.float16(-np.inf)),
 }
 
