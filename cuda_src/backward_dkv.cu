@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
   const int head_kv = work.head, group = p.num_heads_q / p.num_heads_kv;
   const int first_key = work.tile * BLOCK_N;
   if (first_key >= s.rows_k) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
 
   Buffers<BUFFER> buffers(shared.buffers);
   Accum dk[ROWS][DK_COLUMNS / SIDE], dv[ROWS][DV_COLUMNS / SIDE];

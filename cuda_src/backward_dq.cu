@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   const int head = work.head, head_kv = head / (p.num_heads_q / p.num_heads_kv);
   const int first_row = work.tile * BLOCK_M;
   if (first_row >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
   const GradientTile<false> tile(p, s, head, head_kv);
 
   Buffers<BUFFER> buffers(shared.buffers);

@@ -72,7 +72,8 @@ struct BiasWalk {
     bool hidden = HAS_BLOCK_MASK;
     if constexpr (HAS_BLOCK_MASK) {
       for (int i = 0; i < BLOCK_M; i += CANONICAL) {
-        for (int j = 0; j < BLOCK_N; j += CANONICAL) hidden &= mask.slot_at(first_row() + i, first_key() + j) == -1;
+        for (int j = 0; j < BLOCK_N; j += CANONICAL)
+          hidden &= mask.slot_at(first_row() + i, first_key() + j) == HIDDEN_SLOT;
       }
     }
     return hidden || mask.wholly_outside(first_row(), BLOCK_M, first_key(), BLOCK_N);

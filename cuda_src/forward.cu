@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
   const int first_row = work.tile * BLOCK_M;
   if (first_row >= s.rows_q) return;
 
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
   const Rows q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim);
   const Rows k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
   const Rows v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);

@@ -3,9 +3,6 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int WARP = 32;
-constexpr u32 ALL_LANES = 0xffffffffu;
-
 DEVICE int lane() { return threadIdx.x % WARP; }
 DEVICE int fragment_row() { return lane() / 4; }
 DEVICE int fragment_column() { return lane() % 4 * 2; }

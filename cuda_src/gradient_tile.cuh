@@ -31,7 +31,7 @@ struct GradientTile {
   Accum dropout_rescale;
 
   DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
-      : GradientTile(p, s, head, head_kv, p.cu_seqlens_q == nullptr ? s.batch : 0) {}
+      : GradientTile(p, s, head, head_kv, batch_of(p, s)) {}
 
   DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv, i64 batch)
       : q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim),

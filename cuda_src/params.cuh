@@ -68,6 +68,8 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+constexpr int WARP = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr Accum LOG2_E = 1.4426950408889634;
 
 // A kernel's dynamic shared memory as its `SharedStorage`.
@@ -163,7 +165,7 @@ struct AttentionParams {
   u8* work_space;             // sm90/split_layout.cuh
   Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
   Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
-  int* dq_turns;              // tiles taken; (.., num_query_tiles, DQ_PARTS): sm90/gradient_rows.cuh; or null
+  int* dq_turns;              // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;
@@ -194,6 +196,9 @@ struct Sequence {
   // Key j is on the diagonal of query i where j = i + diagonal().
   DEVICE int diagonal() const { return len_k - len_q; }
 };
+
+// Where it stands along the batch axis of arrays; packed ones have none.
+DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
 DEVICE int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }
 

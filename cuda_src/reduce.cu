@@ -4,7 +4,7 @@
 #include "params.cuh"
 
 constexpr int THREADS = 256;
-constexpr int WARPS = 8, WARP = 32;       // where a warp computes a row of a head
+constexpr int WARPS = 8;                  // where a warp computes a row of a head
 constexpr int MOST_COLUMNS = 256 / WARP;  // of a thread
 
 // Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
@@ -93,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
 extern "C" __global__ void __launch_bounds__(WARPS* WARP) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;
-  const int row = work.tile * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32, head = work.head;
+  const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
   if (row >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
   const i64 at = s.row_q + row;
 
   // Padded rows and rows that saw nothing may hold anything.
@@ -103,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) delta(const AttentionP
   if (row < s.len_q && *p.lse.at(batch, at, head) != -infinity()) {
     const Element* dout = p.dout.at(batch, at, head);
     const Element* out = p.out.at(batch, at, head);
-    for (int column = lane; column < p.head_dim_v; column += 32) sum += to_accum(dout[column]) * to_accum(out[column]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int column = lane; column < p.head_dim_v; column += WARP)
+      sum += to_accum(dout[column]) * to_accum(out[column]);
+    sum = sum_of_row<WARP>(sum);
     if (p.dlse.data != nullptr) sum -= *p.dlse.at(batch, at, head);
   }
   if (lane == 0) *p.delta.at(batch, at, head) = sum;
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) merge_parts(const Atte
     total += own;
 #pragma unroll 4
     for (int part = 0; part < smaller(p.splits - first, WARP); part++) {
-      const Accum of_part = __shfl_sync(0xffffffffu, own, part);
+      const Accum of_part = __shfl_sync(ALL_LANES, own, part);
       const Accum* out = p.out_parts.at(first_part + first + part, row, head);
 #pragma unroll
       for (int i = 0; i < MOST_COLUMNS; i++) {

@@ -7,7 +7,7 @@
 template <int THREADS, class Operation>
 DEVICE Accum reduce_row(Accum x, Operation operation) {
 #pragma unroll
-  for (int step = THREADS / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(0xffffffffu, x, step));
+  for (int step = THREADS / 2; step > 0; step /= 2) x = operation(x, __shfl_xor_sync(ALL_LANES, x, step));
   return x;
 }
 

@@ -268,7 +268,7 @@ struct BoundedSoftmax {
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float total = reduce_row<4>(sum[r], [](float a, float b) { return a + b; });
+      const float total = sum_of_row<4>(sum[r]);
       const float seen = total == 0 ? -infinity() : natural_log(total), top = larger(seen, sink);
       const float own = seen == -infinity() ? 0 : exp_2((seen - top) * LOG2_E);
       const float both = own + (sink == -infinity() ? 0 : exp_2((sink - top) * LOG2_E));

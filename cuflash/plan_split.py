@@ -35,11 +35,10 @@ _FACTOR_STAGES = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, columns of a product with values, and buffers for keys and for values."""
+    """Queries and keys of a tile, and buffers for keys and for values."""
 
     block_m: int
     block_n: int
-    out_columns: int
     key_stages: int = 2
     value_stages: int = 2
     ping_pong: bool = True
@@ -64,17 +63,17 @@ class Row:
 # By number of parts; the first row that is wide enough is taken. `*2 * (tile,)` is one tile for two kinds of options.
 FORWARD = {
     2: (
-        Row(64, 64, *2 * (Tile(128, 112, 64),), *2 * (Tile(128, 64, 64),), Tile(128, 32, 64)),
-        Row(128, 128, Tile(128, 64, 64, 2, 1), Tile(128, 48, 64), Tile(128, 32, 64), *2 * (Tile(128, 16, 64),)),
-        Row(192, 128, *3 * (Tile(128, 32, 64, 1, 1),), *2 * (Tile(128, 16, 64),)),
-        Row(192, 192, *2 * (Tile(128, 32, 64, 1, 1),), None, None, None),
-        Row(256, 256, *2 * (Tile(64, 16, 64, ping_pong=False),), None, None, None),
+        Row(64, 64, *2 * (Tile(128, 112),), *2 * (Tile(128, 64),), Tile(128, 32)),
+        Row(128, 128, Tile(128, 64, 2, 1), Tile(128, 48), Tile(128, 32), *2 * (Tile(128, 16),)),
+        Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),)),
+        Row(192, 192, *2 * (Tile(128, 32, 1, 1),), None, None, None),
+        Row(256, 256, *2 * (Tile(64, 16, ping_pong=False),), None, None, None),
     ),
     1: (
-        Row(64, 64, *2 * (Tile(128, 128, 64),), *2 * (Tile(128, 64, 64),), Tile(128, 32, 64)),
-        Row(128, 128, *2 * (Tile(128, 96, 64),), Tile(128, 64, 64), *2 * (Tile(128, 32, 64),)),
-        Row(192, 192, *2 * (Tile(128, 64, 64),), *2 * (Tile(128, 32, 64),), Tile(128, 16, 64)),
-        Row(256, 256, *2 * (Tile(128, 32, 64),), None, None, None),
+        Row(64, 64, *2 * (Tile(128, 128),), *2 * (Tile(128, 64),), Tile(128, 32)),
+        Row(128, 128, *2 * (Tile(128, 96),), Tile(128, 64), *2 * (Tile(128, 32),)),
+        Row(192, 192, *2 * (Tile(128, 64),), *2 * (Tile(128, 32),), Tile(128, 16)),
+        Row(256, 256, *2 * (Tile(128, 32),), None, None, None),
     ),
 }
 # A block mask is read in words of this many keys.
@@ -88,14 +87,10 @@ SMEM_ALIGNMENT = 1024
 
 @dataclass(frozen=True)
 class Walk:
-    """What stays and what is walked (queries and keys of a tile, or the reverse), and buffers of the latter.
-
-    `chunk_columns` are those of a product that is added to a gradient.
-    """
+    """What stays and what is walked (queries and keys of a tile, or the reverse), and buffers of the latter."""
 
     rows: int
     columns: int
-    chunk_columns: int = 64
     stages: int = 2
     stages_v: int = 2
 
@@ -113,7 +108,7 @@ class GradientRow:
 
 
 # By number of parts; the first row that is wide enough is taken; wider heads take other kernels.
-_WIDE = {DQ: Walk(128, 32, 64, 2, 1), DK: Walk(128, 32, 64, 2, 1), DV: Walk(128, 64, 64, 2, 1)}
+_WIDE = {DQ: Walk(128, 32, 2, 1), DK: Walk(128, 32, 2, 1), DV: Walk(128, 64, 2, 1)}
 BACKWARD = {
     2: (
         GradientRow(
@@ -121,7 +116,7 @@ BACKWARD = {
             {DQ: Walk(128, 64), DKV: Walk(128, 48)},
             {DQ: Walk(128, 32), DKV: Walk(128, 32)},
         ),
-        GradientRow(128, _WIDE, {**_WIDE, DV: Walk(128, 32, 64)}),
+        GradientRow(128, _WIDE, {**_WIDE, DV: Walk(128, 32)}),
     ),
     1: (
         GradientRow(
@@ -165,7 +160,6 @@ class Config(KernelConfig):
 class ForwardConfig(Config):
     """The forward kernel."""
 
-    out_columns: int
     key_stages: int
     value_stages: int
     query_stages: int
@@ -179,7 +173,6 @@ class GradientConfig(Config):
     of_dk: bool
     of_dv: bool
     deterministic: bool  # sums wait for their turn (gradient_schedule.cuh): never
-    chunk_columns: int
     stages: int
     stages_v: int
 

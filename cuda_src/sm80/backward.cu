@@ -42,8 +42,6 @@ static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of a
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
-DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
-
 // The tile of queries where the walk is.
 struct Step {
   int head, block;

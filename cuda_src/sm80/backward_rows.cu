@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
     }
   }
   if (first_row >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
 
   const Rows dout(p.dout.at(batch, s.row_q, work.head), p.dout.row_stride, s.len_q, p.head_dim_v);
   const Rows out(p.out.at(batch, s.row_q, work.head), p.out.row_stride, s.len_q, p.head_dim_v);
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_dq(const
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   if (work.tile * BLOCK_M >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
   const int warp = threadIdx.x / WARP, column = warp % DQ_WARPS_N * DQ_COLUMNS;
   const float scale = static_cast<float>(p.softmax_scale), factor[2] = {scale, scale};
   float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2] = {};

@@ -87,7 +87,7 @@ struct BiasTile {
       read_biases(y[f], scores.score, own_row + 16 * f, first_key + fragment_column());
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+        const i64 batch = batch_of(p, s);
         const i64 row = s.row_q + smaller(own_row + 16 * f + 8 * r, s.len_q - 1);
         lse[f][r] = *p.lse.at(batch, row, head);
         delta[f][r] = *p.delta.at(batch, row, head);

@@ -15,8 +15,8 @@ DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
   const Tensor<const Element>& x = of_keys ? (keyed ? p.k : p.v) : keyed ? p.q : p.dout;
-  return Rows(x.at(p.cu_seqlens_q == nullptr ? s.batch : 0, of_keys ? s.row_k : s.row_q, head), x.row_stride,
-              of_keys ? s.len_k : s.len_q, keyed ? p.head_dim : p.head_dim_v);
+  return Rows(x.at(batch_of(p, s), of_keys ? s.row_k : s.row_q, head), x.row_stride, of_keys ? s.len_k : s.len_q,
+              keyed ? p.head_dim : p.head_dim_v);
 }
 
 // Nothing has factors.

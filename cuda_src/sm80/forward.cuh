@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (int r = 0; r < 2; r++) softmax[f].sum[r] = lane() % 4 == 0 ? sums[f][r] : 0;  // a row's lanes are added
     }
   }
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[shared.work.head];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {

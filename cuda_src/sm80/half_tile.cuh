@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements as the factors of a warp's products: of the forward pass, and of dq as a sum in the order of
-// keys, with each row's part of the slopes' gradient.
+// Tiles of 16-bit elements as the factors of a warp's products: of the forward pass, of dq as a sum in the order of
+// keys, with each row's part of the slopes' gradient, and of dbias.
 #pragma once
 #include "../write_fragment.cuh"
 #include "direct.cuh"

@@ -30,8 +30,6 @@ struct SharedStorage {
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
 };
 
-DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
-
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
 DEVICE void copy_number(double* to, const double* from) {
   ptx::cp_async_8(ptx::shared_address(to), from, sizeof(double));

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   if (s.batch < 0 || work.tile * BLOCK_M >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0, tile = query_tile(p, s, work.head, work.tile, BLOCK_M);
+  const i64 batch = batch_of(p, s), tile = query_tile(p, s, work.head, work.tile, BLOCK_M);
 
   if (WRITES_DBIAS && p.dbias.data != nullptr) {
     const Blocks seen = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
   const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
   const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
   if (first_row >= s.rows_q) return;
-  const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+  const i64 batch = batch_of(p, s);
 
   float4 dq[DQ_COLUMNS / 8];
 #pragma unroll

@@ -102,7 +102,7 @@ struct Gradient {
     if (to.data == nullptr) return;
     const Sequence& s = work.sequence;
     const float factor[2] = {scale, scale};
-    Element* target = to.at(p.cu_seqlens_q == nullptr ? s.batch : 0, s.row_k, work.head);
+    Element* target = to.at(batch_of(p, s), s.row_k, work.head);
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
       write_rows(target + piece * WIDTH, to.row_stride, work.tile * BLOCK_N + warp_row(), s.len_k, s.rows_k,

@@ -142,8 +142,7 @@ struct Loader {
   u32 clearing_phase = 0;
 
   // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel. statistics: BLOCK_M numbers to
-  // `target`, or null. check: may clear more rows of the tile.
-  // Another copies what else belongs to the tile.
+  // `target`, or null. check: may clear more rows of the tile. other: copies what else belongs to it.
   template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck, class Other = NothingElse>
   DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch, CountedRows counted,
                    float* target, const float* statistics, Check check = {}, Other other = {}) {

@@ -61,8 +61,6 @@ DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
 
 // Makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after a barrier.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same for global memory.
-DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 

@@ -16,8 +16,7 @@ constexpr int PAIR = 1;  // no clusters
 // Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
-constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N;
-static_assert(COLUMNS == FRAGMENT_COLUMNS, "both headers agree");
+constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
@@ -26,8 +25,6 @@ constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
 constexpr u32 ROWS_V_BYTES = NEEDS_GRADIENTS ? PARTS * part_bytes(ROWS, HEAD_DIM_V) : 0;
 constexpr u32 COLUMNS_BYTES = KEY_PARTS * part_bytes(COLUMNS, HEAD_DIM);
 constexpr u32 COLUMNS_V_BYTES = PARTS * part_bytes(COLUMNS, HEAD_DIM_V);
-constexpr int CHUNKS = HEAD_DIM / CHUNK_COLUMNS, CHUNKS_V = HEAD_DIM_V / CHUNK_COLUMNS;
-static_assert(CHUNKS * CHUNK_COLUMNS == HEAD_DIM && CHUNKS_V * CHUNK_COLUMNS == HEAD_DIM_V, "chunks are equal");
 // Where registers allow, the product with dout runs beside the arithmetic on the gradient of the scores.
 constexpr bool OVERLAPS = OF_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
@@ -35,7 +32,7 @@ constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
 // What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
 struct ColumnVectors {
   static constexpr int COUNT = OF_KEYS ? 4 : 2;
-  float vectors[COUNT][FRAGMENT_COLUMNS];
+  float vectors[COUNT][COLUMNS];
 
   DEVICE const float* factors() const { return vectors[0]; }
   DEVICE const float* factors_v() const { return vectors[1]; }
@@ -224,7 +221,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
           y[e] = score_gradient(y[e] * factor_v[r], x[e], own_delta, static_cast<float>(p.dropout_rescale));
         }
       }
-      float sum[CHUNK_COLUMNS / 2], rescale_v[2] = {1, 1}, rescale[2] = {1, 1};
+      float sum[PANEL / 2], rescale_v[2] = {1, 1}, rescale[2] = {1, 1};
       SplitFragment<COLUMNS> weights, gradients;
       if constexpr (OF_DV) {
         if constexpr (HAS_DROPOUT) {
@@ -234,18 +231,18 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         multiply_columns(x, vectors.factors_v(), TOP);
         raise(x, unit_v, rescale_v);
         weights.set(x);
-        multiply<CHUNK_COLUMNS>(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, 0);
+        multiply(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, 0);
       }
       const auto add_values = [&] {
         ptx::wgmma_wait_group<0>();
         keep(sum);
-        add_chunk(gradient_v, sum, rescale_v, 0);
+        add_panel(gradient_v, sum, rescale_v, 0);
 #pragma unroll
-        for (int chunk = 1; chunk < CHUNKS_V; chunk++) {
-          multiply<CHUNK_COLUMNS>(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, chunk);
+        for (int panel = 1; panel < PANELS_V; panel++) {
+          multiply(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, panel);
           ptx::wgmma_wait_group<0>();
           keep(sum);
-          add_chunk(gradient_v, sum, rescale_v, chunk);
+          add_panel(gradient_v, sum, rescale_v, panel);
         }
         rings.columns_v.release();
       };
@@ -259,11 +256,11 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         if constexpr (OVERLAPS) add_values();
         if (!OF_KEYS && masked) hidden.clear(rings.columns, first_column);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-          multiply<CHUNK_COLUMNS>(sum, gradients, rings.columns.buffer(), HEAD_DIM, chunk);
+        for (int panel = 0; panel < PANELS; panel++) {
+          multiply(sum, gradients, rings.columns.buffer(), HEAD_DIM, panel);
           ptx::wgmma_wait_group<0>();
           keep(sum);
-          add_chunk(gradient, sum, rescale, chunk);
+          add_panel(gradient, sum, rescale, panel);
         }
       }
       __syncwarp();
@@ -289,7 +286,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const float total = reduce_row<4>(dslope[r], [](float a, float b) { return a + b; });
+          const float total = sum_of_row<4>(dslope[r]);
           const int i = row + 8 * r;
           if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
         }

@@ -33,7 +33,7 @@ struct SplitSoftmax {
       float m = maximum[r];
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
-      m = reduce_row<4>(m, [](float a, float b) { return larger(a, b); });
+      m = max_of_row<4>(m);
       const float reference = m == -infinity() ? 0 : m;  // nothing seen yet: weights are 0, not NaN
       rescale[r] = ptx::ex2((maximum[r] - reference) * to_base_2[r]);
       maximum[r] = m;
@@ -70,11 +70,9 @@ struct SplitSoftmax {
 };
 
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
-constexpr int OUT_CHUNKS = HEAD_DIM_V / OUT_COLUMNS;  // columns of out come in chunks, as registers are scarce
-static_assert(OUT_CHUNKS * OUT_COLUMNS == HEAD_DIM_V, "chunks are equal");
 // The product with the values starts beside that of the next scores where registers hold the sums of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
-constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + OUT_COLUMNS) / 2 <= 192;
+constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
 constexpr int FACTOR_STAGES = 4;
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
@@ -189,7 +187,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     };
     const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
     SplitSoftmax softmax(scale, factors_of_rows);
-    float out[HEAD_DIM_V / 2], tile[OUT_COLUMNS / 2], rescale[2], inverse[2], lse[2];
+    float out[HEAD_DIM_V / 2], tile[PANEL / 2], rescale[2], inverse[2], lse[2];
     SplitFragment<BLOCK_N> weights;
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
@@ -215,17 +213,17 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         __syncwarp();
         rings.factors.release();
       };
-      // The first chunk of the product has been started.
+      // The first panel of the product has been started.
       const auto add_product = [&] {
         ptx::wgmma_wait_group<0>();
         keep(tile);
-        add_chunk(out, tile, rescale, 0);
+        add_panel(out, tile, rescale, 0);
 #pragma unroll
-        for (int chunk = 1; chunk < OUT_CHUNKS; chunk++) {
-          multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, chunk);
+        for (int panel = 1; panel < PANELS_V; panel++) {
+          multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, panel);
           ptx::wgmma_wait_group<0>();
           keep(tile);
-          add_chunk(out, tile, rescale, chunk);
+          add_panel(out, tile, rescale, panel);
         }
         rings.v.release();
       };
@@ -243,7 +241,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
           finish_scores(x, apart);
         }
         rings.v.wait();
-        multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+        multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
         turns.pass();
         if constexpr (VALUES_BESIDE) {
           ptx::wgmma_wait_group<1>();
@@ -281,7 +279,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       while (!blocks.done()) step(needs_mask());
       rings.v.wait();
       turns.take();
-      multiply<OUT_COLUMNS>(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+      multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
       turns.pass();
       add_product();
     }

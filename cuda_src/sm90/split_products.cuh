@@ -105,12 +105,11 @@ DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
   }
 }
 
-// Starts sum = weights b for one chunk of WIDTH of the columns of a tile b, N rows of `columns` columns.
-template <int WIDTH, int N>
-DEVICE void multiply(float (&sum)[WIDTH / 2], const SplitFragment<N>& weights, u32 b, int columns, int chunk) {
-  static_assert(WIDTH % PANEL == 0, "chunks are whole panels");
+// Starts sum = weights b for one panel of a tile b, N rows of `columns` columns: for more registers are too scarce.
+template <int N>
+DEVICE void multiply(float (&sum)[PANEL / 2], const SplitFragment<N>& weights, u32 b, int columns, int panel) {
   const auto multiply_part = [&](const u32(&a)[N / 4], int part, bool first) {
-    u32 from = b + part * part_bytes(N, columns) + chunk * part_bytes(N, WIDTH);
+    u32 from = b + part * part_bytes(N, columns) + panel * part_bytes(N, PANEL);
     ptx::forget(from);
     const u64 right = ptx::wgmma_descriptor(from, N * ROW_BYTES, ATOM_BYTES);
 #pragma unroll
@@ -128,11 +127,11 @@ DEVICE void multiply(float (&sum)[WIDTH / 2], const SplitFragment<N>& weights, u
   ptx::wgmma_commit_group();
 }
 
-// out = out * factor[row] + sum for one chunk of out's columns.
-template <int COLUMNS, int WIDTH>
-DEVICE void add_chunk(float (&out)[COLUMNS], const float (&sum)[WIDTH], const float (&factor)[2], int chunk) {
+// out = out * factor[row] + sum for one panel of out.
+template <int N>
+DEVICE void add_panel(float (&out)[N], const float (&sum)[PANEL / 2], const float (&factor)[2], int panel) {
 #pragma unroll
-  for (int e = 0; e < WIDTH; e++) {
-    out[chunk * WIDTH + e] = out[chunk * WIDTH + e] * factor[e / 2 % 2] + sum[e];
+  for (int e = 0; e < PANEL / 2; e++) {
+    out[panel * (PANEL / 2) + e] = out[panel * (PANEL / 2) + e] * factor[e / 2 % 2] + sum[e];
   }
 }

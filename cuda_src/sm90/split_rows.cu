@@ -76,7 +76,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
   }
 #pragma unroll
   for (int step = LANES / 2; step > 0; step /= 2) {
-    const u32 other = __shfl_xor_sync(0xffffffffu, largest, step);
+    const u32 other = __shfl_xor_sync(ALL_LANES, largest, step);
     largest = other > largest ? other : largest;
   }
   u32 exponent = largest >> MANTISSA_BITS;

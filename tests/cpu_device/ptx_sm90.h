@@ -32,7 +32,6 @@ inline void cp_async_mbarrier_arrive(unsigned mbarrier, Where where = {}) {
 }
 
 inline void fence_async_shared() { cpu_device::fence_async_shared(); }
-inline void fence_async_global() {}
 
 inline void tma_prefetch_map(const void*) {}
 inline void tma_load(unsigned shared, const void* map, unsigned mbarrier, int c0, int c1, int c2, Where where = {}) {
