@@ -29,10 +29,10 @@ from cuflash import (
     plan_wide,
 )
 from cuflash.plan import (
-    KERNEL_FILES,
     PORTABLE,
     Config,
     capability_of,
+    file_of,
     flags_of,
     function_of,
     key_kernels,
@@ -137,9 +137,7 @@ def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Ite
 def _check(args: argparse.Namespace) -> int:
     def compile_one(item: tuple[str, AnyConfig]) -> kernels.Report:
         arch, config = item
-        return kernels.compile_for(
-            arch, kernels.source_of(KERNEL_FILES.get(config.entry, config.entry), config), config.entry
-        )
+        return kernels.compile_for(arch, kernels.source_of(file_of(config.entry), config), config.entry)
 
     items = [
         (arch, config)
@@ -173,8 +171,7 @@ def _warm(args: argparse.Namespace) -> int:
     start = time.perf_counter()
 
     def load(config: AnyConfig) -> None:
-        file = KERNEL_FILES.get(config.entry, config.entry)
-        kernels.get(file, function_of(config.entry), config, device, config.smem_bytes)
+        kernels.get(file_of(config.entry), function_of(config.entry), config, device, config.smem_bytes)
 
     for done, _ in enumerate(_in_parallel(args.jobs, load, selected), 1):
         if not args.json and sys.stderr.isatty():

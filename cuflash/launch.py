@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.params import ALIGNMENT, Arrays, fixed_params, num_splits, word_of
-from cuflash.plan import KERNEL_FILES, KEY_KERNELS, KernelConfig, function_of, key_kernels, plan
+from cuflash.plan import KEY_KERNELS, KernelConfig, file_of, function_of, key_kernels, plan
 from cuflash.problem import AS_STORED, MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
@@ -90,8 +90,7 @@ class Kernel:
 
     def load(self, device: kernels.Device) -> kernels.Kernel:
         """The kernel itself."""
-        file = KERNEL_FILES.get(self.entry, self.entry)
-        return kernels.get(file, function_of(self.entry), self.config, device, self.smem_bytes)
+        return kernels.get(file_of(self.entry), function_of(self.entry), self.config, device, self.smem_bytes)
 
 
 class Further:

@@ -12,12 +12,11 @@ import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import Further, Kernel, Rows, WithoutTiles, Words, Work, images, num_tiles
-from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, Arrays, word_of
+from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
 from cuflash.problem import ROWS_ARE_KEYS, ROWS_ARE_QUERIES, Array, AttentionProblem
 
-MAP_BYTES = 128
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses.
@@ -44,7 +43,7 @@ class Persistent(Further):
         cluster: int = 1,
     ) -> None:
         takers = min(tiles, device.num_sms // cluster)
-        super().__init__((takers * cluster,), [np.zeros(1, f"V{MAP_BYTES}")] * len(tiles_of))
+        super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(tiles_of))
         self._counter = TileCounter(device, tiles > takers)
         self._device = device
         self._words = tuple([word_of(name) for name, _ in tiles_of])

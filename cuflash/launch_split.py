@@ -10,8 +10,8 @@ import numpy as np
 
 from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, plan_wide
 from cuflash.launch import Further, Kernel, WithoutTiles, Words, Work, images
-from cuflash.launch_sm90 import MAP_BYTES, KeptMaps, TileCounter
-from cuflash.params import SWIZZLE_BYTES, Arrays, whole_rows, word_of
+from cuflash.launch_sm90 import KeptMaps, TileCounter
+from cuflash.params import SWIZZLE_BYTES, TENSOR_MAP, Arrays, whole_rows, word_of
 from cuflash.plan import FLOAT_BYTES, HALF_BYTES
 from cuflash.problem import Array, AttentionProblem
 
@@ -113,7 +113,7 @@ class OnOperands(Further):
         boxes: tuple[int, ...] = (),
         counter: TileCounter | None = None,
     ) -> None:
-        maps = [np.zeros(1, f"V{MAP_BYTES}")] * len(boxes)
+        maps = [np.zeros(1, TENSOR_MAP)] * len(boxes)
         super().__init__(grid, [space.operands, *([np.zeros(1, np.uint64)] if with_space else []), *maps])
         self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
 

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 _SWIZZLE_128B = 3
 _L2_256B = 3
-_MAP_BYTES = 128
+TENSOR_MAP = np.dtype("V128")
 _MAP_ALIGNMENT = 64
 
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
@@ -230,7 +230,7 @@ def encode_tensor_map(
 
     Returns
     -------
-    array of one ``V128``
+    array of one `TENSOR_MAP`
         The map, to be passed to a kernel by value.
 
     Raises
@@ -239,8 +239,8 @@ def encode_tensor_map(
         If the driver refuses.
     """
     rank = len(extents)
-    buffer = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
-    encoded = buffer[-buffer.ctypes.data % _MAP_ALIGNMENT :][:_MAP_BYTES]
+    buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)
+    encoded = buffer[-buffer.ctypes.data % _MAP_ALIGNMENT :][: TENSOR_MAP.itemsize]
     status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.ctypes.data),
         _DATA_TYPES[dtype],
@@ -259,4 +259,4 @@ def encode_tensor_map(
         raise RuntimeError(
             f"cuTensorMapEncodeTiled: error {status} for {dtype}, {extents=}, {strides=}, {box=}, {address=:#x}"
         )
-    return encoded.view(f"V{_MAP_BYTES}")
+    return encoded.view(TENSOR_MAP)

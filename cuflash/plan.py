@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any
 
-from cuflash.problem import MAX_HEAD_DIM, MOST_KEPT, AttentionProblem
+from cuflash.problem import MAX_HEAD_DIM, MOST_KEPT, AttentionProblem, accum_of
 
 HALF_BYTES, FLOAT_BYTES = 2, 4
 # Of Hopper's blocks: barriers, the running tiles, and which keys are seen, in shared memory beside the tiles.
@@ -214,9 +214,14 @@ _FUNCTIONS = {
 KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_dv": ("dv",)}
 
 
+def file_of(entry: str) -> str:
+    """Where a kernel stands in cuda_src, as `kernels.get` takes it."""
+    return KERNEL_FILES.get(entry, entry)
+
+
 def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
-    return _FUNCTIONS.get(KERNEL_FILES.get(entry, "").split(" ")[-1], entry)
+    return _FUNCTIONS.get(file_of(entry).split(" ")[-1], entry)
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
@@ -250,7 +255,7 @@ def common(
     family: type[KernelConfig], dtype: str, bias_dtype: str | None, flags: tuple[str, ...], *rows: Any
 ) -> dict[str, Any]:
     """Fields of a family's configuration: types, flags, and all that rows and tiles of its table have by that name."""
-    accum = "float64" if dtype == "float64" else "float32"
+    accum = accum_of(dtype)
     names = {f.name for f in fields(family)}
     return {
         "element": CPP_TYPES[dtype],
@@ -272,7 +277,7 @@ def config_of(
     smem_limit: int = SMALLEST_SMEM,
 ) -> Config:
     """The configuration of one portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
-    accum = "float64" if dtype == "float64" else "float32"
+    accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
     tiles = (row.with_options,) if set(flags) & LARGE_FLAGS else row.tiles
     fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)

@@ -271,7 +271,7 @@ def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
     if problem.dtype not in DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
+    if problem.is_empty:
         return "TMA takes no empty arrays"
     return ""
 

@@ -282,12 +282,7 @@ def gradient_configs(
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float32" and 0 not in (
-        problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.num_heads_q,
-    )
+    return problem.dtype == "float32" and not problem.is_empty
 
 
 @lru_cache(maxsize=MOST_KEPT)

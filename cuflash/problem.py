@@ -72,6 +72,11 @@ class Operands(NamedTuple):
     block_mask: BlockMask | None
 
 
+def accum_of(dtype: str) -> str:
+    """What arrays of a dtype are computed in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One attention problem without its data.
@@ -125,9 +130,14 @@ class AttentionProblem:
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there are no scores."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k)
+
+    @property
     def accum_dtype(self) -> str:
         """dtype of lse, of sink and slopes, and of the arithmetic."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return accum_of(self.dtype)
 
     @property
     def extra_grads(self) -> tuple[str, ...]:
@@ -180,7 +190,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         batch = q.shape[0]
         score_shape = (batch, num_heads_q, rows_q[-1], rows_k[-1])
 
-    accum = np.dtype("float64" if dtype == "float64" else "float32")
+    accum = np.dtype(accum_of(dtype))
     o = options
     left, right = checks.check_window(o.causal, o.window)
     for name, lengths in (("q_lengths", o.q_lengths), ("kv_lengths", o.kv_lengths)):

@@ -91,8 +91,8 @@ class Plan(NamedTuple):
     results : tuple
         Of the call in their order: (shape, dtype) of a new array, the index of a target, None for what is not wanted.
         The new arrays' addresses follow those of the arguments.
-    tiles : tuple of (int, int, bool)
-        The tiles for which lists of the block mask follow; its store comes first.
+    tiles : tuple of (int, int, int)
+        The tiles, with an order of bits, for which lists of the block mask follow; its store comes first.
     scratch_sizes : tuple of int
         Bytes of the scratch memory, whose addresses are the last.
     steps : tuple of (Launch, pairs)

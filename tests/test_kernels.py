@@ -48,7 +48,7 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with he
 
 
 def source(config: KernelConfig) -> str:
-    return kernels.source_of(plan.KERNEL_FILES.get(config.entry, config.entry), config)
+    return kernels.source_of(plan.file_of(config.entry), config)
 
 
 def assert_compiles_well(arch: str, config: KernelConfig) -> None:
@@ -133,7 +133,7 @@ def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_small_kernels_compile(dtype: str, entry: str) -> None:
     config = plan.config_of("forward", dtype, None, 0, 64, ())
-    text = kernels.source_of(plan.KERNEL_FILES.get(entry, entry), config)
+    text = kernels.source_of(plan.file_of(entry), config)
     report = kernels.compile_for("sm_75", text, entry)
     assert report.spill_bytes == 0
     assert not report.warnings
