@@ -106,6 +106,14 @@ DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- Sums in global memory
+
+// Adds four floats to 16 aligned bytes of global memory, each atomically.
+DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // ---- Clusters of thread blocks
 
 DEVICE void mbarrier_arrive_cluster(unsigned cluster_address) {
@@ -130,12 +138,6 @@ DEVICE unsigned cluster_address(unsigned shared, unsigned rank) {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Adds four floats to 16 aligned bytes of global memory, each atomically.
-DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
-
 // ---- Fragments to shared memory: the inverse of ldmatrix
 
 DEVICE void stmatrix_x4(unsigned address, unsigned a0, unsigned a1, unsigned a2, unsigned a3) {
@@ -149,15 +151,8 @@ DEVICE void stmatrix_x4_trans(unsigned address, unsigned a0, unsigned a1, unsign
                : "memory");
 }
 
-// ---- A warp
+// ---- Registers a thread of this warpgroup may use from now on: a multiple of 8 in 24..240.
 
-// True in one lane of a converged warp.
-DEVICE bool elect() {
-  unsigned elected;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-  return elected;
-}
-// Registers a thread of this warpgroup may use from now on: a multiple of 8 in 24..240.
 template <int REGISTERS>
 DEVICE void set_registers_fewer() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -179,10 +174,9 @@ DEVICE void wgmma_wait_group() {
 }
 // No instruction: keeps the compiler from moving accesses to registers across it.
 DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
 // Nor does it know x any longer: what is computed from it is computed again instead of held in registers.
 DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
-DEVICE void keep(int& x) { asm volatile("" : "+r"(x)::"memory"); }
-DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.

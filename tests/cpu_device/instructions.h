@@ -56,7 +56,6 @@ void wgmma(const Wgmma& product);
 
 void fence_async_shared();
 unsigned cluster_rank();
-bool elect(Where where);
 
 float to_float(uint16_t bits, Format format);
 

@@ -135,7 +135,6 @@ inline unsigned cluster_address(unsigned shared, unsigned rank, Where where = {}
 inline void cluster_arrive(Where where = {}) { cpu_device::cluster_arrive(where); }
 inline void cluster_wait(Where where = {}) { cpu_device::cluster_wait(where); }
 
-inline bool elect(Where where = {}) { return cpu_device::elect(where); }
 template <int REGISTERS>
 void set_registers_fewer(Where where = {}) {
   static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "a count that setmaxnreg takes");
@@ -156,7 +155,6 @@ void wgmma_wait_group(Where where = {}) {
 }
 inline void keep(float&) {}
 inline void forget(unsigned&) {}
-inline void keep(int&) {}
 inline void keep(unsigned&) {}
 template <class T, int TRANS_A, int TRANS_B, int R>
 void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate, Where where = {}) {

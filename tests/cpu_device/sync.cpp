@@ -125,11 +125,6 @@ void warp_sync(unsigned mask, Where where) {
 
 unsigned cluster_rank() { return block().rank; }
 
-bool elect(Where where) {
-  warp_collective(~0u, [](void* const*, unsigned) {}, nullptr, "elect", where);
-  return lane() == 0;
-}
-
 int load_acquire(const int* address, Where where) {
   poll("ld.acquire", where);
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);

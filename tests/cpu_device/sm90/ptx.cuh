@@ -9,8 +9,7 @@ namespace ptx {
 DEVICE void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// Arrives at a barrier of any block of the cluster; `cluster_address` comes from cluster_address().
-// The same, also acquiring what other blocks of the cluster released by arriving.
+// mbarrier_try_wait that also acquires what other blocks of the cluster released by arriving.
 DEVICE bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
   unsigned done;
   asm volatile(
