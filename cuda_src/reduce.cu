@@ -3,8 +3,7 @@
 #include "softmax.cuh"
 #include "params.cuh"
 
-constexpr int THREADS = 256;
-constexpr int WARPS = 8;                  // where a warp computes a row of a head
+constexpr int WARPS = THREADS / WARP;     // where a warp computes a row of a head
 constexpr int MOST_COLUMNS = 256 / WARP;  // of a thread
 
 // Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
@@ -90,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
 
 // delta = rowsum(dout * out) - dlse: what the gradient kernels subtract in every row (FlashAttention-2, Algorithm 2,
 // line 4, with the gradient through the returned lse).
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) delta(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
@@ -113,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) delta(const AttentionP
 
 // One attention from its parts over disjoint keys: out = sum of w out_parts with w = exp(lse_part - lse) (Dao et al.
 // 2022, section 3.1).
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) merge_parts(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
   if (row >= p.seqlen_q) return;

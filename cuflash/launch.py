@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Words = memoryview  # of 8 bytes each
 _SEED_WORD = word_of("dropout_key")
-# Of reduce.cu: rows of a block where a warp has one, and threads of the others.
-_ROWS = 8
-_REDUCE_THREADS = 256
+# Of a block of reduce.cu, and rows where a warp has one.
+_SUM_THREADS = 256
+_SUM_ROWS = _SUM_THREADS // 32
 
 
 @dataclass(frozen=True)
@@ -311,24 +311,44 @@ class WithoutTiles(Kernel):
         return False
 
 
+def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
+    """Those of reduce.cu, whose kernels know of no options."""
+    types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
+    return types | {"threads": _SUM_THREADS}
+
+
 @dataclass(frozen=True)
-class Rows(WithoutTiles):
+class Sum(WithoutTiles):
+    """A kernel of reduce.cu."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _SUM_THREADS
+
+    def load(self, device: kernels.Device) -> kernels.Kernel:
+        """The kernel itself, one for all configurations of the same types."""
+        return kernels.get("reduce", self.entry, constants_of_sums(self.config), device)
+
+
+@dataclass(frozen=True)
+class Rows(Sum):
     """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(blocks of one head, blocks in all)."""
-        tiles = num_tiles(problem, problem.seqlen_q, _ROWS)
+        tiles = num_tiles(problem, problem.seqlen_q, _SUM_ROWS)
         return tiles, tiles * images(problem, problem.num_heads_q)
 
 
 @dataclass(frozen=True)
-class Reduce(WithoutTiles):
+class Reduce(Sum):
     """A sum over rows, sequences or parts."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(no tiles of heads, blocks)."""
         if "dbias" in arrays:
-            return 0, math.ceil(arrays["dbias"].size / _REDUCE_THREADS)
+            return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
 
 

@@ -30,10 +30,11 @@ _TENSOR = np.dtype(
 )
 _OPERANDS = np.dtype([*((name, _TENSOR) for name in ("q", "k", "v", "dout")), ("lse", "i8"), ("delta", "i8")])
 _SPACE_WORD = word_of("work_space")
-# Of cuda_src/sm90/split_rows.cu and split_layout.cuh.
+# Of cuda_src/sm90/split_rows.cu: threads of a block, elements of a vector, and the most lanes of a row.
 _THREADS = 256
 _VECTOR = 4
 _LANES = 32
+# Of split_layout.cuh.
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 _ROW_ALIGNMENT = 4
 _COLUMN_CLASSES = (64, 128, 256)
@@ -152,6 +153,7 @@ class Split(WithoutTiles):
             "accum": self.config.accum,
             "bias_element": self.config.element,
             "columns": _columns(self.config),
+            "threads": _THREADS,
         }
         return kernels.get("sm90/split_rows", ROWS, constants, device)
 

@@ -181,7 +181,6 @@ LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",
-    **dict.fromkeys(("delta", "merge_parts", "reduce_sink", "reduce_slopes", "reduce_bias"), "reduce"),
     "forward_sm90": "sm90/forward",
     "backward_sm90_rows": "sm90/backward_rows",
     "backward_sm90": "sm90/backward",

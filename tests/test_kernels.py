@@ -13,6 +13,7 @@ import pytest
 
 from cuflash import (
     kernels,
+    launch,
     params,
     plan,
     plan_sm80,
@@ -28,7 +29,7 @@ pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 ENTRIES = sorted({entry for entry, *_ in plan.PORTABLE})
-SMALL_ENTRIES = ("delta", "reduce_sink", "reduce_slopes", "reduce_bias")
+SMALL_ENTRIES = ("delta", "merge_parts", "reduce_sink", "reduce_slopes", "reduce_bias")
 
 
 def has_compiler() -> bool:
@@ -133,7 +134,7 @@ def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_small_kernels_compile(dtype: str, entry: str) -> None:
     config = plan.config_of("forward", dtype, None, 0, 64, ())
-    text = kernels.source_of(plan.file_of(entry), config)
+    text = kernels.source_of("reduce", launch.constants_of_sums(config))
     report = kernels.compile_for("sm_75", text, entry)
     assert report.spill_bytes == 0
     assert not report.warnings

@@ -3,7 +3,6 @@
 #include "split_layout.cuh"
 #include "../sm80/ptx.cuh"
 
-constexpr int THREADS = 256;
 constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // that share a row
 constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // of a lane
 constexpr int ROWS_OF_BLOCK = THREADS / LANES;
