@@ -1,0 +1,157 @@
+"""A problem for each row of the tables of kernels, so that whatever these hold is run, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import devices
+import numpy as np
+from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
+from devices import Device
+
+from cuflash import launch, plan_sm80_backward, plan_sm90, plan_sm90_backward
+from cuflash.plan import FLAGS, KernelConfig
+
+HOST = Device("numpy", np)
+LENGTHS = (70, 152)  # rows of a bias that TMA can bring
+# What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
+_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
+_TOLD_APART = ("split", "deterministic", "has_bias_tiles", "has_mask_vectors", "writes_dbias", "aligned", "computes_dk")
+_OF_BIAS = (plan_sm80_backward.BIAS, "backward_bias")
+_ANY_HEAD_DIM = 32  # where a kernel does not depend on it
+
+Table = Iterator[tuple[Any, str]]
+Kernels = list[tuple[Any, str]]
+
+
+def identity(config: KernelConfig) -> tuple[Any, ...]:
+    return tuple((name, x) for name, x in asdict(config).items() if name not in _OF_OPTIONS)
+
+
+def rows_of(*tables: Table) -> Iterator[Kernels]:
+    """Each row's configurations, with their dtypes, from that with the fewest options to that with the most."""
+    found: dict[tuple[Any, ...], Kernels] = {}
+    for config, dtype in (pair for table in tables for pair in table):
+        found.setdefault(identity(config), []).append((config, dtype))
+    for row in found.values():
+        yield sorted(row, key=lambda kernel: len(kernel[0].flags))
+
+
+def name_of(arch: str, config: KernelConfig) -> str:
+    further = [name for name, x in asdict(config).items() if name in _TOLD_APART and x]
+    words = [config.entry, config.head_dim, config.head_dim_v, config.tile, config.flags, *further]
+    return f"{arch}-{'-'.join(map(str, words))}"
+
+
+class Tf32Case(Case):
+    """A float32 problem with TF32's error allowed, whose 11 bits are float16's."""
+
+    def _coarser(self, x: Any) -> np.dtype[Any]:
+        return np.dtype(np.float16)
+
+    @property
+    def _naive(self) -> dict[str, Any]:
+        return {"round_to": "float16"}
+
+
+def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
+    """Lengths for which Hopper's forward pass takes the row."""
+    queries, keys = LENGTHS
+    if config.split:
+        return plan_sm90._FEW_QUERIES, 3000  # few tiles, of keys that are worth a split
+    flags = tuple(flag for flag in FLAGS if getattr(config, flag))
+    if takes_narrow_window(config, dtype):
+        return queries, plan_sm90._MANY_KEYS
+    for lengths in (LENGTHS, (queries, plan_sm90._MANY_KEYS), (plan_sm90._FEW_QUERIES, keys)):
+        many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
+        for row in plan_sm90.FORWARD:
+            if config == plan_sm90.forward_config(
+                row, dtype, None, flags, many_keys=many_keys, few_queries=few_queries
+            ):
+                return lengths
+    return LENGTHS
+
+
+def takes_narrow_window(config: plan_sm90.Config, dtype: str) -> bool:
+    narrow = [row for row in plan_sm90.FORWARD if row.narrow_window]
+    return config in [plan_sm90.forward_config(row, dtype, None, ("has_window",), narrow_window=True) for row in narrow]
+
+
+def is_for_long_walks(config: KernelConfig) -> bool:
+    """Whether a tile of keys that walks fewer queries takes another row."""
+    row = next(x for x in plan_sm80_backward.BACKWARD if x.head_dim == config.head_dim)
+    short = [asdict(tile) for tile in row.tiles if tile.short]
+    of: dict[str, Any] = asdict(config)
+    return bool(short) and not any(all(of.get(name, x) == x for name, x in tile.items()) for tile in short)
+
+
+def case_of(config: KernelConfig, dtype: str) -> Case:
+    """A problem that takes the row."""
+    rng = np.random.default_rng(0)
+    of: dict[str, Any] = asdict(config)
+    queries, keys = LENGTHS
+    if isinstance(config, plan_sm90.Config):
+        queries, keys = lengths_of(config, dtype)
+    elif config.entry == plan_sm80_backward.MAIN and is_for_long_walks(config):
+        queries = plan_sm80_backward._SHORT + queries
+    elif of.get("has_mask_vectors"):
+        keys = -(-keys // 16) * 16
+    scores = (1, 2, queries, keys) if of.get("writes_dbias") else (queries, keys)
+    options: dict[str, dict[str, Any]] = {
+        "has_window": {"causal": True},
+        "has_softcap": {"softcap": 2.0},
+        "has_bias": {"bias": gaussian(rng, scores, "float32" if config.bias_element == "float" else dtype)},
+        "has_mask": {"mask": rng.random(scores) < 0.7},
+        "has_alibi": {"alibi_slopes": np.array([0.1, 0.5], accum_dtype(np_dtype(dtype)))},
+        "has_dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+        "has_block_mask": {"block_mask": rng.random(scores) < 0.7},
+    }
+    chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
+    if of.get("has_bias_tiles") is False and config.has_bias:
+        chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
+    if isinstance(config, plan_sm90.Config) and takes_narrow_window(config, dtype):
+        chosen = {"window": (100, 0)}
+    if of.get("parts") == 1:
+        chosen["precision"] = "tf32"
+    in_order = plan_sm90_backward.NARROW, plan_sm90_backward.WIDE, plan_sm80_backward.MAIN
+    if config.entry == plan_sm80_backward.ORDERED_DQ:
+        chosen |= {"deterministic": True, **options["has_block_mask"]}
+    elif of.get("deterministic") and config.entry in in_order:
+        chosen["deterministic"] = True
+    dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
+    case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
+    if "precision" in chosen:
+        return Tf32Case(**vars(case))
+    return case.with_inputs(q=at_odd_address(case.q)) if of.get("aligned") is False else case
+
+
+def at_odd_address(x: Any) -> Any:
+    buffer = np.empty(x.size + 1, x.dtype)
+    shifted = buffer[1:].reshape(x.shape)
+    shifted[...] = x
+    return shifted
+
+
+def run(config: KernelConfig, dtype: str, place: Device) -> None:
+    """Hold the pass that a row is for against the reference; nothing but the row must have done its part."""
+    case = case_of(config, dtype)
+    devices.forget_launches()
+    if "forward" in config.entry:
+        given: dict[str, Any] = {}
+        if isinstance(config, plan_sm90.Config) and not (config.staging_panels or config.split):
+            # A result that TMA cannot store.
+            given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
+        with place.active():
+            out, lse = case.on(place).forward(**given)
+        case.assert_forward(out, lse)
+    else:
+        out, lse = case.on(HOST).forward()
+        of_bias = config.entry in _OF_BIAS or getattr(config, "writes_dbias", False)
+        with place.active():
+            grads = case.on(place).backward(out, lse, grads=("q", "k", "v", "bias") if of_bias else ("q", "k", "v"))
+        case.assert_gradients(grads)
+    launched = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == config.entry]
+    assert identity(config) in map(identity, launched)
+    assert {x.tile for x in launched} == {config.tile}

@@ -1,0 +1,116 @@
+"""Every row of the tables of kernels that other GPUs than this one choose, run on this one.
+
+A row's text is compiled to PTX of its own architecture (or the oldest that NVRTC knows), which the driver assembles for
+this GPU. Rows of this and of newer GPUs, whose PTX it does not take, are compiled for it, with their tiles and flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import rows
+from devices import Device
+
+from cuflash import kernels, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
+from cuflash.plan import KernelConfig
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+ARCHITECTURES = "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"
+_WITHOUT_TENSOR_CORES = (7, 0)
+_SIZES = [2**n for n in range(9, 24)]  # of blocks full of NaN that results and work space are made of
+
+
+class Row(NamedTuple):
+    arch: str
+    capability: tuple[int, int]  # by which its table is planned
+    config: KernelConfig
+    dtype: str
+
+
+def all_rows() -> Iterator[Row]:
+    """The kernel with the most options of each row that no older GPU has, and of each table's first."""
+    seen: set[tuple[Any, ...]] = set()
+    for arch in ARCHITECTURES:
+        own, limit = plan.capability_of(arch), plan.smem_limit(arch)
+        mma = (plan_sm80.table, plan_sm80_backward.table, plan_wide.table)
+        tables = [(_WITHOUT_TENSOR_CORES, plan.table(limit)), *((own, table(own, limit)) for table in mma)]
+        for capability, table in tables:
+            for number, row in enumerate(rows.rows_of(table)):
+                of_row = rows.identity(row[0][0])
+                if number == 0 or of_row not in seen:
+                    seen.add(of_row)
+                    yield Row(arch, capability, *row[-1])
+
+
+class OtherGpu(kernels.CupyDevice):
+    """This GPU, with the kernels and the shared memory of another."""
+
+    def __init__(self, arch: str, capability: tuple[int, int]) -> None:
+        super().__init__(cupy.cuda.runtime.getDevice())
+        number, own = (10 * major + minor for major, minor in (plan.capability_of(arch), self.capability))
+        if plan.smem_limit(arch) > self.smem_limit or number >= 90 > own:
+            pytest.skip("more shared memory than this GPU has, or instructions that it lacks")
+        known = [x for x in cupy.cuda.nvrtc.getSupportedArchs() if number <= x < own]
+        self._ptx_arch = f"compute_{min(known)}" if known else None
+        self.capability, self.smem_limit, self.has_wgmma = capability, plan.smem_limit(arch), False
+
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> kernels.Kernel:
+        assert smem_bytes <= self.smem_limit
+        if self._ptx_arch is None:
+            return super().load(source, entry, smem_bytes, options)
+        kernel = cupy.RawModule(path=str(ptx_file(source, self._ptx_arch))).get_function(entry)
+        if smem_bytes > kernels._DEFAULT_SMEM_BYTES:
+            kernel.max_dynamic_shared_size_bytes = smem_bytes
+        return kernels.CupyKernel(cupy, self.index, kernel.kernel)
+
+
+def ptx_file(source: str, arch: str) -> Path:
+    """PTX of a text, beside CuPy's cache."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    options = [f"-arch={arch}", *kernels.OPTIONS, "-ftz=true"]
+    number = hashlib.sha256(f"{nvrtc.getVersion()} {options} {source}".encode()).hexdigest()
+    folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+    file = folder / f"{number}.ptx"
+    if not file.exists():
+        program = nvrtc.createProgram(source, "kernel.cu", (), ())
+        nvrtc.compileProgram(program, [*options, f"-I{find_nvidia_header_directory('cudart')}"])
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f"{number}.{os.getpid()}"
+        own.write_bytes(nvrtc.getPTX(program).rstrip(b"\0"))
+        own.replace(file)
+        nvrtc.destroyProgram(program)
+    return file
+
+
+@cache
+def other_gpu(arch: str, capability: tuple[int, int]) -> OtherGpu:
+    return OtherGpu(arch, capability)
+
+
+@contextmanager
+def kernels_on(gpu: OtherGpu) -> Iterator[None]:
+    """Calls with CuPy arrays take the kernels of `gpu`, and no later one repeats them."""
+    blocks = [cupy.full(size, 0xFF, np.uint8) for size in _SIZES]
+    del blocks
+    with mock.patch.object(kernels, "device_of", return_value=gpu):
+        yield
+    recording._repeats.clear()
+
+
+@pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: rows.name_of(row.arch, row.config))
+def test_row(row: Row) -> None:
+    gpu = other_gpu(row.arch, row.capability)
+    rows.run(row.config, row.dtype, Device(row.arch, cupy, partial(kernels_on, gpu)))
