@@ -230,11 +230,13 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def split(work: Work, config: Config) -> Arrays:
-    """Write the operands' parts; return the arrays for kernels that read them."""
+    """Write the operands' parts, once in a pass; return the arrays for kernels that read them."""
+    if "work_space" in work.arrays:
+        return work.arrays
     space = work.empty((WorkSpace(work.problem, config, work.device).size,), np.uint8)
-    arrays = work.arrays | {"work_space": space}
-    work.run(Split(ROWS, config), arrays)
-    return arrays
+    work.arrays["work_space"] = space
+    work.run(Split(ROWS, config), work.arrays)
+    return work.arrays
 
 
 def _columns(config: Config) -> int:

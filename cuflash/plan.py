@@ -189,11 +189,11 @@ KERNEL_FILES = {
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/wide_backward.cuh",
-    "bias_sm80": "sm80/bias",
+    "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
     **{
-        f"{family}_{name}": f"sm80/{tile}.cuh sm80/{'forward' if name == 'forward' else 'wide_backward'}.cuh"
+        f"{family}_{name}": f"sm80/{tile}.cuh sm80/{name if name in ('forward', 'bias') else 'wide_backward'}.cuh"
         for family, tile in (("wide", "wide_tile"), ("parts", "split_tile"))
-        for name in ("forward", "dq", "dkv", "dk", "dv")
+        for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
     },
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
@@ -203,7 +203,7 @@ KERNEL_FILES = {
 # What a file's function is called where entries are not.
 _FUNCTIONS = {
     "backward_dkv": "backward_dkv",
-    "sm80/bias": "backward_bias",
+    "sm80/bias.cuh": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",
     "sm80/wide_backward.cuh": "backward_wide",
     "sm90/split_backward": "split_backward",

@@ -36,7 +36,7 @@ KEY_KERNELS = {
     for family in _FAMILIES
     for name, wanted in (("dkv", ("dk", "dv")), ("dk", ("dk",)), ("dv", ("dv",)))
 }
-ENTRIES = (*KEY_KERNELS, *(f"{family}_{name}" for family in _FAMILIES for name in ("forward", "dq")))
+ENTRIES = (*KEY_KERNELS, *(f"{family}_{name}" for family in _FAMILIES for name in ("forward", "dq", "bias")))
 
 # Of a key and its value in forward's two buffers.
 _FACTORS = 4
@@ -94,6 +94,22 @@ BACKWARD = {
     "float64": (
         GradientRow(64, _TOGETHER, Tile(64, 16, 4), Tile(64, 16, 4)),
         GradientRow(128, _APART, Tile(32, 16, 2), Tile(32, 16, 2)),
+    ),
+}
+# Of the kernel for the gradient of a bias; options are those beside it.
+BIAS = {
+    "float32": (
+        Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
+        Row(128, 128, (Tile(128, 32, 8), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    ),
+    "tf32": (
+        Row(64, 64, (Tile(64, 64, 4, 1, 3), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
+        Row(128, 128, (Tile(64, 64, 4, 1, 3), Tile(64, 64, 4)), (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4))),
+        Row(256, 256, (Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    ),
+    "float64": (
+        Row(64, 64, (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(128, 128, (Tile(64, 32, 4), Tile(64, 16, 4)), (Tile(64, 16, 4),)),
     ),
 }
 
@@ -242,6 +258,36 @@ def gradient_configs(
     return tuple(configs)
 
 
+def bias_config(
+    row: Row[Tile],
+    kind: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    capability: Capability,
+    limit: int,
+    aligned: bool = True,
+) -> GradientConfig:
+    """The configuration of the kernel for the gradient of a bias; `flags` are those of options beside it."""
+    row_bytes = row.head_dim * sum(_bytes(kind)) + _NUMBERS_BYTES
+
+    def smem_bytes(tile: Tile) -> int:
+        return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
+
+    is_plain = _is_plain(flags, True, aligned)
+    tiles = row.tiles if is_plain else row.with_options
+    tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
+    config = GradientConfig(
+        entry=f"{_family(kind)}_bias",
+        whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
+        of_keys=False,
+        of_dk=False,
+        of_dv=False,
+        smem_bytes=smem_bytes(tile),
+        **_constants(kind, bias_dtype, flags, False, aligned, row, tile, 32, 3),
+    )
+    return replace(config, has_bias=True)
+
+
 @lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
     """The forward kernel for a problem, or None."""
@@ -268,6 +314,19 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -
     return ()
 
 
+@lru_cache(maxsize=MOST_KEPT)
+def of_bias(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> GradientConfig | None:
+    """The kernel for the gradient of a bias of any shape, or None."""
+    kind = kind_of(problem)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    aligned |= _PARTS.get(kind, 0) > 0
+    flags = flags_of(replace(problem, bias=None))
+    for row in BIAS.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
+        if widest <= row.head_dim:
+            return bias_config(row, kind, problem.bias_dtype, flags, capability, limit, aligned)
+    return None
+
+
 def reason(problem: AttentionProblem, gradients: bool) -> str:
     """What a pass takes, in words; empty unless it is these kernels."""
     config = forward(problem, True, (8, 0), smem_limit("sm_80"))
@@ -286,5 +345,6 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
         for flags in TABLE_FLAGS:
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in FORWARD[kind]]
             gradients = [gradient_configs(row, kind, None, flags, capability) for row in BACKWARD[kind]]
-            for config in (*passes, *sum(gradients, ())):
+            of_bias = [bias_config(row, kind, None, flags, capability, limit) for row in BIAS[kind]]
+            for config in (*passes, *sum(gradients, ()), *of_bias):
                 yield config, _dtype_of(kind)

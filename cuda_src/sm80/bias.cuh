@@ -1,19 +1,21 @@
-// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile.
-#include "half_tile.cuh"
+// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply:
+// half_tile.cuh, wide_tile.cuh or split_tile.cuh.
 #include "../query_walk.cuh"
 #include "../score_gradient.cuh"
 #include "../softmax.cuh"
 
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
-using DoutTile = Tile<BLOCK_M, HEAD_DIM_V>;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
+using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
+using DoutTile = ValuedTile<BLOCK_M, HEAD_DIM_V>;
+using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
+using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
 constexpr u32 DOUT_AT = QueryTile::BYTES, KEYS_AT = DOUT_AT + DoutTile::BYTES, VALUES_AT = KEYS_AT + KeyTile::BYTES;
 
 struct SharedStorage {
   alignas(128) unsigned char tiles[VALUES_AT + ValueTile::BYTES];
+  Factors<BLOCK_M, 1> row_factors;
+  Factors<BLOCK_N, 1> factors;
 };
 
 // Which rows of which (sequence, head) are in shared memory.
@@ -29,19 +31,17 @@ struct Loaded {
 
 // Biases of a fragment whose first element is a thread's (row, column), in pairs where they are neighbours in memory.
 DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
-  if (sizeof(BiasElement) == 2 && score.bias_column_stride == 1 &&
-      column + column_offset(FRAGMENT - 1) <= score.bias_last_column &&
-      (reinterpret_cast<u64>(score.bias + column) | score.bias_row_stride * 2) % sizeof(u32) == 0) {
+  struct alignas(2 * sizeof(BiasElement)) Pair {
+    BiasElement x, y;
+  };
+  if (score.bias_column_stride == 1 && column + column_offset(FRAGMENT - 1) <= score.bias_last_column &&
+      (reinterpret_cast<u64>(score.bias + column) | score.bias_row_stride * sizeof(BiasElement)) % sizeof(Pair) == 0) {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 2) {
       const i64 own = smaller(row + row_offset(e), score.bias_last_row) * score.bias_row_stride;
-      union {
-        u32 word;
-        BiasElement pair[4 / sizeof(BiasElement)];
-      } both;
-      both.word = *reinterpret_cast<const u32*>(score.bias + own + column + column_offset(e));
-      x[e] = to_accum(both.pair[0]);
-      x[e + 1] = to_accum(both.pair[4 / sizeof(BiasElement) - 1]);
+      const Pair pair = *reinterpret_cast<const Pair*>(score.bias + own + column + column_offset(e));
+      x[e] = to_accum(pair.x);
+      x[e + 1] = to_accum(pair.y);
     }
   } else {
 #pragma unroll
@@ -50,17 +50,18 @@ DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int c
 }
 
 struct BiasTile {
-  u32 tiles;
+  SharedStorage& shared;
   Loaded own_queries, own_keys;
   Accum sum[FRAGMENTS][FRAGMENT];
 
-  DEVICE explicit BiasTile(SharedStorage& shared) : tiles(ptx::shared_address(shared.tiles)) {
+  DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared) {
 #pragma unroll
     for (auto& x : sum) clear(x);
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
+    const u32 tiles = ptx::shared_address(shared.tiles);
     const QueryTile queries{tiles};
     const DoutTile douts{tiles + DOUT_AT};
     const KeyTile keys{tiles + KEYS_AT};
@@ -68,12 +69,16 @@ struct BiasTile {
     const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
     const bool new_queries = own_queries.changes_to(s.batch, head, first_row);
     const bool new_keys = own_keys.changes_to(s.batch, head_kv, first_key);
-    if (new_queries) queries.load(rows_of(p, s, Operand::Q, head), first_row);
-    if (new_keys) keys.load(rows_of(p, s, Operand::K, head_kv), first_key);
+    const OperandRows q = rows_of(p, s, Operand::Q, head), k = rows_of(p, s, Operand::K, head_kv);
+    const OperandRows dout = rows_of(p, s, Operand::DOUT, head), v = rows_of(p, s, Operand::V, head_kv);
+    if (new_queries) queries.load(q, first_row);
+    if (new_keys) keys.load(k, first_key);
+    __syncthreads();  // dout, v and factors of the step before are read; q and k were at its last barrier
+    if (new_queries) shared.row_factors.load(0, q, dout, first_row);
+    if (new_keys) shared.factors.load(0, k, v, first_key);
     commit_copies();
-    __syncthreads();  // dout and v of the step before are read; q and k were at its last barrier
-    if (new_queries) douts.load(rows_of(p, s, Operand::DOUT, head), first_row);
-    if (new_keys) values.load(rows_of(p, s, Operand::V, head_kv), first_key);
+    if (new_queries) douts.load(dout, first_row);
+    if (new_keys) values.load(v, first_key);
     commit_copies();
 
     const ScoreGradient scores(p, s, head);
@@ -98,6 +103,7 @@ struct BiasTile {
     multiply_scores(x, queries.from_row(warp_row()), keys);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
+      take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
       scores.apply(x[f], own_row + 16 * f, first_key, masked, y[f]);
       clear(y[f]);
 #pragma unroll
@@ -113,6 +119,7 @@ struct BiasTile {
     const auto rescale = static_cast<Accum>(p.dropout_rescale);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
+      take_values(y[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) sum[f][e] += score_gradient(y[f][e], x[f][e], delta[f][e / 2 % 2], rescale);
     }
