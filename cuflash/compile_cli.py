@@ -283,6 +283,11 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "forward on tensor cores": plan_wide.reason(problem, False) or plan_sm80.reason(problem),
         "backward on tensor cores": plan_wide.reason(problem, True) or plan_sm80_backward.reason(problem),
     }
+    if args.bias:
+        place = True, capability_of("sm_80"), smem_limit("sm_80")
+        config = plan_sm80_backward.of_bias(problem, *place) or plan_wide.of_bias(problem, *place)
+        of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"
+        mma["gradient of a bias on tensor cores"] = of_bias
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 
 

@@ -10,11 +10,20 @@ from cuflash import (
     launch_split,
 )
 from cuflash.launch import Work
+from cuflash.plan_split import of_half
 from cuflash.problem import Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
+
+def _by_halves(work: Work) -> bool:
+    """Write out half of its columns at a time; False where no kernel takes as many."""
+    half = of_half(work.problem).head_dim_v
+    parts = work.of_values(slice(half)), work.of_values(slice(half, None))
+    return all(launch_split.forward(part) or launch_sm80.forward(part) for part in parts)
+
+
 # Hopper's own first, then those for any tensor cores.
-_FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, launch.forward)
+_FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, _by_halves, launch.forward)
 _BACKWARD = (
     launch_sm90.backward,
     launch_split.backward,

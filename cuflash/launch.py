@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,13 @@ class Work:
         self._seed_array = {} if is_number else {"dropout_seed": seed}
         self._stream = device.stream()
         self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
+
+    def of_values(self, columns: slice) -> Work:
+        """The same work on some columns of values and results alone; a call with it is not recorded."""
+        part = copy(self)
+        part.arrays = {name: x[..., columns] if name in ("v", "out") else x for name, x in self.arrays.items()}
+        part.problem = replace(self.problem, head_dim_v=part.arrays["v"].shape[-1])
+        return part
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory; it holds anything at first."""

@@ -67,6 +67,7 @@ FORWARD = {
         Row(128, 128, Tile(128, 64, 2, 1), Tile(128, 48), Tile(128, 32), *2 * (Tile(128, 16),)),
         Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),)),
         Row(192, 192, *2 * (Tile(128, 32, 1, 1),), None, None, None),
+        Row(256, 128, *4 * (Tile(64, 32, 2, 1, ping_pong=False),), Tile(64, 16, ping_pong=False)),
         Row(256, 256, *2 * (Tile(64, 16, ping_pong=False),), None, None, None),
     ),
     1: (
@@ -80,9 +81,10 @@ FORWARD = {
 _MASK_WORD = 32
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
-_CONSUMERS = 2
 _BLOCK_MASK_REGISTERS = (56, 224)
 SMEM_ALIGNMENT = 1024
+_COLUMNS = 16  # of which halves are multiples
+BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class GradientRow:
     with_options: dict[str, Walk]
 
 
-# By number of parts; the first row that is wide enough is taken; wider heads take other kernels.
+# By number of parts; the first row that is wide enough is taken; else other kernels run.
 _WIDE = {DQ: Walk(128, 32, 2, 1), DK: Walk(128, 32, 2, 1), DV: Walk(128, 64, 2, 1)}
 BACKWARD = {
     2: (
@@ -117,6 +119,8 @@ BACKWARD = {
             {DQ: Walk(128, 32), DKV: Walk(128, 32)},
         ),
         GradientRow(128, _WIDE, {**_WIDE, DV: Walk(128, 32)}),
+        GradientRow(192, *2 * (dict.fromkeys((DQ, DK, DV), Walk(64, 32, 2, 1)),)),
+        GradientRow(256, *2 * ({DQ: Walk(64, 16, 2, 1), DK: Walk(64, 16, 2, 1), DV: Walk(64, 32, 2, 1)},)),
     ),
     1: (
         GradientRow(
@@ -239,9 +243,9 @@ def gradient_config(
     """The configuration of one gradient kernel; `flags` is a subset of `FLAGS`."""
     wanted = KEY_KERNELS.get(entry, ())
     of_keys = bool(wanted)
-    assert tile.rows == _CONSUMERS * ROWS_OF_WARPGROUP
+    consumers = tile.rows // ROWS_OF_WARPGROUP
     # A walk along a block mask's lists takes registers of the loading thread.
-    registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags else REGISTERS[_CONSUMERS]
+    registers = _BLOCK_MASK_REGISTERS if "has_block_mask" in flags and consumers > 1 else REGISTERS[consumers]
     row_bytes = whole_rows(HALF_BYTES * head_dim)
     key_parts = KEY_PARTS[parts]
     # dv needs no products of values and dout.
@@ -261,7 +265,7 @@ def gradient_config(
         ping_pong=False,
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
         **common(GradientConfig, "float32", bias_dtype, flags, tile),
-        **_constants(parts, _CONSUMERS, registers, plain_scores and are_products(flags)),
+        **_constants(parts, consumers, registers, plain_scores and are_products(flags)),
     )
 
 
@@ -274,7 +278,7 @@ def gradient_configs(
         return ()  # up to 584 bytes would spill
     tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options
     if beside_block_mask:
-        tiles = {entry: replace(tile, columns=_MASK_WORD) for entry, tile in tiles.items()}
+        tiles = {entry: replace(tile, columns=min(tile.columns, _MASK_WORD)) for entry, tile in tiles.items()}
     return tuple(
         gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
         for entry, tile in tiles.items()
@@ -295,6 +299,11 @@ def forward(problem: AttentionProblem) -> ForwardConfig | None:
     return forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
 
 
+def of_half(problem: AttentionProblem) -> AttentionProblem:
+    """The problem on the first half of the columns of values, where kernels have registers for no more."""
+    return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / _COLUMNS) * _COLUMNS)
+
+
 @lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem) -> tuple[GradientConfig, ...]:
     """The kernels for dq, dk and dv of a float32 problem, that for dq first; none where others run."""
@@ -310,8 +319,9 @@ def backward(problem: AttentionProblem) -> tuple[GradientConfig, ...]:
 
 def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on Hopper, in words; empty unless it is this kernel."""
-    config = forward(problem)
-    return "" if config is None else _in_words(config.tile, config)
+    whole = forward(problem)
+    config = whole or forward(of_half(problem))
+    return "" if config is None else _in_words(config.tile, config) + ("" if whole else BY_HALVES)
 
 
 def gradient_reason(problem: AttentionProblem) -> str:

@@ -19,7 +19,7 @@ from cuflash.plan import (
 )
 from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
 from cuflash.plan_sm80 import Config as NarrowConfig
-from cuflash.plan_split import KEY_PARTS, PARTS
+from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # float16 parts of values and dout by kind of products; float64 has whole elements, and kernels of its own.
@@ -42,11 +42,15 @@ ENTRIES = (*KEY_KERNELS, *(f"{family}_{name}" for family in _FAMILIES for name i
 _FACTORS = 4
 # lse and delta of a row of a gradient's tile in float64, or these and two factors in float32.
 _NUMBERS_BYTES = 16
+# From here on the assembler takes more registers.
+_LARGER = (10, 0)
 # By kind; the first row that is wide enough is taken.
 FORWARD = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2),), (Tile(64, 32, 4, 1, 2),)),
         Row(128, 128, (Tile(64, 48, 4),), (Tile(64, 32, 4),)),
+        Row(192, 128, (Tile(64, 64, 4, below=_LARGER), Tile(64, 48, 4)), (Tile(64, 32, 4),)),
+        Row(256, 128, (Tile(64, 64, 4, below=_LARGER), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
     "tf32": (
         Row(64, 64, (Tile(128, 64, 4, 2, 2), Tile(128, 64, 4, 1, 2)), (Tile(64, 64, 4, 2, 2),)),
@@ -56,6 +60,7 @@ FORWARD = {
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
         Row(128, 128, (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(256, 128, (Tile(64, 16, 4), Tile(32, 16, 2)), (Tile(32, 32, 2),)),
     ),
 }
 # Where products of this kind are faster than multiply-adds. Exact float32 takes 4.5 in float16 for one, which pays
@@ -100,11 +105,11 @@ BACKWARD = {
 BIAS = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (Tile(128, 32, 8), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(128, 128, (Tile(64, 64, 4),), (Tile(64, 32, 4),)),
     ),
     "tf32": (
-        Row(64, 64, (Tile(64, 64, 4, 1, 3), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (Tile(64, 64, 4, 1, 3), Tile(64, 64, 4)), (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4))),
+        Row(64, 64, (Tile(64, 64, 4, 1, 3, below=_LARGER), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
+        Row(128, 128, (Tile(128, 64, 8, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 64, 4)), (Tile(64, 32, 4),)),
         Row(256, 256, (Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
     "float64": (
@@ -185,8 +190,8 @@ def _constants(
 
 
 def _is_narrow(kind: str, capability: Capability) -> bool:
-    """Whether kernels take fewer columns at once: the assembler for sm_100 takes more registers."""
-    return kind == "float32" and capability >= (10, 0)
+    """Whether kernels take fewer columns at once."""
+    return kind == "float32" and capability >= _LARGER
 
 
 def forward_config(
@@ -211,7 +216,7 @@ def forward_config(
 
     tiles = row.tiles if is_plain else row.with_options
     sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) else 32
-    tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
+    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
@@ -275,7 +280,7 @@ def bias_config(
 
     is_plain = _is_plain(flags, True, aligned)
     tiles = row.tiles if is_plain else row.with_options
-    tile = next(tile for tile in tiles if fits(tile.min_blocks, smem_bytes(tile), limit))
+    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
     config = GradientConfig(
         entry=f"{_family(kind)}_bias",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
@@ -292,10 +297,9 @@ def bias_config(
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
     """The forward kernel for a problem, or None."""
     kind = kind_of(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
     aligned |= _PARTS.get(kind, 0) > 0  # parts are
     for row in FORWARD.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
-        if widest <= row.head_dim:
+        if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
             options = problem.bias_dtype, flags_of(problem)
             return forward_config(row, kind, *options, capability, limit, has_plain_scale(problem), aligned)
     return None
@@ -329,14 +333,17 @@ def of_bias(problem: AttentionProblem, aligned: bool, capability: Capability, li
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
     """What a pass takes, in words; empty unless it is these kernels."""
-    config = forward(problem, True, (8, 0), smem_limit("sm_80"))
+    whole, half = (forward(p, True, (8, 0), smem_limit("sm_80")) for p in (problem, of_half(problem)))
+    config = whole or half
     if config is None:
         return ""
     kind = kind_of(problem)
     architectures = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES[kind])
     kernels = backward(problem, True, (8, 0)) if gradients else (config,)
     tiles = ", ".join(f"{c.entry} {c.tile}" for c in kernels)
-    return f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}" if tiles else "portable kernels"
+    by_halves = "" if whole or gradients else BY_HALVES
+    what = f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}{by_halves}"
+    return what if tiles else "portable kernels"
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:

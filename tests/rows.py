@@ -19,7 +19,7 @@ LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
 _OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
 _TOLD_APART = ("split", "deterministic", "has_bias_tiles", "has_mask_vectors", "writes_dbias", "aligned", "computes_dk")
-_OF_BIAS = (plan_sm80_backward.BIAS, "backward_bias")
+_OF_BIAS = (plan_sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
 
 Table = Iterator[tuple[Any, str]]

@@ -64,7 +64,7 @@ def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: flo
         np.testing.assert_allclose(x, y, rtol=eps, atol=eps * np.abs(y).max())
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (7, 3), (40, 64), (128, 128), (70, 100)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (7, 3), (40, 64), (128, 128), (70, 100), (130, 192)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
     both(*inputs(*head_dims), causal=causal)
@@ -102,6 +102,11 @@ def test_options(name: str) -> None:
 def test_block_mask(option: dict[str, Any]) -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
     both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, **option)
+
+
+def test_block_mask_in_narrow_tiles() -> None:
+    block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
+    both(*inputs(256, 256), hidden=HIDDEN_BY_MASK, block_mask=block_mask)
 
 
 def test_padded_queries() -> None:

@@ -97,6 +97,11 @@ def test_options(name: str) -> None:
     both(*inputs(), hidden=hidden, **options)
 
 
+@pytest.mark.parametrize("head_dims", [(192, 160), (256, 256)])
+def test_values_by_halves(head_dims: tuple[int, int]) -> None:
+    both(*inputs(*head_dims), hidden=HIDDEN_BY_MASK, mask=MASK, softcap=2.0)
+
+
 def test_block_mask() -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
     both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)

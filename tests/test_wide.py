@@ -37,7 +37,7 @@ def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
     entries = {x.kernel.entry for x in launch._launches.values()}
     family = "parts" if case.dtype == np.float32 else "wide"
     assert {f"{family}_forward", f"{family}_dq"} <= entries and entries & set(plan_wide.KEY_KERNELS)
-    assert not entries & {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv"}
+    assert not entries & {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv", "backward_bias"}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])  # which multiplies float64 by 16 x 8 x 8
@@ -53,10 +53,20 @@ def test_float32_in_parts(capability: tuple[int, int], dims: tuple[int, int]) ->
     agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True), capability)
 
 
+@pytest.mark.parametrize(("dtype", "dims"), [("float32", (200, 256)), ("float64", (40, 144))])
+def test_values_by_halves(dtype: str, dims: tuple[int, int]) -> None:
+    case = gaussian_case(0, dtype, SHAPE, (4, 2), dims, 1, causal=True, softcap=2.0)
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice((8, 0), num_sms=3)):
+        case.assert_forward(*case.on(Device("cpu_device", np)).forward())
+    assert "forward" not in {x.kernel.entry for x in launch._launches.values()}
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (30, 10)},
     "softcap and slopes": {"softcap": 2.0, "alibi_slopes": RNG.random(4), "causal": True},
     "bias": {"bias": np.where(MASK, RNG.standard_normal(SHAPE), -np.inf)},
+    "bias of keys": {"bias": RNG.standard_normal((2, 1, 1, 110))},
     "mask": {"mask": MASK},
     "sink": {"sink": RNG.standard_normal(4), "window": (3, 0)},
     "lengths": {"kv_lengths": np.array([90, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},

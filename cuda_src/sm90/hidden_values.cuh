@@ -4,7 +4,8 @@
 // in all warpgroups' scores, at a cost. So a tile is computed without looking: if hidden keys or values were not
 // finite, its result is not either, and it is computed again, carefully.
 #pragma once
-#include "../score_fragment.cuh"
+#include "../fragment.cuh"
+#include "../mask.cuh"
 #include "products.cuh"
 
 // Which keys of a tile some query sees; the two buffers take turns.

@@ -2,6 +2,7 @@
 // every product six of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
 // warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
+#include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
 #include "../write_fragment.cuh"
 #include "hidden_values.cuh"
