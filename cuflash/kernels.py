@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Protocol
 
 from cuflash.params import driver, encode_tensor_map, layout_asserts
 from cuflash.plan import FLAGS
+from cuflash.problem import MOST_KEPT
 
 Array = Any
 OPTIONS = ("--std=c++17",)
@@ -34,6 +35,8 @@ _LAST = ("smem_bytes", *FLAGS)
 _PRELUDE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#define DEVICE __device__ __forceinline__\n"
 # Shared memory that every kernel may use without asking for more.
 _DEFAULT_SMEM_BYTES = 48 * 1024
+# CUlaunchAttributeID, and the first driver that captures such a launch.
+_PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
 # CUstreamCaptureMode: allocations do not end a capture.
 _RELAXED = 2
 
@@ -46,11 +49,17 @@ class Kernel(Protocol):
     ) -> None: ...
 
     def bound(
-        self, grid: tuple[int, ...], block: tuple[int, ...], sizes: Sequence[int], smem_bytes: int
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        sizes: Sequence[int],
+        smem_bytes: int,
+        begins_early: bool = False,
     ) -> Callable[[int, int], None]:
         """Its launch with arguments of these sizes in bytes: call it with the address of their addresses, and a stream.
 
-        The arguments are read before it returns.
+        The arguments are read before it returns. One that begins early may begin before the kernel before it has ended,
+        and waits for it by itself.
         """
 
 
@@ -183,12 +192,19 @@ class CupyKernel:
         self._function(grid, block, args, shared_mem=shared_mem)
 
     def bound(
-        self, grid: tuple[int, ...], block: tuple[int, ...], sizes: Sequence[int], smem_bytes: int
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        sizes: Sequence[int],
+        smem_bytes: int,
+        begins_early: bool = False,
     ) -> Callable[[int, int], None]:
         """Its launch: `Kernel.bound`. CuPy's own packs the arguments anew each time."""
         driver = self._cupy.cuda.driver
-        launch = driver.launchKernel
-        shape = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
+        launch: Callable[..., Any] = driver.launchKernel
+        shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
+        if begins_early and self._cupy.cuda.runtime.driverGetVersion() >= _EARLY_SINCE:
+            shape, launch = (), _early_launch(shape, driver.CUDADriverError)
 
         def enqueue(arguments: int, stream: int) -> None:
             try:
@@ -200,6 +216,37 @@ class CupyKernel:
                 launch(*shape, stream, arguments, 0)
 
         return enqueue
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, and behind it the one attribute that it points to."""
+
+    _fields_ = (
+        ("shape", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+        ("attribute", ctypes.c_uint64 * 9),
+    )
+
+
+def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[[int, int, int], None]:
+    """What launches a kernel of a shape that begins early, as `driver.launchKernel` does behind its shape."""
+    launch = driver().cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+
+    @lru_cache(maxsize=MOST_KEPT)
+    def config(stream: int) -> tuple[int, Any]:
+        made = _LaunchConfig(shape[1:], stream, None, 1, (_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        made.attributes = ctypes.addressof(made) + _LaunchConfig.attribute.offset
+        return ctypes.addressof(made), made
+
+    def enqueue(stream: int, arguments: int, _: int) -> None:
+        status = launch(config(stream)[0], shape[0], arguments, None)
+        if status:
+            raise failure(status)
+
+    return enqueue
 
 
 def _begin_thread(cupy: Any, index: int) -> None:

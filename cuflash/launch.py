@@ -44,6 +44,11 @@ class Kernel:
     config: KernelConfig
 
     @property
+    def begins_early(self) -> bool:
+        """Whether it may begin before the kernel before it has ended, for which it waits by itself."""
+        return False
+
+    @property
     def visits_tiles(self) -> bool:
         """Whether it goes through tiles of scores, in dynamic shared memory and by a block mask's lists."""
         return True
@@ -153,7 +158,11 @@ class Launch:
         self._is_empty = 0 in self._further.grid
         self._values = (self.params, *self._further.values)
         self._launch = kernel.load(device).bound(
-            self._further.grid, (kernel.threads,), [value.nbytes for value in self._values], kernel.smem_bytes
+            self._further.grid,
+            (kernel.threads,),
+            [value.nbytes for value in self._values],
+            kernel.smem_bytes,
+            kernel.begins_early,
         )
         # A thread that launches takes one and puts it back; a list does each at once.
         self._free: list[_Arguments] = []

@@ -254,6 +254,11 @@ class _OfQueries(WithoutTiles):
 
     config: plan_sm90_backward.Config
 
+    @property
+    def begins_early(self) -> bool:
+        """Where dq of one head is written while others are under way; what comes before them all waits for nothing."""
+        return self.config.ping_pong and self.entry != plan_sm90_backward.ROWS
+
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """How sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
@@ -335,7 +340,8 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
     if config.stores_first and "q" in grads:
-        rows["dq_turns"] = work.empty((1 + tiles * config.dq_sums * config.dq_parts,), np.int32)
+        words = 1 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
+        rows["dq_turns"] = work.empty((words,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     work.run(BeforeGradients(plan_sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}

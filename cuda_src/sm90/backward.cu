@@ -98,6 +98,10 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
       ptx::bulk_wait_group<0>();
       end_turn(p, step.sum(), part);
     }
+    if (adds && step.last) {
+      ptx::bulk_wait_group<0>();
+      ptx::add_release(warps_done_at(p, step.number), 1);
+    }
   }
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
@@ -113,11 +117,12 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     second.follow(first);
+    const bool adds = p.dq_sum != nullptr && lane() == 0;
     if (first.stage != warp) {
+      if (adds && step.last) ptx::add_release(warps_done_at(p, step.number), 1);
       first.advance();
       continue;
     }
-    const bool adds = p.dq_sum != nullptr && lane() == 0;
     if (adds) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
     __syncwarp();
     first.wait();
@@ -135,6 +140,7 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
     if (adds) {
       ptx::bulk_wait_group<0>();
       end_turn(p, step.sum(), 0);
+      if (step.last) ptx::add_release(warps_done_at(p, step.number), 1);
     }
   }
 }
@@ -329,6 +335,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_begin();
 
   Rings rings(shared);
   const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be

@@ -33,6 +33,7 @@ DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const AttentionParams p) {
+  ptx::let_next_kernel_begin();
   if (DETERMINISTIC && p.dq_turns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
@@ -45,41 +46,56 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_rows(const A
     clear_bias(p, work, row, smaller(BLOCK_M, s.rows_q - row), smaller(seen.block * BLOCK_N, end), end);
   }
 
-  if (p.dq_turns != nullptr && threadIdx.x < DQ_SUMS * DQ_PARTS) *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = NO_PART;
-
-  // All vectors of some rows are read before the first is used.
-  constexpr int ROWS_AT_ONCE = THREADS / LANES, STEPS = BLOCK_M / ROWS_AT_ONCE, HELD = STEPS < 4 ? STEPS : 4;
-  const int first = threadIdx.x % LANES * VECTOR;
+  // All vectors of some rows are read before the first is used, whole: the compiler would branch around structs.
+  constexpr int ROWS_AT_ONCE = THREADS / LANES, STEPS = BLOCK_M / ROWS_AT_ONCE,
+                HELD = STEPS < 4 || HEAD_DIM > 128 ? 2 : 4;
+  const int first = threadIdx.x % LANES * VECTOR, own_row = threadIdx.x / LANES;
+  const int left = s.len_q - (work.tile * BLOCK_M + own_row);  // rows from the thread's first on
+  const i64 at = s.row_q + work.tile * BLOCK_M + own_row, number = tile * BLOCK_M + own_row;
+  const Element *dout = p.dout.at(batch, at, work.head) + first, *out = p.out.at(batch, at, work.head) + first;
+  const float* own_lse = p.lse.at(batch, at, work.head);
 #pragma unroll
   for (int step = 0; step < STEPS; step += HELD) {
-    Vector dout[HELD], out[HELD];
+    uint4 douts[HELD], outs[HELD];
     float lse[HELD];
 #pragma unroll
     for (int held = 0; held < HELD; held++) {
-      const int i = work.tile * BLOCK_M + (step + held) * ROWS_AT_ONCE + threadIdx.x / LANES;
-      const i64 at = s.row_q + i;
-      const bool used = i < s.len_q && first < p.head_dim_v;
-      // Head dims and strides are multiples of 16 bytes, as TMA wants them.
-      dout[held] = used ? *reinterpret_cast<const Vector*>(p.dout.at(batch, at, work.head) + first) : Vector{};
-      out[held] = used ? *reinterpret_cast<const Vector*>(p.out.at(batch, at, work.head) + first) : Vector{};
-      lse[held] = i < s.len_q ? *p.lse.at(batch, at, work.head) : -infinity();
+      const int ahead = (step + held) * ROWS_AT_ONCE;
+      lse[held] = ahead < left ? __ldg(own_lse + ahead * p.lse.row_stride) : -infinity();
     }
-    if (step == 0) clear_sums(p, tile);
 #pragma unroll
     for (int held = 0; held < HELD; held++) {
-      const int row = (step + held) * ROWS_AT_ONCE + threadIdx.x / LANES, i = work.tile * BLOCK_M + row;
-      const i64 at = s.row_q + i;
+      const int ahead = (step + held) * ROWS_AT_ONCE;
+      // Head dims and strides are multiples of 16 bytes, as TMA wants them.
+      douts[held] = outs[held] = make_uint4(0, 0, 0, 0);
+      if (ahead < left && first < p.head_dim_v) {
+        douts[held] = __ldg(reinterpret_cast<const uint4*>(dout + ahead * p.dout.row_stride));
+        outs[held] = __ldcs(reinterpret_cast<const uint4*>(out + ahead * p.out.row_stride));  // not read again
+      }
+    }
+    if (step == 0) {
+      clear_sums(p, tile);
+      if (p.dq_turns != nullptr) {
+        if (threadIdx.x < DQ_SUMS * DQ_PARTS) *dq_turn_at(p, tile * DQ_SUMS, threadIdx.x) = NO_PART;
+        if (DQ_BY_HEADS && work.tile == 0 && threadIdx.x == 0) *warps_done_at(p, tile) = 0;
+      }
+    }
+#pragma unroll
+    for (int held = 0; held < HELD; held++) {
+      const int ahead = (step + held) * ROWS_AT_ONCE;
+      const auto& a = reinterpret_cast<const Vector&>(douts[held]);
+      const auto& b = reinterpret_cast<const Vector&>(outs[held]);
       float sum = 0;
 #pragma unroll
-      for (int e = 0; e < VECTOR; e++) sum += to_accum(dout[held].e[e]) * to_accum(out[held].e[e]);
+      for (int e = 0; e < VECTOR; e++) sum += to_accum(a.e[e]) * to_accum(b.e[e]);
 #pragma unroll
       for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
       if (threadIdx.x % LANES != 0) continue;
-      if (p.dlse.data != nullptr && i < s.len_q) sum -= *p.dlse.at(batch, at, work.head);
+      if (p.dlse.data != nullptr && ahead < left) sum -= *p.dlse.at(batch, at + ahead, work.head);
       if (lse[held] == -infinity()) sum = 0;  // padded rows and rows that saw nothing may hold anything
-      p.row_lse[tile * BLOCK_M + row] = lse[held] == -infinity() ? infinity() : lse[held] * LSE_BASE;
-      p.row_delta[tile * BLOCK_M + row] = sum;
-      if (p.delta.data != nullptr && i < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
+      p.row_lse[number + ahead] = lse[held] == -infinity() ? infinity() : lse[held] * LSE_BASE;
+      p.row_delta[number + ahead] = sum;
+      if (p.delta.data != nullptr && ahead < left + s.rows_q - s.len_q) *p.delta.at(batch, at + ahead, work.head) = sum;
     }
   }
 }
@@ -91,13 +107,24 @@ extern "C" __global__ void __launch_bounds__(DQ_PARTS* WARPGROUP) backward_sm90_
   const Sequence& s = work.sequence;
   const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
   const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
+  const i64 number = query_tile(p, s, work.head, work.tile, BLOCK_M);
+  // Begins as soon as all has been added to its head; in the last one when the kernel before has ended, so that the
+  // next kernel follows both.
+  if (DQ_BY_HEADS && p.cu_seqlens_q == nullptr && p.seqlen_k > 0 && blockIdx.x + p.num_tiles < gridDim.x) {
+    const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
+    while (threadIdx.x == 0 && ptx::load_acquire(warps_done_at(p, number)) != all) {
+    }
+    __syncthreads();
+  } else {
+    ptx::wait_for_kernel_before();
+  }
   if (first_row >= s.rows_q) return;
   const i64 batch = batch_of(p, s);
 
   float4 dq[DQ_COLUMNS / 8];
 #pragma unroll
   for (float4& x : dq) x = make_float4(0, 0, 0, 0);
-  const i64 first_sum = query_tile(p, s, work.head, work.tile, BLOCK_M) * DQ_SUMS;
+  const i64 first_sum = number * DQ_SUMS;
   // A sum whose first part was to be stored, and that no part came to, is not even zero.
   const auto was_added = [&](int i) {
     return first_row < s.len_q && (!STORES_FIRST || *dq_turn_at(p, first_sum + i, 0) != NO_PART);

@@ -256,6 +256,10 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / (gridDim.x / PAIR));
     if (lane() == 0) {
       work.unseen = walk.done();
+      if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr) {
+        const int head = work.head * (p.num_heads_q / p.num_heads_kv);
+        ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
+      }
       work.stage = rings.work.stage;
       work.phase = rings.work.phase;
       if (HAS_BIAS_TILES) {

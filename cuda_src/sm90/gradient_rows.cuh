@@ -46,3 +46,13 @@ DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
   while (*static_cast<volatile int*>(dq_turn_at(p, sum, part)) != STORED) {
   }
 }
+
+// Where warps of their own add parts, dq of one head is written while tiles of keys of others are under way.
+constexpr bool DQ_BY_HEADS = PING_PONG;
+// How many of them have come to the end of a tile of keys, DQ_PARTS to each, of the KV head whose queries have a tile
+// of this number.
+DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
+  const i64 images = p.cu_seqlens_q == nullptr ? static_cast<i64>(p.batch) * p.num_heads_q : p.num_heads_q;
+  const u32 image = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);
+  return dq_turn_at(p, images * p.num_query_tiles * DQ_SUMS, 0) + image;
+}

@@ -21,12 +21,13 @@ static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "tu
 
 // In which order tiles of keys come, a pair's as one. GROUPS: of heads whose queries fit in L2, in each group the first
 // keys, which most queries see if it is causal, first. LAST_GROUP: head by head, the last such group alone longest
-// first, so that thread blocks end together. TURNS: see walks_backwards.
+// first, so that thread blocks end together, of LAST_HEADS at least to head dim 128. TURNS: see walks_backwards.
 enum class KeyOrder { GROUPS, LAST_GROUP, TURNS };
+constexpr int LAST_HEADS = PING_PONG && !DETERMINISTIC ? 8 : 1;
 
 // The first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
-  const u32 images = num_key_images(p), together = p.heads_together;
+  const u32 images = num_key_images(p), together = larger(p.heads_together, LAST_HEADS);
   return HAS_WINDOW ? images - min(together, images) : images;
 }
 
@@ -52,6 +53,7 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
     u32 first = 0, together = p.heads_together, end = num_key_images(p);
     if (ORDER != KeyOrder::GROUPS) {
       first = image < last ? 0 : last;
+      together = end - first;
       if (image < last) {
         together = ORDER == KeyOrder::TURNS ? heads_in_turn(p) : 1;
         end = last;

@@ -62,6 +62,13 @@ DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
 // Makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after a barrier.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- Kernels that begin before the one before them has ended
+
+// Waits until it has, and all that it wrote is there.
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may begin when all thread blocks have come here, as far as there is room.
+DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 
 // tma_load: the box at the coordinates into shared memory; elements out of bounds are zeros and count as bytes.

@@ -306,9 +306,17 @@ class CpuKernel:
         self._module.launch(self._entry, grid, block, args, shared_mem)
 
     def bound(
-        self, grid: Sequence[int], block: Sequence[int], sizes: Sequence[int], smem_bytes: int
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        sizes: Sequence[int],
+        smem_bytes: int,
+        begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch with arguments of these sizes: call it with the address of their addresses, and the stream."""
+        """Its launch with arguments of these sizes: call it with the address of their addresses, and the stream.
+
+        Kernels run one after the other, also those that may begin early.
+        """
         self._check(smem_bytes)
         expected = self._module.sizes(self._entry)
         if list(sizes) != expected:

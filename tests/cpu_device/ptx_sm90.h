@@ -33,6 +33,10 @@ inline void cp_async_mbarrier_arrive(unsigned mbarrier, Where where = {}) {
 
 inline void fence_async_shared() { cpu_device::fence_async_shared(); }
 
+// Kernels run one after the other.
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_begin() {}
+
 inline void tma_prefetch_map(const void*) {}
 inline void tma_load(unsigned shared, const void* map, unsigned mbarrier, int c0, int c1, int c2, Where where = {}) {
   const int at[] = {c0, c1, c2};
