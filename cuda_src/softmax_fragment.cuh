@@ -149,7 +149,7 @@ struct FragmentSoftmax {
         reference[r] = grown;
         sum[r] *= rescale[r];
       }
-      return HEAD_DIM_V <= 128 || __any_sync(ALL_LANES, any_grown);  // to ask costs more than to multiply few results
+      return HEAD_DIM_V == 128 || __any_sync(ALL_LANES, any_grown);  // at 128 to ask costs more than to multiply
     }
     const Accum limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
     rescale[0] = rescale[1] = 1;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,8 +64,9 @@ class Row:
     """Tiles for head dims up to these: without a window, with one, and with other options.
 
     The more an option takes in registers, the smaller the tile: no kernel spills. For many keys, and few queries of
-    them, other tiles may be faster, and of a narrow window the smaller a tile the less of it is hidden; of few keys the
-    largest weights decide the error, so their maxima are exact.
+    them, other tiles may be faster, and of a narrow window the smaller a tile the less of it is hidden. The largest
+    weights decide the error, so maxima are exact where they cost little: of few keys, and of very many, where they grow
+    rarely.
     """
 
     head_dim: int
@@ -80,6 +82,7 @@ class Row:
     many_windowed: Tile | None = None
     narrow_window: Tile | None = None
     few_queries: Tile | None = None
+    exact_again: int | None = None  # from so many keys on, without a window, the tile for few
 
 
 # The first row that is wide enough is taken.
@@ -95,7 +98,8 @@ FORWARD = (
         Tile(128, 128),
         Tile(128, 64),
         many_keys=Tile(192, 128),
-        many_windowed=Tile(256, 64),
+        many_windowed=Tile(192, 128, exact=True),
+        narrow_window=Tile(256, 64),
         few_queries=Tile(192, 128),
     ),
     Row(
@@ -159,6 +163,7 @@ FORWARD = (
         many_keys=Tile(128, 64, early_eighths=4),
         many_windowed=Tile(128, 64, early_eighths=2),
         few_queries=Tile(128, 64, early_eighths=4),
+        exact_again=4096,
     ),
 )
 STAGES = 2
@@ -340,6 +345,8 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     plain_scores = has_plain_scale(problem)
+    is_windowed = problem.window_left is not None or problem.window_right is not None
+    has_very_many = not (problem.packed or is_windowed) and problem.seqlen_k >= (row.exact_again or math.inf)
     return forward_config(
         row,
         problem.dtype,
@@ -347,7 +354,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         flags_of(problem),
         plain_scores,
         bias_tiles,
-        many_keys=_has_many_keys(problem),
+        many_keys=_has_many_keys(problem) and not has_very_many,
         narrow_window=_has_narrow_window(problem),
         few_queries=problem.seqlen_q <= _FEW_QUERIES,
         bounded_scores=problem.softcap <= _LARGEST_BOUND,
