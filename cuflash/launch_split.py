@@ -230,12 +230,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def split(work: Work, config: Config) -> Arrays:
-    """Write the operands' parts, once in a pass; return the arrays for kernels that read them."""
-    if "work_space" in work.arrays:
-        return work.arrays
-    space = work.empty((WorkSpace(work.problem, config, work.device).size,), np.uint8)
-    work.arrays["work_space"] = space
-    work.run(Split(ROWS, config), work.arrays)
+    """Write the operands' parts if none are there; return the arrays for kernels that read them."""
+    size = WorkSpace(work.problem, config, work.device).size
+    if "work_space" not in work.arrays or work.arrays["work_space"].size != size:  # of as many columns
+        work.arrays["work_space"] = work.empty((size,), np.uint8)
+        work.run(Split(ROWS, config), work.arrays)
     return work.arrays
 
 

@@ -109,8 +109,11 @@ class GradientRow:
     with_options: dict[str, Walk]
 
 
+def _apart(walk: Walk, of_dv: Walk | None = None) -> dict[str, Walk]:
+    return {DQ: walk, DK: walk, DV: of_dv or walk}
+
+
 # By number of parts; the first row that is wide enough is taken; else other kernels run.
-_WIDE = {DQ: Walk(128, 32, 2, 1), DK: Walk(128, 32, 2, 1), DV: Walk(128, 64, 2, 1)}
 BACKWARD = {
     2: (
         GradientRow(
@@ -118,9 +121,9 @@ BACKWARD = {
             {DQ: Walk(128, 64), DKV: Walk(128, 48)},
             {DQ: Walk(128, 32), DKV: Walk(128, 32)},
         ),
-        GradientRow(128, _WIDE, {**_WIDE, DV: Walk(128, 32)}),
-        GradientRow(192, *2 * (dict.fromkeys((DQ, DK, DV), Walk(64, 32, 2, 1)),)),
-        GradientRow(256, *2 * ({DQ: Walk(64, 16, 2, 1), DK: Walk(64, 16, 2, 1), DV: Walk(64, 32, 2, 1)},)),
+        GradientRow(128, _apart(Walk(128, 32, 2, 1), Walk(128, 64, 2, 1)), _apart(Walk(128, 32, 2, 1), Walk(128, 32))),
+        GradientRow(192, _apart(Walk(64, 32, 2, 1), Walk(64, 48, 2, 1)), _apart(Walk(64, 32, 2, 1))),
+        GradientRow(256, *2 * (_apart(Walk(64, 16, 2, 1), Walk(64, 32, 2, 1)),)),
     ),
     1: (
         GradientRow(
@@ -131,8 +134,10 @@ BACKWARD = {
         GradientRow(
             128,
             {DQ: Walk(128, 64), DKV: Walk(128, 32)},
-            {DQ: Walk(128, 32), DK: Walk(128, 32), DV: Walk(128, 32)},
+            _apart(Walk(128, 32)),
         ),
+        GradientRow(192, _apart(Walk(128, 48, 2, 1)), _apart(Walk(128, 32))),
+        GradientRow(256, _apart(Walk(128, 32, 2, 1)), _apart(Walk(128, 16))),
     ),
 }
 
