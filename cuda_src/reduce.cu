@@ -3,8 +3,7 @@
 #include "softmax.cuh"
 #include "params.cuh"
 
-constexpr int WARPS = THREADS / WARP;     // where a warp computes a row of a head
-constexpr int MOST_COLUMNS = 256 / WARP;  // of a thread
+constexpr int WARPS = THREADS / WARP;  // where a warp computes a row of a head
 
 // Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
 DEVICE double sum_of_block(double x) {
@@ -111,40 +110,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
 }
 
 // One attention from its parts over disjoint keys: out = sum of w out_parts with w = exp(lse_part - lse) (Dao et al.
-// 2022, section 3.1).
+// 2022, section 3.1). One block a row, one thread a column; the order is that of the parts.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
-  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
-  const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
-  if (row >= p.seqlen_q) return;
+  const Work work = work_of<false>(p, 1, p.num_heads_q, false);
+  const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
   const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+  const bool inside = column < p.head_dim_v;
 
+  // Those of as many parts as a warp has lanes, all on their way at once, and beside lse.
+  Accum outs[WARP];
+  const auto read_outs = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < WARP; i++) {
+      const int part = first + i;
+      outs[i] = inside && part < p.splits ? p.out_parts.at(first_part + part, row, head)[column] : Accum(0);
+    }
+  };
   const auto lse_of = [&](int part) {
     return part < p.splits ? *p.lse_parts.at(first_part + part, row, head) : -infinity();
   };
+  read_outs(0);
   Accum top = -infinity();
   for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
   top = max_of_row<WARP>(top);
-  Accum total = 0, sum[MOST_COLUMNS] = {};
+  Accum total = 0, sum = 0;
   for (int first = 0; first < p.splits && top != -infinity(); first += WARP) {
+    if (first > 0) read_outs(first);
     const Accum own = weight(lse_of(first + lane), top);  // each lane's is another part
     total += own;
-#pragma unroll 4
-    for (int part = 0; part < smaller(p.splits - first, WARP); part++) {
-      const Accum of_part = __shfl_sync(ALL_LANES, own, part);
-      const Accum* out = p.out_parts.at(first_part + first + part, row, head);
 #pragma unroll
-      for (int i = 0; i < MOST_COLUMNS; i++) {
-        const int column = lane + i * WARP;
-        if (column < p.head_dim_v) sum[i] += of_part * out[column];
-      }
-    }
+    for (int i = 0; i < WARP; i++) sum += __shfl_sync(ALL_LANES, own, i) * outs[i];
   }
   total = sum_of_row<WARP>(total);
-#pragma unroll
-  for (int i = 0; i < MOST_COLUMNS; i++) {
-    const int column = lane + i * WARP;
-    if (column >= p.head_dim_v) break;
-    p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum[i] / total);
-  }
-  if (lane == 0) *p.lse.at(batch, row, head) = top == -infinity() ? top : top + log_e(total);
+  if (inside) p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum / total);
+  if (column == 0) *p.lse.at(batch, row, head) = top == -infinity() ? top : top + log_e(total);
 }

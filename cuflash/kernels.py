@@ -74,9 +74,7 @@ class Device(Protocol):
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
         """Compile `source` with further options and return its entry."""
 
-    def tensor_map(
-        self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
-    ) -> Array:
+    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
         """Describe an array for TMA: `params.encode_tensor_map`."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Array:
@@ -129,13 +127,11 @@ class CupyDevice:
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
-    def tensor_map(
-        self, address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
-    ) -> Array:
+    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
         """Describe an array for TMA: `params.encode_tensor_map`."""
         if not self.namespace.cuda.driver.ctxGetCurrent():
             _begin_thread(self.namespace, self.index)
-        return encode_tensor_map(address, dtype, extents, strides, box)
+        return encode_tensor_map(address, *description, once=once)
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
         """Compile `source`, or take it from CuPy's cache; loaded for the current device."""

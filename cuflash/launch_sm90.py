@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
-from cuflash.launch import Further, Kernel, Rows, WithoutTiles, Words, Work, images, num_tiles
+from cuflash.launch import Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
@@ -46,13 +46,14 @@ class Persistent(Further):
         super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(tiles_of))
         self._counter = TileCounter(device, tiles > takers)
         self._device = device
+        self._once = plan_sm90.has_few_queries(problem)
         self._words = tuple([word_of(name) for name, _ in tiles_of])
         self._tiled = [_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of]
         self._maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
         tiled = zip(addresses, self._tiled, strict=True)
-        return [self._device.tensor_map(address, *description) for address, description in tiled]
+        return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
         """Write the maps of the struct's arrays, and the address of a counter."""
@@ -155,8 +156,12 @@ class Forward(Kernel):
 
 
 @dataclass(frozen=True)
-class MergeParts(Rows):
+class MergeParts(Sum):
     """The results over parts of the keys become one."""
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(rows of one head, rows in all)."""
+        return problem.seqlen_q, problem.seqlen_q * images(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """As the kernel that wrote the parts."""

@@ -24,7 +24,7 @@ ALIGNMENT = 16
 # Of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
 _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 _SWIZZLE_128B = 3
-_L2_256B = 3
+_L2_128B, _L2_256B = 2, 3
 TENSOR_MAP = np.dtype("V128")
 _MAP_ALIGNMENT = 64
 
@@ -214,7 +214,13 @@ def driver() -> ctypes.CDLL:
 
 
 def encode_tensor_map(
-    address: int, dtype: str, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    address: int,
+    dtype: str,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    once: bool = False,
 ) -> np.ndarray[Any, Any]:
     """A map of an array, elements out of whose bounds are read as zeros.
 
@@ -227,6 +233,8 @@ def encode_tensor_map(
         Elements of the array and of one copy, innermost axis first; a row of a copy has `SWIZZLE_BYTES`.
     strides : sequence of int
         Bytes from one element to the next along each axis but the innermost.
+    once : bool
+        It is read once: L2 fetches no more than it is asked for.
 
     Returns
     -------
@@ -252,7 +260,7 @@ def encode_tensor_map(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         _SWIZZLE_128B,
-        _L2_256B,
+        _L2_128B if once else _L2_256B,
         0,  # zeros out of bounds
     )
     if status:

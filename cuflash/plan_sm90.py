@@ -57,6 +57,7 @@ class Tile:
     ping_pong: bool = True
     early_eighths: int = 0
     exact: bool = False
+    stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ FORWARD = (
         many_keys=Tile(192, 128),
         many_windowed=Tile(192, 128, exact=True),
         narrow_window=Tile(256, 64),
-        few_queries=Tile(192, 128),
+        few_queries=Tile(64, 128, ping_pong=False, stages=3),
     ),
     Row(
         96,
@@ -126,7 +127,7 @@ FORWARD = (
         many_keys=Tile(192, 80),
         many_windowed=Tile(192, 80),
         narrow_window=Tile(192, 64),
-        few_queries=Tile(128, 176, early_eighths=2),
+        few_queries=Tile(64, 64, ping_pong=False, stages=3),
     ),
     Row(
         192,
@@ -162,11 +163,10 @@ FORWARD = (
         Tile(64, 32, ping_pong=False),
         many_keys=Tile(128, 64, early_eighths=4),
         many_windowed=Tile(128, 64, early_eighths=2),
-        few_queries=Tile(128, 64, early_eighths=4),
+        few_queries=Tile(64, 32, ping_pong=False, stages=3),
         exact_again=4096,
     ),
 )
-STAGES = 2
 # Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal.
 _LARGEST_BOUND = 50
 _BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
@@ -216,10 +216,12 @@ def forward_config(
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = set(flags) - {"has_window"}
     if not options and plain_scores:
-        if flags:
+        if few_queries and row.few_queries:
+            tile = row.few_queries
+        elif flags:
             tile = (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
         else:
-            tile = (few_queries and row.few_queries) or (many_keys and row.many_keys) or row.full
+            tile = (many_keys and row.many_keys) or row.full
     elif options <= {"has_softcap"} or options == {"has_alibi"}:
         tile = row.with_score
     elif options == {"has_dropout"}:
@@ -233,7 +235,7 @@ def forward_config(
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
     queries = tile.block_m * row_bytes
-    smem_bytes = queries + STAGES * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
+    smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     if plain_scores and options == {"has_alibi"}:
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
         smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
@@ -254,7 +256,6 @@ def forward_config(
         smem_bytes += staging_bytes
     return Config(
         entry="forward_sm90",
-        stages=STAGES,
         query_stages=query_stages,
         split=split,
         staging_panels=0 if split else staging_panels,
@@ -335,6 +336,11 @@ def _has_many_keys(problem: AttentionProblem) -> bool:
     return 2 * problem.seqlen_k >= _MANY_KEYS * problem.batch
 
 
+def has_few_queries(problem: AttentionProblem) -> bool:
+    """Whether one tile has the queries of a head, so that keys are read once."""
+    return problem.seqlen_q <= _FEW_QUERIES
+
+
 def _has_narrow_window(problem: AttentionProblem) -> bool:
     left, right = problem.window_left, problem.window_right
     bounded = left is not None and right is not None and left + right < _WIDE_WINDOW
@@ -356,7 +362,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         bias_tiles,
         many_keys=_has_many_keys(problem) and not has_very_many,
         narrow_window=_has_narrow_window(problem),
-        few_queries=problem.seqlen_q <= _FEW_QUERIES,
+        few_queries=has_few_queries(problem),
         bounded_scores=problem.softcap <= _LARGEST_BOUND,
     )
 
@@ -390,7 +396,8 @@ def table() -> Iterator[tuple[Config, str]]:
                 yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype
                 if row.narrow_window:
                     yield forward_config(row, dtype, None, ("has_window",), narrow_window=True), dtype
-                yield forward_config(row, dtype, None, (), few_queries=True), dtype
+                for flags in ((), ("has_window",)):
+                    yield forward_config(row, dtype, None, flags, few_queries=True), dtype
             if dtype in _BOUNDED_DTYPES:
                 yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
