@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,7 +82,7 @@ class Row:
     many_windowed: Tile | None = None
     narrow_window: Tile | None = None
     few_queries: Tile | None = None
-    exact_again: int | None = None  # from so many keys on, without a window, the tile for few
+    exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
 
 
 # The first row that is wide enough is taken.
@@ -351,16 +350,16 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     plain_scores = has_plain_scale(problem)
-    is_windowed = problem.window_left is not None or problem.window_right is not None
-    has_very_many = not (problem.packed or is_windowed) and problem.seqlen_k >= (row.exact_again or math.inf)
+    flags = flags_of(problem)
+    grow_rarely = not (flags or problem.packed) and problem.seqlen_k >= row.exact_again
     return forward_config(
         row,
         problem.dtype,
         problem.bias_dtype,
-        flags_of(problem),
+        flags,
         plain_scores,
         bias_tiles,
-        many_keys=_has_many_keys(problem) and not has_very_many,
+        many_keys=_has_many_keys(problem) and not grow_rarely,
         narrow_window=_has_narrow_window(problem),
         few_queries=has_few_queries(problem),
         bounded_scores=problem.softcap <= _LARGEST_BOUND,
