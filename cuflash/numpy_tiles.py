@@ -19,8 +19,8 @@ from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
 
-# A tile of float32 scores takes 2.3 MB: it stays in the last cache, and threads seldom wait for the interpreter's lock
-# (with 384 x 384 two are a fifth slower). No powers of 2: rows of scores would share cache sets.
+# A tile of scores stays in the last cache, and threads seldom wait for the interpreter's lock. No powers of 2: rows of
+# scores would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
 # Where causal or a window cuts through, narrower tiles take only the rows that see some of their keys.

@@ -79,7 +79,6 @@ def naive_calls(inputs: Inputs) -> Calls:
     cell, xp = inputs.cell, inputs.xp
     if cell.lengths:
         raise Unavailable("one padded batch would measure the padding")
-    # float32 scores, their exponentials and the probabilities in the inputs' dtype, forward and backward
     needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
     if needed > _free_memory(xp):
         raise Unavailable(f"its score matrices need {needed >> 30} GiB")
@@ -172,7 +171,6 @@ _FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64"
 def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
     """``a @ b`` of CuPy matrices or of stacks of them (count, rows, columns) by cuBLAS, into `out` or added to it.
 
-    CuPy's own ``matmul`` turns float16 into float32, without tensor cores, and knows no bfloat16.
     Sums are float32, float64 for float64. One of the last two axes of each operand is contiguous, and the last of
     `out`, whose dtype may be that of the sums.
     """
