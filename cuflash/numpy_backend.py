@@ -1,7 +1,7 @@
 """The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
 
-Never an array of seqlen_q x seqlen_k: each worker walks the keys of one block of rows with the online softmax
-(Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). 16-bit
+Each worker walks the keys of one block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). 16-bit
 inputs are widened tile by tile and computed in float32. Every result has the same bits whatever the number of cores:
 backward, a task owns some rows of a few heads; it writes their dq, and its share of every sum over tasks (dk, dv and
 the extras) is added in the order of the tasks.

@@ -1,7 +1,7 @@
 """What a cell's problem is computed of, random inputs and options, and whether a peer's results are right.
 
-``softcap``, ``alibi``, ``bias`` and ``mask`` (one for all batches and heads), ``dbias`` (a bias of the scores' whole
-shape, and its gradient), ``dropout``, ``deterministic``, ``tf32``, and ``blocks`` (the cell's window as a block mask).
+``bias`` and ``mask`` are one for all batches and heads; ``dbias`` is a bias of the scores' whole shape, and its
+gradient; ``blocks`` the cell's window as a block mask.
 
 Results are checked by a few rows of out and dq, and a few keys of dk and dv, against float64. A key of dk and dv needs
 all queries: their out and lse are cuflash's own, which were checked on the sampled rows.
