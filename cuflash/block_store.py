@@ -25,7 +25,7 @@ Words = NDArray[np.uint64]
 WordsOf = Callable[[int, int, int, int], Words]  # (batch, head, first row, row after the last) -> words
 Shape = tuple[int, int, int, int]
 
-# Elements that are looked at in one go: their words stay in a core's cache, and NumPy's cost per call is hidden.
+# Elements that are looked at in one go: their words stay in a core's cache.
 STRIP_ELEMENTS = 1 << 22
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
@@ -37,7 +37,7 @@ GetKernel = Callable[[str, str, dict[str, int]], Callable[..., Any]]
 _SOURCE = "block_sparse"
 _CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}
 _WARP = 32
-_WARPS = 8  # per thread block, where each works on its own: a usual size, nothing depends on it
+_WARPS = 8  # of a thread block; nothing depends on it
 _SCAN_THREADS = 1024
 _WARPGROUP = 128
 

@@ -29,7 +29,6 @@ CPU_CONFIG = Config()
 GPU_CONFIG = Config(
     width=256, num_layers=4, num_heads=4, context=256, batch=32, shards=1, steps=250, attention_dtype="bfloat16"
 )
-# A slow CPU makes fewer steps.
 MAX_TRAINING_SECONDS = 125
 REQUIRED_GAIN = 0.40  # validation loss below the unigram entropy
 VALIDATIONS = 5

@@ -228,7 +228,6 @@ def _adopt_jax(name: str, x: Any) -> Array:
             f"{name}: expected a concrete JAX array, got a tracer: inside jit or grad use the custom_vjp of "
             "examples/autodiff/jax_custom_vjp.py"
         )
-    # On the CPU NumPy sees JAX's own memory through __array__, bfloat16 included.
     return np.asarray(x) if x.__dlpack_device__()[0] == 1 else _from_dlpack(name, x)
 
 

@@ -1,7 +1,7 @@
 """Workers of the CPU path: one thread a core, each with single-threaded BLAS and its own scratch memory.
 
-NumPy releases the lock in products and elementwise loops, so plain threads scale. BLAS's own would fight them, and
-split sums by their number; so they are set to one until the last concurrent call ends.
+BLAS's own threads would fight them, and split sums by their number; so they are set to one until the last concurrent
+call ends.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from cuflash.bench.peers import PLAIN, US
 from cuflash.compile_cli import versions
 from cuflash.kernels import WITHOUT_WGMMA
 
-# A median beyond so many times the least time is no property of the kernel: clocks vary by a tenth.
+# A median beyond so many times the least time is no property of the kernel.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 # The host fills the queue behind so much work: no call waits for its launch.
