@@ -26,10 +26,15 @@ struct Score {
     }
   }
 
+  DEVICE Accum capped(Accum product) const {
+    if constexpr (sizeof(Element) == 2) return tanh_of(product * (scale / softcap));
+    return tanh_of(product * scale / softcap);
+  }
+
   // d score / d (q.k) is the returned slope times scale; 1 without softcap.
   DEVICE Accum derivative(Accum product) const {
     if constexpr (HAS_SOFTCAP) {
-      const Accum t = tanh_of(product * scale / softcap);
+      const Accum t = capped(product);
       return 1 - t * t;
     }
     return 1;
@@ -49,7 +54,7 @@ struct Score {
   // not read yet is null.
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
-    if constexpr (HAS_SOFTCAP) s = softcap * tanh_of(s / softcap);
+    if constexpr (HAS_SOFTCAP) s = softcap * capped(product);
     if constexpr (HAS_BIAS) {
       const Accum b = own_bias == nullptr ? bias_at(i, j) : *own_bias;
       s = b == -infinity() ? b : s + b;

@@ -38,7 +38,7 @@ class Tile:
     """Queries and keys of a tile, warps, buffers of keys and values, blocks that share a multiprocessor.
 
     Of `key_warps` warps that have the same queries each has a part of the keys, and of the columns of the result.
-    GPUs from `below` on would have too few registers.
+    GPUs from `below` on would have too few registers; `only` these options leave enough.
     """
 
     block_m: int
@@ -48,6 +48,7 @@ class Tile:
     min_blocks: int = 1
     key_warps: int = 1
     below: Capability = ANY
+    only: tuple[str, ...] = ()
 
 
 T = TypeVar("T")
@@ -58,16 +59,27 @@ class Row(Generic[T]):
     """Tiles for head dims up to these.
 
     `tiles` are for plain scores, or a window: the first is taken whose blocks fit a multiprocessor's shared memory
-    together. `with_options` are for any other option, as they take registers.
+    together. `with_options` are for any other options, as they take registers; before them `with_one` for one alone.
     """
 
     head_dim: int
     head_dim_v: int
     tiles: tuple[T, ...]
     with_options: tuple[T, ...]
+    with_one: tuple[Any, ...] = ()
+
+    def tiles_for(self, flags: tuple[str, ...], is_plain: bool) -> tuple[T, ...]:
+        """Those for options."""
+        beside = set(flags) - {"has_window"}
+        if is_plain and not beside:
+            return self.tiles
+        return (*(t for t in self.with_one if is_plain and beside in ({x} for x in t.only)), *self.with_options)
 
 
 ENTRIES = ("forward_sm80",)
+FEW = ("has_softcap", "has_alibi")
+MORE = (*FEW, "has_dropout", "has_block_mask")
+_64X64 = (Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE), Tile(64, 64, 4, min_blocks=2, only=MORE))
 # The first row that is wide enough is taken.
 FORWARD = (
     Row(
@@ -79,6 +91,7 @@ FORWARD = (
             Tile(128, 64, 4),
         ),
         (Tile(64, 32, 4, min_blocks=2),),
+        (Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")), *_64X64),
     ),
     Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
     Row(
@@ -91,6 +104,7 @@ FORWARD = (
             Tile(64, 64, 4),
         ),
         (Tile(64, 32, 4, min_blocks=2), Tile(64, 32, 4)),
+        (Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")), *_64X64),
     ),
     Row(192, 128, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     Row(192, 192, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
@@ -99,6 +113,7 @@ FORWARD = (
         256,
         (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
         (Tile(64, 32, 4), Tile(32, 32, 2)),
+        (Tile(64, 64, 4, only=MORE),),
     ),
 )
 
@@ -173,8 +188,8 @@ def forward_config(
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
+    tiles = row.tiles_for(flags, plain_scores and aligned)
     plain_scores = plain_scores and are_products(flags)
-    tiles = row.tiles if set(flags) <= {"has_window"} and plain_scores and aligned else row.with_options
     tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t, row), limit))
     return Config(
         entry=entry,
@@ -212,12 +227,17 @@ def reason(problem: AttentionProblem) -> str:
     return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
 
 
+def table_flags(row: Row[Any]) -> tuple[tuple[str, ...], ...]:
+    """Of a row."""
+    return (*TABLE_FLAGS, *((("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()))
+
+
 def table(
     capability: Capability, limit: int, rows: tuple[Row[Tile], ...] = FORWARD, **of: Any
 ) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for row in rows:
         for dtype in dtypes(capability):
-            for flags in TABLE_FLAGS:
+            for flags in table_flags(row):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

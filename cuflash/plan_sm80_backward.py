@@ -12,14 +12,13 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    TABLE_FLAGS,
     KernelConfig,
     are_products,
     capability_of,
     flags_of,
     smem_limit,
 )
-from cuflash.plan_sm80 import ANY, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
+from cuflash.plan_sm80 import ANY, FEW, MORE, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -51,6 +50,8 @@ class Tile:
         Whether it is for short walks only.
     below : tuple of int
         GPUs from this on would have too few registers for it.
+    only : tuple of str
+        `plan_sm80.Tile`.
     """
 
     block_m: int
@@ -67,21 +68,24 @@ class Tile:
     dq_buffer: bool = False
     short: bool = False
     below: Capability = ANY
+    only: tuple[str, ...] = ()
 
 
 # From here on some kernels take more registers.
 _LARGER = (10, 0)
+_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, score_stages=2, query_parts=2, below=_LARGER)
 # The first row that is wide enough is taken.
 BACKWARD = (
     Row(
         64,
         64,
         (
-            Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, score_stages=2, query_parts=2, below=_LARGER),
+            _LONG,
             Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
             Tile(64, 64, 4, 2, True, query_warps=2),
         ),
         (Tile(32, 64, 4, 1, True, min_blocks=2, query_warps=2), Tile(32, 64, 4, 1, True, query_warps=2)),
+        (replace(_LONG, only=MORE), Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2, only=FLAGS)),
     ),
     Row(
         128,
@@ -119,6 +123,11 @@ BACKWARD = (
             Tile(32, 64, 4, 1, True, query_warps=2),
         ),
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
+        (
+            Tile(
+                64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, below=_LARGER, only=(*FEW, "has_dropout")
+            ),
+        ),
     ),
     Row(
         192,
@@ -228,10 +237,9 @@ def configs(
     deterministic: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `FLAGS`."""
-    plain = set(flags) <= {"has_window"} and aligned
     fitting = (
         t
-        for t in (row.tiles if plain else row.with_options)
+        for t in row.tiles_for(flags, aligned)
         if capability < t.below
         and (capability >= _LARGE_ADDS or not t.bulk_adds)
         and (is_short or not t.short)
@@ -321,7 +329,7 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
     """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False) for flags in TABLE_FLAGS]
+            kinds = [(flags, True, False) for flags in plan_sm80.table_flags(row)]
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True), (("has_window",), True, True)]
             for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):

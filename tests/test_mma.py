@@ -73,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True},
     "bias": {"bias": np.where(MASK, RNG.standard_normal(SHAPE), -np.inf).astype(np.float32)},
     "mask": {"mask": MASK},
+    "mask in vectors": {"mask": np.pad(MASK, ((0, 0), (0, -SHAPE[1] % 16)))[:, : SHAPE[1]]},
     "sink": {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)},
     "lengths": {"kv_lengths": np.array([120, 7], np.int32), "q_lengths": np.array([0, 70], np.int32)},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 1234567890123},

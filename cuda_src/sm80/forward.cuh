@@ -35,7 +35,8 @@ static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or wit
 // The first scores do not wait for values.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2;
 // What scores need is held all along in registers, or made anew for every tile.
-constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
+constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_BLOCK_MASK && NUM_OPTIONS == 1) &&
+                              !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
 // What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
 template <class Combine>
