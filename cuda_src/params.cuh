@@ -5,7 +5,6 @@
 // In front of every source stand `DEVICE` (DEVICE) and constants that define `Element` (dtype of q,
 // k, v) and `Accum` (float, or double for double), in which all arithmetic is done.
 #pragma once
-#include "sm80/ptx.cuh"
 
 using u8 = unsigned char;
 using u32 = unsigned int;
@@ -60,12 +59,7 @@ DEVICE float exp_2(float x) { return exp2f(x); }
 DEVICE double exp_2(double x) { return exp2(x); }
 DEVICE float log_e(float x) { return logf(x); }
 DEVICE double log_e(double x) { return log(x); }
-DEVICE float tanh_of(float x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
-  if constexpr (sizeof(Element) == 2) return ptx::tanh(x);  // 2^-11
-#endif
-  return tanhf(x);
-}
+DEVICE float tanh_of(float x) { return tanhf(x); }
 DEVICE double tanh_of(double x) { return tanh(x); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
