@@ -156,10 +156,11 @@ def test_range(exponent: int) -> None:
     both(dout, q, k, np.ldexp(v, exponent), causal=True)
 
 
-def test_what_takes_other_kernels() -> None:
-    for head_dim, dtype in ((64, "float16"), (129, "float32")):
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_float32_alone_takes_these_kernels(dtype: str) -> None:
+    for head_dim in (1, 64, 129, 256):
         problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
-        assert plan_split.backward(problem) == ()
+        assert bool(plan_split.backward(problem)) == (dtype == "float32")
 
 
 BESIDE_BLOCK_MASK: dict[str, dict[str, Any]] = {
