@@ -1,6 +1,6 @@
 // Before the gradients: delta = rowsum(dout * out) - dlse of every query (FlashAttention-2, Algorithm 2, line 4, with
 // the gradient through the returned lse), and zeros for the sum of dq. Behind them: dq from that sum.
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "gradient_rows.cuh"
 
 // Lanes of a row, each with a vector of 16 bytes, and rows of a thread that are on their way at once.

@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements as the factors of a warp's products: of the forward pass, of dq as a sum in the order of
 // keys, with each row's part of the slopes' gradient, and of dbias.
 #pragma once
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "direct.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;

@@ -5,7 +5,6 @@
 #include "../sm90/split_factors.cuh"
 #include "../sm90/split_layout.cuh"
 #include "../softmax_fragment.cuh"
-#include "../write_fragment.cuh"
 #include "tile.cuh"
 
 enum class Operand { Q, K, V, DOUT };

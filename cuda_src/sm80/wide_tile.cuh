@@ -1,6 +1,6 @@
 // Tiles of float64 elements as the factors of a warp's products.
 #pragma once
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "direct.cuh"
 
 constexpr int DEPTH = 8;  // of a product

@@ -6,7 +6,6 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
 #include "gradient_options.cuh"
-#include "staged_rows.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;

@@ -3,7 +3,7 @@
 // whose first part is added, too, and for what is not visited of dbias.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "gradient_rows.cuh"
 
 constexpr int THREADS = 256;

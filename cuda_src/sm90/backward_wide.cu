@@ -4,7 +4,6 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
-#include "staged_rows.cuh"
 
 constexpr int KEY_ROWS = PAIR * BLOCK_N;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;

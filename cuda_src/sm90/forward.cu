@@ -2,9 +2,8 @@
 // another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
 #include "../softmax_fragment.cuh"
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "forward_loader.cuh"
-#include "staged_rows.cuh"
 
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && !HAS_OPTIONS;

@@ -7,7 +7,7 @@
 #include "products.cuh"
 
 constexpr int PAIR = 1;  // no clusters
-#include "../write_fragment.cuh"
+#include "../fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
 #include "split_factors.cuh"

@@ -4,7 +4,6 @@
 // tile.
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
-#include "../write_fragment.cuh"
 #include "hidden_values.cuh"
 #include "schedule.cuh"
 #include "split_factors.cuh"
