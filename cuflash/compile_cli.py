@@ -284,8 +284,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         "backward on tensor cores": plan_wide.reason(problem, True) or plan_sm80_backward.reason(problem),
     }
     if args.bias:
-        place = True, capability_of("sm_80"), smem_limit("sm_80")
-        config = plan_sm80_backward.of_bias(problem, *place) or plan_wide.of_bias(problem, *place)
+        config = plan_sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
         of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"
         mma["gradient of a bias on tensor cores"] = of_bias
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}

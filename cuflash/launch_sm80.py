@@ -107,9 +107,7 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where families left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    place = _place(work, "q", "k", "v", "dout")
-    config = plan_sm80_backward.of_bias(*place) or plan_wide.of_bias(*place)
-    if config is None:
+    if (config := plan_sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))) is None:
         return grads
     if isinstance(config, plan_wide.Config) and config.parts:
         work.arrays |= launch_split.split(work, config)

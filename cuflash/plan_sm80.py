@@ -73,7 +73,8 @@ class Row(Generic[T]):
         beside = set(flags) - {"has_window"}
         if is_plain and not beside:
             return self.tiles
-        return (*(t for t in self.with_one if is_plain and beside in ({x} for x in t.only)), *self.with_options)
+        with_one = self.with_one if is_plain and len(beside) == 1 else ()
+        return (*(t for t in with_one if beside <= {*t.only}), *self.with_options)
 
 
 ENTRIES = ("forward_sm80",)
@@ -156,6 +157,13 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
+def first_fitting(
+    tiles: tuple[Tile, ...], smem_bytes: Callable[[Tile], int], capability: Capability, limit: int
+) -> Tile:
+    """The first tile for a GPU whose blocks it holds together."""
+    return next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
+
+
 def constants(
     family: type[KernelConfig],
     row: Row[Any],
@@ -190,7 +198,7 @@ def forward_config(
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     tiles = row.tiles_for(flags, plain_scores and aligned)
     plain_scores = plain_scores and are_products(flags)
-    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t, row), limit))
+    tile = first_fitting(tiles, lambda t: smem_bytes(t, row), capability, limit)
     return Config(
         entry=entry,
         plain_scores=plain_scores,

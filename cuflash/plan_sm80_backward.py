@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from cuflash import plan_sm80
+from cuflash import plan_sm80, plan_wide
 from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
@@ -311,7 +311,7 @@ def _with_bias(config: QueryConfig) -> QueryConfig:
 def of_bias(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
     """The kernel for the gradient of a bias of any shape, or None; `place` as for `plan_sm80.forward`."""
     config = plan_sm80.forward(replace(problem, bias=None), *place, **_BIAS_KERNEL)
-    return config and _with_bias(config)
+    return _with_bias(config) if config else plan_wide.of_bias(problem, *place)
 
 
 def reason(problem: AttentionProblem) -> str:

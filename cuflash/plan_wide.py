@@ -17,7 +17,7 @@ from cuflash.plan import (
     has_plain_scale,
     smem_limit,
 )
-from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, fits
+from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
 from cuflash.plan_sm80 import Config as NarrowConfig
 from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -83,6 +83,11 @@ class GradientRow:
     key_kernels: tuple[str, ...]
     tile: Tile
     with_options: Tile
+
+    @property
+    def head_dim_v(self) -> int:
+        """Of both."""
+        return self.head_dim
 
 
 _TOGETHER, _APART = ("dkv",), ("dk", "dv")  # where both do not fit the registers
@@ -214,9 +219,8 @@ def forward_config(
         elements = tile.block_m * size * row.head_dim + tile.stages * tile.block_n * columns
         return elements + factors + SMEM_BESIDE_TILES
 
-    tiles = row.tiles if is_plain else row.with_options
+    tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
     sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) else 32
-    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
@@ -251,7 +255,7 @@ def gradient_configs(
         column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
         config = GradientConfig(
             entry=entry,
-            head_dim_v=row.head_dim,
+            head_dim_v=row.head_dim_v,
             whole_products=takes_wider and not wanted,
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
@@ -279,56 +283,45 @@ def bias_config(
         return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
 
     is_plain = _is_plain(flags, True, aligned)
-    tiles = row.tiles if is_plain else row.with_options
-    tile = next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
-    config = GradientConfig(
+    tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
+    return GradientConfig(
         entry=f"{_family(kind)}_bias",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
         of_keys=False,
         of_dk=False,
         of_dv=False,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, False, aligned, row, tile, 32, 3),
+        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, 3),
     )
-    return replace(config, has_bias=True)
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> Config | None:
-    """The forward kernel for a problem, or None."""
+def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: Any, **given: Any) -> Any:
+    """What is made of the first row that is wide enough; None where other kernels are faster."""
+    aligned, capability, *limit = place
     kind = kind_of(problem)
-    aligned |= _PARTS.get(kind, 0) > 0  # parts are
-    for row in FORWARD.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
+    for row in table[kind] if capability in CAPABILITIES.get(kind, ()) else ():
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
-            options = problem.bias_dtype, flags_of(problem)
-            return forward_config(row, kind, *options, capability, limit, has_plain_scale(problem), aligned)
+            aligned |= _PARTS[kind] > 0  # parts are
+            return make(row, kind, problem.bias_dtype, flags_of(problem), capability, *limit, aligned=aligned, **given)
     return None
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def backward(problem: AttentionProblem, aligned: bool, capability: Capability) -> tuple[GradientConfig, ...]:
+def forward(problem: AttentionProblem, *place: Any) -> Config | None:
+    """The forward kernel for a problem, or None; `place` as for `plan_sm80.forward`."""
+    return _made(forward_config, FORWARD, problem, *place, plain_scores=has_plain_scale(problem))
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def backward(problem: AttentionProblem, *place: Any) -> tuple[GradientConfig, ...]:
     """The kernels for dq, dk and dv of a problem, that for dq first; none where others are faster."""
-    kind = kind_of(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    aligned |= _PARTS.get(kind, 0) > 0
-    for row in BACKWARD.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
-        if widest <= row.head_dim:
-            options = problem.bias_dtype, flags_of(problem)
-            return gradient_configs(row, kind, *options, capability, has_plain_scale(problem), aligned)
-    return ()
+    return _made(gradient_configs, BACKWARD, problem, *place, plain_scores=has_plain_scale(problem)) or ()
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def of_bias(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> GradientConfig | None:
+def of_bias(problem: AttentionProblem, *place: Any) -> GradientConfig | None:
     """The kernel for the gradient of a bias of any shape, or None."""
-    kind = kind_of(problem)
-    widest = max(problem.head_dim, problem.head_dim_v)
-    aligned |= _PARTS.get(kind, 0) > 0
-    flags = flags_of(replace(problem, bias=None))
-    for row in BIAS.get(kind, ()) if capability in CAPABILITIES.get(kind, ()) else ():
-        if widest <= row.head_dim:
-            return bias_config(row, kind, problem.bias_dtype, flags, capability, limit, aligned)
-    return None
+    return _made(bias_config, BIAS, replace(problem, bias=None), *place)
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
