@@ -1,1 +1,1 @@
-"""The CUDA sources, shipped as data: ``cuflash.kernels`` reads them through ``importlib.resources``."""
+"""The CUDA sources, which ``cuflash.kernels`` reads."""

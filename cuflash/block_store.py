@@ -261,20 +261,10 @@ class OnDevice(Generic[Made]):
 def pack_on_device(
     xp: Any, get_kernel: GetKernel, cells: Array, cell_size: tuple[int, int], seqlen_q: int, seqlen_k: int
 ) -> tuple[Array, Array]:
-    """The slots and bits of a bool array on the device, whose namespace is `xp`; waits for the device once.
+    """The slots and bits of a mask of seqlen_q x seqlen_k elements; waits for the device once.
 
-    Parameters
-    ----------
-    xp : module
-        CuPy.
-    get_kernel : callable
-        `kernels.get`.
-    cells : bool array (batch, heads, rows, columns)
-        Any strides. Says for each cell of `cell_size` elements whether it is visible.
-    cell_size : (int, int)
-        Rows and columns of elements per cell; (1, 1) for a mask of elements.
-    seqlen_q, seqlen_k : int
-        Sizes of the mask in elements.
+    `cells` are bools (batch, heads, rows, columns) of any strides on the device, whose namespace is `xp`, that say for
+    each cell of `cell_size` elements whether it is visible. `get_kernel` is `kernels.get`.
     """
     batch, heads = cells.shape[:2]
     slots = xp.empty((batch, heads, num_blocks(seqlen_q), num_blocks(seqlen_k)), np.int32)

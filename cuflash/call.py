@@ -48,14 +48,7 @@ _checked: dict[Any, _Checked] = {}
 class Call:
     """The checked arguments of one call, and the two things to be done with them.
 
-    Parameters
-    ----------
-    q, k, v : array
-        Of any library.
-    keywords : dict
-        The options of `problem.Options` that were given.
-    cu_seqlens : (array, array), optional
-        cu_seqlens_q and cu_seqlens_k of packed sequences.
+    Arrays are of any library; `keywords` are the options of `problem.Options` that were given.
     """
 
     __slots__ = ("_is_repeatable", "_options", "_own", "inputs", "library", "operands", "problem")

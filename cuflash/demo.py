@@ -1,7 +1,4 @@
-"""``python -m cuflash demo``: trains a small character GPT on the help texts that every Python has.
-
-The model and its tape-based autodiff are the examples ``char_gpt.py`` and ``tape.py``.
-"""
+"""``python -m cuflash demo``: trains the example ``char_gpt.py`` on the help texts that every Python has."""
 
 from __future__ import annotations
 
@@ -212,15 +209,7 @@ def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
 def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
     """Greatest errors of out, dq, dk and dv against float64, and the peak of memory in bytes, forward and backward.
 
-    Parameters
-    ----------
-    q, k, v : array (batch, seqlen, heads, dim)
-        NumPy or CuPy. The gradient that flows back is the output itself.
-
-    Returns
-    -------
-    dict
-        ``{"naive": (errors, bytes), "cuflash": (errors, bytes)}``.
+    Of "naive" and "cuflash", on arrays (batch, seqlen, heads, dim). The gradient that flows back is the output itself.
     """
     out, backward = naive_attention_vjp(*(x.astype("float64") for x in (q, k, v)))
     dout = out.astype(q.dtype)

@@ -19,14 +19,8 @@ Array = Any
 class Library:
     """How arrays of one library come in, how results go out, and on which stream the work in between runs.
 
-    Parameters
-    ----------
-    name : str
-        The library's import name.
-    adopt : callable
-        ``(name of the argument, foreign array) -> NumPy or CuPy array`` over the same memory.
-    release : callable
-        ``(NumPy or CuPy array) -> foreign array`` over the same memory.
+    `name` is for imports. ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release`
+    the way back.
     """
 
     def __init__(self, name: str, adopt: Callable[[str, Any], Array], release: Callable[[Array], Any]) -> None:

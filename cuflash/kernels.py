@@ -291,18 +291,10 @@ def device_of(x: Array) -> Device:
 
 
 def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> Kernel:
-    """The kernel `entry` of cuda_src/<entry_file>.cu with its constants, loaded once per process and device.
+    """The function `entry` of cuda_src/<entry_file>.cu, loaded once per process and device (the current GPU).
 
-    Parameters
-    ----------
-    entry_file, entry : str
-        File without its ending, and name of the ``extern "C"`` function in it.
-    constants : dataclass or mapping
-        Emitted in front of the source: ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias.
-    device : Device, optional
-        By default the current GPU.
-    smem_bytes : int
-        Dynamic shared memory that launches will ask for.
+    Of the constants ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias. Launches will ask for
+    `smem_bytes` of dynamic shared memory.
     """
     device = device or _cupy_device(_current_gpu())
     key = (entry_file, entry, tuple(constants.items()) if isinstance(constants, Mapping) else constants, device)

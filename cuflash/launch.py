@@ -30,18 +30,10 @@ _SUM_ROWS = _SUM_THREADS // 32
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and how it is launched; families derive theirs.
+    """One kernel and how it is launched; families derive theirs."""
 
-    Attributes
-    ----------
-    entry : str
-        Its name; one configuration may serve several entries.
-    config : KernelConfig
-        The constants of its source.
-    """
-
-    entry: str
-    config: KernelConfig
+    entry: str  # one configuration may serve several
+    config: KernelConfig  # the constants of its source
 
     @property
     def begins_early(self) -> bool:
@@ -193,14 +185,7 @@ _launches: dict[Any, Launch] = {}
 class Work:
     """One forward or backward pass: its arrays, and the launches and scratch memory that families ask for.
 
-    Parameters
-    ----------
-    problem, operands
-    arrays : dict
-        What every kernel is given beside the operands, by name.
-    device : kernels.Device
-    others : dict
-        Arrays of some kernels alone.
+    `arrays` are given to every kernel beside the operands, `others` to some.
     """
 
     # The operands that are plain arrays stand first.

@@ -30,7 +30,7 @@ _TENSOR = np.dtype(
 )
 _OPERANDS = np.dtype([*((name, _TENSOR) for name in ("q", "k", "v", "dout")), ("lse", "i8"), ("delta", "i8")])
 _SPACE_WORD = word_of("work_space")
-# Of cuda_src/sm90/split_rows.cu: threads of a block, elements of a vector, and the most lanes of a row.
+# Of split_rows.cu: threads of a block, elements of a vector, and the most lanes of a row.
 _THREADS = 256
 _VECTOR = 4
 _LANES = 32
@@ -95,15 +95,8 @@ class WorkSpace:
 class OnOperands(Further):
     """What a kernel takes that uses a work space: the operands' places, and what changes from call to call.
 
-    Parameters
-    ----------
-    grid : tuple of int
-    space : WorkSpace
-    with_space : bool
-        Whether the work space's address is an argument of its own, too.
-    boxes : tuple of int
-        Rows of the tiles that TMA reads of each operand.
-    counter : TileCounter, optional
+    `with_space`: the work space's address is an argument of its own, too. `boxes` are the rows of the tiles that TMA
+    reads of each operand.
     """
 
     def __init__(

@@ -39,16 +39,7 @@ Array = NDArray[Any]
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
-    """Write attention's result and, if wanted, its log-sum-exp.
-
-    Parameters
-    ----------
-    problem, operands
-        The checked problem and its arrays.
-    out : (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q, head_dim_v), of q's dtype
-    lse : None or (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), float32 (float64 for float64)
-        Both are wholly written; any strides.
-    """
+    """Write attention's whole result and, if wanted, its log-sum-exp; any strides."""
     tiling = Tiling(problem, operands)
     # Rows beyond a length or outside every sequence.
     out[...] = 0
@@ -142,19 +133,9 @@ def backward(
     dlse: Array | None,
     grads: dict[str, Array],
 ) -> None:
-    """Write the wanted gradients.
+    """Write the wanted gradients, those of bias and slopes of the full rank of `Operands`.
 
-    Parameters
-    ----------
-    problem, operands
-        The checked problem and its arrays.
-    dout, out : like the result, of q's dtype
-    lse : like the forward's
-        P is recomputed from it: out and lse may come from a merge with other keys.
-    dlse : like lse, or None
-    grads : dict
-        For each wanted name out of "q", "k", "v", "bias", "sink", "alibi_slopes" the array to be wholly written; bias
-        and slopes of the full rank of `Operands`.
+    P is recomputed from lse: out and lse may come from a merge with other keys.
     """
     # Padding, keys that nobody sees, and sequences without rows.
     for grad in grads.values():

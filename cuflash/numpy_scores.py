@@ -172,11 +172,7 @@ def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
 def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
     """The scores of a tile; None if all of them are hidden, those that are hidden else hold anything.
 
-    Parameters
-    ----------
-    q : (KV heads, head_dim, query heads of each * rows)
-        Transposed, and times the scale.
-    k : (KV heads, keys, head_dim)
+    k is (KV heads, keys, head_dim), q (KV heads, head_dim, query heads of each * rows), and times the scale.
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
@@ -282,15 +278,11 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 def keep_tile(
     seed: int, dropout_p: float, batch: int, heads: tuple[int, int], rows: tuple[int, int], keys: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Which elements of the tile ``heads x rows x keys`` (half-open ranges) of batch index `batch` dropout keeps.
+    """Which of (heads, keys, rows), half-open ranges, of batch index `batch` dropout keeps.
 
     A pure function of the element, the same as the kernels': with key = seed and counter = (i without bit 3, j without
     bit 3, query head, batch) element (i, j) takes word ``2 * bit3(i) + bit3(j)``, so the four elements {i, i^8} x
     {j, j^8} share one call.
-
-    Returns
-    -------
-    bool array (heads, keys, rows)
     """
     # Whole groups of 16 on both axes hold all four elements of each call.
     first_row, first_key = rows[0] // 16 * 16, keys[0] // 16 * 16

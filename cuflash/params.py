@@ -222,29 +222,11 @@ def encode_tensor_map(
     *,
     once: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """A map of an array, elements out of whose bounds are read as zeros.
+    """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
-    Parameters
-    ----------
-    address : int
-        Of the first element.
-    dtype : str
-    extents, box : sequence of int
-        Elements of the array and of one copy, innermost axis first; a row of a copy has `SWIZZLE_BYTES`.
-    strides : sequence of int
-        Bytes from one element to the next along each axis but the innermost.
-    once : bool
-        It is read once: L2 fetches no more than it is asked for.
-
-    Returns
-    -------
-    array of one `TENSOR_MAP`
-        The map, to be passed to a kernel by value.
-
-    Raises
-    ------
-    RuntimeError
-        If the driver refuses.
+    `extents` and `box` are the elements of the array and of one copy, a row of which has `SWIZZLE_BYTES`, innermost
+    axis first, `strides` bytes along each axis but that one. Of what is read `once` L2 fetches no more than it is asked
+    for.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)

@@ -82,18 +82,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table; no kernel of it spills registers on any architecture.
+    """One row of the table; no kernel of it spills registers on any architecture."""
 
-    Attributes
-    ----------
-    tiles : tuple of Tile
-        Plain or with a window: the first whose shared memory the GPU has; the last fits every GPU.
-    with_options : Tile
-        With any other option, as they take registers.
-    """
-
-    tiles: tuple[Tile, ...]
-    with_options: Tile
+    tiles: tuple[Tile, ...]  # plain or with a window: the first whose shared memory the GPU has; the last fits all
+    with_options: Tile  # any other, as they take registers
 
 
 # (kernel, accumulator, head-dim class of the widest result) -> tiles, by measurement on an H200.

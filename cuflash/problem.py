@@ -147,17 +147,7 @@ class AttentionProblem:
 
 
 def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:
-    """Check a call's metadata and describe it.
-
-    Raises
-    ------
-    TypeError
-        For a wrong kind of thing or a wrong dtype.
-    ValueError
-        For a wrong shape or value.
-    NotImplementedError
-        For a head dimension above 256.
-    """
+    """Check a call's metadata and describe it."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     packed = "cu_seqlens_q" in arrays
     q_axes, k_axes = ("total_q", "total_k") if packed else ("batch, seqlen_q", "batch, seqlen_k")

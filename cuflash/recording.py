@@ -86,26 +86,15 @@ def metadata(
 class Plan(NamedTuple):
     """What a repetition does; arrays are places in the list of all addresses.
 
-    Attributes
-    ----------
-    results : tuple
-        Of the call in their order: (shape, dtype) of a new array, the index of a target, None for what is not wanted.
-        The new arrays' addresses follow those of the arguments.
-    tiles : tuple of (int, int, int)
-        The tiles, with an order of bits, for which lists of the block mask follow; its store comes first.
-    scratch_sizes : tuple of int
-        Bytes of the scratch memory, whose addresses are the last.
-    steps : tuple of (Launch, pairs)
-        See `Launch`.
-    apart : tuple of (int, int, Distances)
-        Targets, and the arrays that they must have no memory in common with.
+    Behind the arguments' come those of new results, of the block mask's store and lists, and of scratch memory.
     """
 
+    # (shape, dtype) of a new array, the index of a target, None for what is not wanted
     results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
-    tiles: tuple[tuple[int, int, int], ...]
-    scratch_sizes: tuple[int, ...]
+    tiles: tuple[tuple[int, int, int], ...]  # of the lists, with an order of bits
+    scratch_sizes: tuple[int, ...]  # in bytes
     steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
-    apart: tuple[tuple[int, int, Distances], ...]
+    apart: tuple[tuple[int, int, Distances], ...]  # targets, and what they must have no memory in common with
 
 
 class Repeat:
@@ -215,16 +204,7 @@ def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
 
 
 class Recording:
-    """Watches the launches of a call.
-
-    Parameters
-    ----------
-    device : Device
-    arrays : dict
-        The call's arrays by the names that launches know them by.
-    stream : int
-        Where they go.
-    """
+    """Watches the launches of a call on arrays, which they know by these names."""
 
     def __init__(self, device: Device, arrays: dict[str, Array], stream: int) -> None:
         self._device = device
@@ -273,15 +253,8 @@ class Recording:
     ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
-        Parameters
-        ----------
-        call : Metadata
-        arguments : dict
-            The arrays whose addresses `call` has, by name and in their order.
-        results : dict
-            What it returns, None where that is not wanted.
-        targets : dict
-            As `call` has them: those results that the caller gave, None among them where he gave none.
+        `arguments` are the arrays whose addresses `call` has, in their order; `targets` are as there. A result that is
+        not wanted, or a target that was not given, is None.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]

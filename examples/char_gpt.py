@@ -99,16 +99,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> tuple[Array, Backward]:
 
 
 class CharGPT:
-    """The model: its parameters and the forward pass.
-
-    Parameters
-    ----------
-    config : Config
-    vocabulary : int
-        Number of different characters.
-    xp : module
-        ``numpy`` or ``cupy``: where the parameters live and everything is computed.
-    """
+    """The model: its parameters, arrays of `xp`, and the forward pass."""
 
     def __init__(self, config: Config, vocabulary: int, xp: Any) -> None:
         self.config = config

@@ -263,13 +263,7 @@ def worst(errors: Errors) -> float:
 
 
 def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sample:
-    """Compute the truth of a sample of the cell; `out` and `lse` are cuflash's, `given` what its functions take.
-
-    Raises
-    ------
-    ArithmeticError
-        If the sampled rows of `lse` are wrong.
-    """
+    """Compute the truth of a sample of the cell; `out` and `lse` are cuflash's, `given` what its functions take."""
     cell = inputs.cell
     rng = np.random.default_rng(1)
     batch = int(rng.integers(cell.batch))

@@ -92,19 +92,11 @@ class Result:
 
 
 class Stopwatch:
-    """Times calls on `xp`'s device: by events on a GPU, by the clock on the CPU.
-
-    Parameters
-    ----------
-    xp : module
-        numpy or cupy.
-    budget_ms : float
-        How long one round of one call should last.
-    """
+    """Times calls on `xp`'s device: by events on a GPU, by the clock on the CPU."""
 
     def __init__(self, xp: ModuleType, budget_ms: float) -> None:
         self.xp = xp
-        self.budget_ms = budget_ms
+        self.budget_ms = budget_ms  # of one round of one call
 
     def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
         """All times in ms of each call, in `rounds` rounds, every one in another order."""
