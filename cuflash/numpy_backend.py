@@ -61,7 +61,7 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
     """Out (query heads, rows, head_dim_v) and lse (query heads, rows) of one block."""
     p, o, heads = tiling.problem, tiling.operands, block.heads
     dtype = p.accum_dtype
-    q = np.ascontiguousarray(load_rows(tiling, o.q, block).swapaxes(1, 2)) * p.softmax_scale
+    q = np.ascontiguousarray(load_rows(tiling, o.q, block).swapaxes(1, 2))
     shape = len(q), q.shape[2]
 
     # The row's largest score so far, the sum of exp(score - top), and the sum of that times v.

@@ -39,10 +39,10 @@ _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64"
 class Rows(NamedTuple):
     """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...).
 
-    `q`, times softmax_scale, and `dout` are here in both orders, for two products each.
+    `q` and `dout` are here in both orders, for two products each.
     """
 
-    q: Array
+    q: Array  # times softmax_scale
     dout: Array
     q_transposed: Array  # (KV heads, head_dim, query heads of each * rows)
     dout_transposed: Array
@@ -92,7 +92,7 @@ class Backward:
     def load(self, block: Block, workspace: Workspace) -> Rows:
         """The rows of a block."""
         tiling, heads = self.tiling, block.heads
-        q = load_rows(tiling, tiling.operands.q, block) * tiling.problem.softmax_scale
+        q = load_rows(tiling, tiling.operands.q, block)
         dout = load_rows(tiling, self.dout, block)
         delta = np.einsum("hrd,hrd->hr", dout, load_rows(tiling, self.out, block))
         if self.dlse is not None:
@@ -105,7 +105,7 @@ class Backward:
             delta = np.where(empty, 0, delta).astype(lse.dtype, copy=False)
             lse = np.where(empty, np.inf, lse).astype(lse.dtype, copy=False)
         q_transposed, dout_transposed = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, dout))
-        rows = Rows(q, dout, q_transposed, dout_transposed, delta, lse, None)
+        rows = Rows(q * tiling.problem.softmax_scale, dout, q_transposed, dout_transposed, delta, lse, None)
         error = _EPS[tiling.problem.accum_dtype] * np.abs(np.where(empty, 0, lse))
         if error.max() > MAX_LSE_ROUNDINGS * _EPS[tiling.problem.dtype]:
             return rows._replace(norm=self._norm(block, rows, error, workspace))

@@ -172,7 +172,7 @@ def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
 def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
     """The scores of a tile; None if all of them are hidden, those that are hidden else hold anything.
 
-    k is (KV heads, keys, head_dim), q (KV heads, head_dim, query heads of each * rows), and times the scale.
+    k is (KV heads, keys, head_dim), q (KV heads, head_dim, query heads of each * rows).
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
@@ -181,6 +181,7 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         return None
     scores = workspace.array("scores", (len(k), k.shape[1], q.shape[2]), p.accum_dtype)
     np.matmul(k, q, out=scores)
+    scores *= p.softmax_scale
     tanh: Array | None = None
     distance: Array | None = None
     if p.softcap:

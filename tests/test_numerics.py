@@ -72,6 +72,15 @@ def sparse_integers(dtype: str) -> Case:
     return case.with_inputs(**inputs)
 
 
+def dense_integers(dtype: str) -> Case:
+    """Plain attention's products are exact, its scores rounded once: by the scale, which is no power of two."""
+    case = gaussian_case(5, dtype, (130, 150), dims=(128, 128))
+    rng = np.random.default_rng(6)
+    return case.with_inputs(
+        **{name: rng.integers(-3, 4, getattr(case, name).shape).astype(case.dtype) for name in ("q", "k", "v", "dout")}
+    )
+
+
 def long_rows(dtype: str) -> Case:
     """Few queries and thousands of keys: sums of many small terms, rescaled at many tiles."""
     case = gaussian_case(6, dtype, (5, 3000), dims=(64, 64), batch=1)
@@ -100,11 +109,12 @@ INPUTS: list[Callable[[str], Case]] = [
     all_scores(120),
     one_hot_keys,
     sparse_integers,
+    dense_integers,
     long_rows,
     tiny_values,
     large_softcap,
 ]
-NAMES = ["gaussian", "massive", "all -120", "all 120", "one-hot", "integers", "long", "tiny", "softcap"]
+NAMES = ["gaussian", "massive", "all -120", "all 120", "one-hot", "integers", "dense", "long", "tiny", "softcap"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
