@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -40,8 +40,10 @@ class Check(Enum):
     ADDRESS = "address"  # accesses beyond global arrays, local arrays and shared arrays (AddressSanitizer)
 
 
-# addr2line knows the lines of DWARF 4.
-BASE_FLAGS = ("-std=c++17", "-g1", "-gdwarf-4", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
+BASE_FLAGS = ("-std=c++17", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
+# For messages alone, and a third of the compile time: kernels have none until a message needs them. The code is the
+# same. addr2line knows DWARF 4.
+_LINES = ("-g1", "-gdwarf-4")
 # Not those that double the compile time and find what the others find.
 _UNDEFINED = (
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,unreachable,return,bool,enum"
@@ -49,9 +51,13 @@ _UNDEFINED = (
 _KERNEL_FLAGS = {
     Check.NONE: ("-O1", "-fwrapv", "-fno-sanitize=all"),
     Check.SHARED: ("-O1", "-fsanitize=thread", _UNDEFINED),
-    Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", _UNDEFINED),
+    # AddressSanitizer writes its messages itself.
+    Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", _UNDEFINED, *_LINES),
 }
-RUNTIME_FLAGS = {False: ("-O3", "-pthread", "-fno-sanitize=all"), True: ("-O1", "-pthread", "-fsanitize=address")}
+RUNTIME_FLAGS = {
+    False: ("-O3", "-pthread", "-fno-sanitize=all", *_LINES),
+    True: ("-O1", "-pthread", "-fsanitize=address", *_LINES),
+}
 RUNTIME_PARTS = (
     "fibers", "sync", "shared", "shadow", "undefined", "mbarrier", "copies", "tensor_map", "fragments", "wgmma",
     "launch",
@@ -128,9 +134,9 @@ def _own_digest() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build(texts: Mapping[str, str], flags: Sequence[str], name: str) -> Path:
+def build(texts: Mapping[str, str], flags: Sequence[str]) -> Path:
     """Compile texts, by name, into one shared library, or find it in the cache; returns its path."""
-    library = cache_folder() / f"{name}-{_key(*texts.values(), *flags)}.so"
+    library = cache_folder() / f"{_key(*texts.values(), *flags)}.so"
     if library.exists():
         return library
     # The runtime has its own handlers for all sanitizers but AddressSanitizer: no library of theirs is linked.
@@ -145,8 +151,18 @@ def build(texts: Mapping[str, str], flags: Sequence[str], name: str) -> Path:
     return library
 
 
+# By library, what compiles its text again, with lines.
+_with_lines: dict[str, Callable[[], Path]] = {}
+
+
 def build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
     """Compile a text that begins with ``HEADER``, which is precompiled: it is half of the work."""
+    library = _build_kernels(text, flags, name)
+    _with_lines[str(library)] = functools.partial(_build_kernels, text, (*flags, *_LINES), name)
+    return library
+
+
+def _build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
     precompiled = cache_folder() / f"header-{_key(*flags)}"
     if not precompiled.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -155,7 +171,7 @@ def build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
             with contextlib.suppress(OSError):  # another process was faster
                 os.rename(folder, precompiled)
                 os.mkdir(folder)
-    return build({name: text}, (*flags, f"-I{precompiled}"), name)
+    return build({name: text}, (*flags, f"-I{precompiled}"))
 
 
 def _compile_command(flags: Sequence[str]) -> list[str]:
@@ -181,7 +197,7 @@ def runtime(address_sanitizer: bool) -> ctypes.CDLL:
     if address_sanitizer and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise DeviceError(f"AddressSanitizer is not loaded: start Python with LD_PRELOAD={sanitizer_library()}")
     texts = {part: f'#include "{FOLDER / part}.cpp"\n' for part in RUNTIME_PARTS}
-    library = ctypes.CDLL(str(build(texts, RUNTIME_FLAGS[address_sanitizer], "runtime")), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(build(texts, RUNTIME_FLAGS[address_sanitizer])), mode=ctypes.RTLD_GLOBAL)
     library.cpu_device_launch.restype = ctypes.c_int
     return library
 
@@ -190,7 +206,8 @@ def with_lines(message: str) -> str:
     """The message with each ``{library+offset}`` in it replaced by the lines of source that it stands for."""
 
     def line(match: re.Match[str]) -> str:
-        command = ["addr2line", "-i", "-e", match[1], match[2]]
+        again = _with_lines.get(match[1])
+        command = ["addr2line", "-i", "-e", str(again()) if again else match[1], match[2]]
         try:
             run = subprocess.run(command, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
