@@ -127,9 +127,11 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _own_digest() -> str:
-    """Of the device's sources and the machine: part of every cache key."""
-    parts = [f.read_bytes() for f in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])]
+def _digest() -> str:
+    """Of the device's sources, CUDA's headers, the compiler and the machine, wherever they lie: in every cache key."""
+    headers = [f for pattern in ("cuda_*16.h*", "vector_*.h*") for f in Path(cuda_include()[0]).glob(pattern)]
+    parts = [f.read_bytes() for f in (*sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]), *sorted(headers))]
+    parts.append(subprocess.run([*compiler(), "--version"], capture_output=True, check=True).stdout)
     parts.append(Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].partition(b"flags")[2].partition(b"\n")[0])
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -179,8 +181,7 @@ def _compile_command(flags: Sequence[str]) -> list[str]:
 
 
 def _key(*parts: str) -> str:
-    command = _compile_command(())
-    return hashlib.sha256("\0".join([*parts, _own_digest(), *command]).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join([*parts, _digest(), *BASE_FLAGS]).encode()).hexdigest()[:24]
 
 
 def _run(command: Sequence[str], folder: str) -> None:
@@ -196,7 +197,7 @@ def runtime(address_sanitizer: bool) -> ctypes.CDLL:
     """The runtime library, compiled once; its symbols are visible to the kernels' libraries."""
     if address_sanitizer and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise DeviceError(f"AddressSanitizer is not loaded: start Python with LD_PRELOAD={sanitizer_library()}")
-    texts = {part: f'#include "{FOLDER / part}.cpp"\n' for part in RUNTIME_PARTS}
+    texts = {part: f"#include <{part}.cpp>\n" for part in RUNTIME_PARTS}
     library = ctypes.CDLL(str(build(texts, RUNTIME_FLAGS[address_sanitizer])), mode=ctypes.RTLD_GLOBAL)
     library.cpu_device_launch.restype = ctypes.c_int
     return library
