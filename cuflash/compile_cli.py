@@ -29,7 +29,6 @@ from cuflash import (
     plan_wide,
 )
 from cuflash.plan import (
-    PORTABLE,
     Config,
     capability_of,
     file_of,
@@ -72,16 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
-    names = {
-        *(c.entry for c, _ in _hopper_table()),
-        *plan_sm80.ENTRIES,
-        plan_sm80_backward.MAIN,
-        plan_sm80_backward.ORDERED_DQ,
-        plan_sm80_backward.BIAS,
-        *plan_wide.ENTRIES,
-        *(k for k, *_ in PORTABLE),
-    }
-    kernels = sorted(names)
+    every = argparse.Namespace(dtype=DTYPES, kernel=None)
+    kernels = sorted({config.entry for config in configs(every, (9, 0), smem_limit("sm_90"), True)})
     only = f"only these: {', '.join(kernels)}"
     parser.add_argument("--kernel", nargs="+", metavar="NAME", choices=kernels, help=only)
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")

@@ -166,9 +166,6 @@ class Config(KernelConfig):
         return _SIDE * _SIDE
 
 
-# Flags whose code takes so many registers that the kernel needs smaller tiles.
-LARGE_FLAGS = frozenset(FLAGS) - {"has_window"}
-
 # Entries in a file of another name, or in a body behind the header that says how it multiplies.
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
@@ -270,7 +267,7 @@ def config_of(
     """The configuration of one portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
-    tiles = (row.with_options,) if set(flags) & LARGE_FLAGS else row.tiles
+    tiles = (row.with_options,) if set(flags) - {"has_window"} else row.tiles
     fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
     tile = next(fitting, row.with_options)
     return Config(

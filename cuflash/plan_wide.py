@@ -36,7 +36,6 @@ KEY_KERNELS = {
     for family in _FAMILIES
     for name, wanted in (("dkv", ("dk", "dv")), ("dk", ("dk",)), ("dv", ("dv",)))
 }
-ENTRIES = (*KEY_KERNELS, *(f"{family}_{name}" for family in _FAMILIES for name in ("forward", "dq", "bias")))
 
 # Of a key and its value in forward's two buffers.
 _FACTORS = 4
