@@ -133,8 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   Accum top = -infinity();
   for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
   top = max_of_row<WARP>(top);
+  if (top == -infinity()) top = 0;  // nothing seen, or only NaN, which maxima pass over
   Accum total = 0, sum = 0;
-  for (int first = 0; first < p.splits && top != -infinity(); first += WARP) {
+  for (int first = 0; first < p.splits; first += WARP) {
     if (first > 0) read_outs(first);
     const Accum own = weight(lse_of(first + lane), top);  // each lane's is another part
     total += own;
@@ -143,5 +144,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   }
   total = sum_of_row<WARP>(total);
   if (inside) p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum / total);
-  if (column == 0) *p.lse.at(batch, row, head) = top == -infinity() ? top : top + log_e(total);
+  if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
 }

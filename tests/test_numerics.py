@@ -256,6 +256,28 @@ def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "sink": np.zeros(1, np.float32)}])
+@pytest.mark.parametrize("keys", [150, 3000])  # so many are split among thread blocks on Hopper
+def test_nan_of_a_query(device: Device, dtype: str, options: dict[str, Any], keys: int) -> None:
+    """It comes out in the query's row and nowhere else, and in the gradients of all that the row saw."""
+    accum = accum_dtype(np_dtype(dtype))
+    options = {name: x.astype(accum) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    case = gaussian_case(16, dtype, (6, keys), (1, 1), (64, 64), 1, **options)
+    q = case.q.copy()
+    q[0, 4, 0, 7] = np.nan
+    bad = case.with_inputs(q=q).on(device)
+    (out, lse), (bad_out, bad_lse) = case.on(device).forward(), bad.forward()
+    grads = bad.backward(bad_out, bad_lse)
+    assert np.isnan(bad_out[0, 4, 0].astype(np.float32)).all() and np.isnan(bad_lse[0, 0, 4])
+    bad_out[0, 4, 0], bad_lse[0, 0, 4] = out[0, 4, 0], lse[0, 0, 4]
+    np.testing.assert_array_equal(bad_out, out)
+    np.testing.assert_array_equal(bad_lse, lse)
+    seen = keys - 1 if "causal" in options else keys
+    for gradient in (grads["q"][0, 4, 0], grads["k"][0, :seen, 0], grads["v"][0, :seen, 0]):
+        assert np.isnan(gradient.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_scores_give_the_mean(device: Device, dtype: str) -> None:
     """Weights add up to 1 at any length."""
     for seqlen_k in (1, 2, 3, 100, 129, 1000):
