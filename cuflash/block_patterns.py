@@ -392,4 +392,4 @@ def _check_side(name: str, side: Any) -> int | None:
         return None
     if isinstance(side, (int, np.integer)) and side < 0:
         raise ValueError(f"{name}: expected an integer >= 0, or None for unbounded, got {side}")
-    return check_count(name, side)
+    return min(check_count(name, side), 1 << 40)  # int64 holds its sum with a position

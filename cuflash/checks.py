@@ -32,7 +32,10 @@ def check_number(name: str, x: object) -> float:
     """A finite real number."""
     if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:  # of integers
+        value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return value

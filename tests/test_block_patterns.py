@@ -37,6 +37,11 @@ def test_sliding_window(
     expect(BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, **options), dense, **options)
 
 
+def test_sliding_window_of_any_size() -> None:
+    wide, unbounded = (BlockMask.sliding_window(5, 7, left, 0).to_dense() for left in (2**70, None))
+    assert np.array_equal(wide, unbounded)
+
+
 @examples(200)
 @given(
     seqlen=LENGTHS,

@@ -125,6 +125,7 @@ INPUTS: dict[str, Row] = {
 OPTIONS: dict[str, Row] = {
     "unknown": ({"casual": True}, TypeError, ("casual",)),
     "causal string": ({"causal": "no"}, TypeError, ("causal", "bool", "str")),
+    "scale too large": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite", "inf")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "scale inf": ({"softmax_scale": float("-inf")}, ValueError, ("softmax_scale", "finite", "-inf")),
     "scale string": ({"softmax_scale": "1"}, TypeError, ("softmax_scale", "number", "str")),
