@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import time
@@ -52,6 +53,7 @@ def source(config: KernelConfig) -> str:
     return kernels.source_of(plan.file_of(config.entry), config)
 
 
+@functools.cache  # some rows of a table are the same kernel
 def assert_compiles_well(arch: str, config: KernelConfig) -> None:
     """One row of a table, on one architecture: quick, no spills, no warnings, no more shared memory than there is."""
     text = source(config)
