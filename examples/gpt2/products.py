@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +25,11 @@ WORKSPACE_BYTES, ALIGNMENTS = 1, (5, 6, 7, 8)  # of what is asked for: alignment
 NOTHING, BIAS, GELU_AUX_BIAS = 1, 4, 164  # what follows the product
 
 WORKSPACE = 64 << 20  # bytes
+WORKSPACES = (WORKSPACE, 0)  # that are allowed when kernels are looked for: each has its own that it thinks the fastest
 MOST_ALIGNMENT = 256  # bytes; what cuBLASLt takes for granted if it is not told
-CANDIDATES, REPEATS = 8, 3  # of the search for the fastest
+CANDIDATES = 8  # that are asked for
+ROUNDS, TURN = 3, 4.0  # of the search for the fastest; a candidate's turn in a round in milliseconds
+MUCH_SLOWER = 1.3  # what takes so many times as long as the fastest has one turn
 
 
 class Choice(ctypes.Structure):
@@ -120,8 +124,7 @@ class Products:
             self._set("MatmulDesc", plan.product, AUX_STRIDE, ctypes.c_int64(before_gelu.shape[-1]))
         in_place = added is not None and added.data.ptr == out.data.ptr  # so that it cannot be repeated
         if new and self._search and not in_place:
-            candidates = self._candidates(plan.product, plan.layouts, [matrix.alignment for matrix in matrices])
-            plan.choice = min(candidates, key=lambda choice: self._seconds(plan, choice, operands, added is not None))
+            plan.choice = self._fastest(plan, matrices, operands, added is not None)
         self._run(plan, plan.choice, operands, added is not None, scale)
         return out
 
@@ -147,7 +150,7 @@ class Products:
         alignments = [matrix.alignment for matrix in matrices]
         if epilogue == GELU_AUX_BIAS:  # its stride decides which kernels there are
             self._set("MatmulDesc", product, AUX_STRIDE, ctypes.c_int64(result.rows))
-        return Plan(product, layouts, self._candidates(product, layouts, alignments)[0])
+        return Plan(product, layouts, self._candidates(product, layouts, alignments, WORKSPACE)[0])
 
     def _layout(self, matrix: Matrix) -> ctypes.c_void_p:
         sizes = (ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.stride))
@@ -158,10 +161,10 @@ class Products:
         return layout
 
     def _candidates(
-        self, product: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], alignments: list[int]
+        self, product: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], alignments: list[int], workspace: int
     ) -> list[Choice]:
         wanted = self._made("cublasLtMatmulPreferenceCreate")
-        self._set("MatmulPreference", wanted, WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE))
+        self._set("MatmulPreference", wanted, WORKSPACE_BYTES, ctypes.c_uint64(workspace))
         for attribute, alignment in zip(ALIGNMENTS, alignments, strict=True):
             self._set("MatmulPreference", wanted, attribute, ctypes.c_uint32(alignment))
         found, choices = ctypes.c_int(), (Choice * CANDIDATES)()
@@ -171,20 +174,36 @@ class Products:
         self._call("cublasLtMatmulPreferenceDestroy", wanted)
         return [choices[i] for i in range(found.value)]
 
-    def _seconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool) -> float:
-        """The shortest of a few runs; infinite if the library took the kernel back."""
-        spans = []
+    def _fastest(self, plan: Plan, matrices: Sequence[Matrix], operands: tuple[Array, ...], add: bool) -> Choice:
+        """By turns, long enough for the card to become as hot as in a step: then others are the fastest."""
+        alignments = [matrix.alignment for matrix in matrices]
+        found: dict[bytes, Choice] = {}
+        for workspace in WORKSPACES:
+            with suppress(RuntimeError):  # there may be none without
+                choices = self._candidates(plan.product, plan.layouts, alignments, workspace)
+                found |= {bytes(choice.algorithm): choice for choice in choices}
+        candidates = list(found.values())
+        times = [self._milliseconds(plan, choice, operands, add, 1) for choice in candidates]
+        times = [min(t, self._milliseconds(plan, c, operands, add, 1)) for t, c in zip(times, candidates, strict=True)]
+        limit, repeats = MUCH_SLOWER * min(times), max(1, round(TURN / min(times)))
+        close = [choice for time, choice in zip(times, candidates, strict=True) if time <= limit]
+        sums = [0.0] * len(close)
+        for _ in range(ROUNDS):
+            sums = [t + self._milliseconds(plan, c, operands, add, repeats) for t, c in zip(sums, close, strict=True)]
+        return close[int(np.argmin(sums))]
+
+    def _milliseconds(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool, repeats: int) -> float:
+        """Of a product, the mean of some; infinite if the library took the kernel back."""
+        start, end = (self._cupy.cuda.Event() for _ in range(2))
+        start.record()
         try:
-            for _ in range(1 + REPEATS):
-                events = [self._cupy.cuda.Event() for _ in range(2)]
-                events[0].record()
+            for _ in range(repeats):
                 self._run(plan, choice, operands, add)
-                events[1].record()
-                spans.append(events)
         except RuntimeError:
             return float("inf")
-        spans[-1][1].synchronize()
-        return min(self._cupy.cuda.get_elapsed_time(*events) for events in spans[1:])
+        end.record()
+        end.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(start, end)) / repeats
 
     def _run(self, plan: Plan, choice: Choice, operands: tuple[Array, ...], add: bool, scale: float = 1.0) -> None:
         factors = self._factors.setdefault(scale, np.array([scale, 0, 1], np.float32))
