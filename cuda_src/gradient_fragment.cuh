@@ -89,6 +89,7 @@ struct GradientFragment {
   // whether lengths and window hide something, too.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
   DEVICE void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1, const Bits& bits = {}) const {
+    static_assert(!HAS_BLOCK_MASK || Bits::HIDES, "the caller has them");
     const Score score = this->score();
     const float to_base_2 = (SCORES ? unit : scale) * LOG2_E;
 #pragma unroll
@@ -104,7 +105,7 @@ struct GradientFragment {
     if constexpr (Bits::HIDES) {
       // Before the powers: a branch behind them would keep the compiler from packing weights between them.
       if (masked) {
-        if (bits.ranged()) hide<false>(x);
+        if (bits.ranged()) hide<!OTHER_BITS>(x);
         bits.hide(x);
       }
     } else if (masked) {
@@ -132,20 +133,6 @@ struct GradientFragment {
         bool hidden = (HAS_WINDOW && i < begin) || i >= end;
         if constexpr (HAS_MASK && BITS) hidden |= !mask.in_mask(row + i, j);
         x[e] = hidden ? -infinity() : x[e];
-      }
-    }
-    if constexpr (HAS_BLOCK_MASK && BITS) {
-      // The 16 keys of a warp stand in one word of each query.
-      constexpr int ROWS = FRAGMENT_QUERIES < CANONICAL ? FRAGMENT_QUERIES : CANONICAL;
-#pragma unroll
-      for (int first = 0; first < FRAGMENT_QUERIES; first += ROWS) {
-        const int slot = mask.slot_at(row + first, key);
-#pragma unroll
-        for (int e = first / 2; e < (first + ROWS) / 2; e++) {
-          const u32 word = mask.slot_word(slot, row + column_offset(e), key);
-          const bool visible = word >> key % 32 >> row_offset(e) & 1;
-          x[e] = visible ? x[e] : -infinity();
-        }
       }
     }
   }

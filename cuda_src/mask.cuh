@@ -112,22 +112,18 @@ struct Mask {
     return {0, end};
   }
 
-  DEVICE bool in_block(int i, int j) const { return (block_word(i, j) >> (j % 32)) & 1; }
-
-  // The block mask's bits of row i in the 32 columns around j that begin at a multiple of 32.
-  DEVICE u32 block_word(int i, int j) const { return slot_word(slot_at(i, j), i, j); }
+  DEVICE bool in_block(int i, int j) const {
+    const int slot = slot_at(i, j);
+    u32 word = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
+    if (slot >= 0)
+      word = (bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW)[j % CANONICAL / 32];
+    return (word >> (j % 32)) & 1;
+  }
 
   DEVICE int slot_at(int i, int j) const {
     const int row = i / CANONICAL, column = j / CANONICAL;
     return row < slot_rows && column < slot_columns ? slots[static_cast<i64>(row) * slot_columns + column]
                                                     : HIDDEN_SLOT;
-  }
-  DEVICE u32 slot_word(int slot, int i, int j) const {
-    return slot < 0 ? (slot == VISIBLE_SLOT ? 0xffffffffu : 0) : row_of_slot(slot, i)[j % CANONICAL / 32];
-  }
-  // Words of a partial block's row i.
-  DEVICE const u32* row_of_slot(int slot, int i) const {
-    return bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW;
   }
 
   // Whether rows [i, i + m) x columns [j, j + n) need no test of lengths and window.
@@ -148,6 +144,14 @@ struct Mask {
     return HAS_WINDOW && (j + n - 1 - i - diagonal < -left || j - (i + m - 1) - diagonal > right);
   }
 };
+
+// What a block of a block mask shows of the elements of a warp's fragment, each thread its own: bit e. Rows are
+// queries, or keys where tiles stay with keys.
+DEVICE u32 block_bits(const AttentionParams& p, int slot, int row, int column) {
+  if (slot < 0) return slot == VISIBLE_SLOT ? 0xffffffffu : 0;
+  const i64 warp = slot * (CANONICAL / 16) + row % CANONICAL / 16;
+  return p.block_key_bits[warp * 32 + threadIdx.x % 32] >> column % CANONICAL / 2;
+}
 
 // The tiles that a thread block visits.
 struct Blocks {

@@ -159,7 +159,7 @@ struct AttentionParams {
   const int* block_count;     // (.., num_lists)
   const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
   const u32* block_bits;      // (num_partial, 64, 2)
-  const u32* block_key_bits;  // (num_partial, 128): the same in the order of Hopper's fragments
+  const u32* block_key_bits;  // (num_partial, 128): the same in the order of fragments
   u32* tile_counter;          // sm90/schedule.cuh, or null; 0 before and after a launch
   Accum* dq_sum;              // sm90/gradient_rows.cuh, like row_lse and row_delta
   u8* work_space;             // sm90/split_layout.cuh

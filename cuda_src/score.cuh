@@ -60,13 +60,14 @@ struct Score {
   }
 
   // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN; one that is
-  // not read yet is null.
+  // not read yet is null. Else (not STRICT) the result is NaN where that is.
+  template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * capped(product);
     if constexpr (HAS_BIAS) {
       const Accum b = own_bias == nullptr ? bias_at(i, j) : *own_bias;
-      s = b == -infinity() ? b : s + b;
+      s = STRICT && b == -infinity() ? b : s + b;
     }
     if constexpr (HAS_ALIBI) s -= slope * distance(i, j);
     return s;

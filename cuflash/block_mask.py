@@ -35,7 +35,6 @@ from cuflash.block_store import (
     words_from_block_rows,
     words_from_bools,
 )
-from cuflash.problem import AS_STORED
 
 if TYPE_CHECKING:
     from cuflash.kernels import Device
@@ -298,24 +297,24 @@ class BlockMask(Patterns):
         return made.get()
 
     def tile_lists(
-        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, order: int = AS_STORED
+        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, of_keys: bool = False
     ) -> TileLists:
         """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
 
-        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy, `order` that of the bits
-        (`problem`). Enqueues work on the current stream and never waits for it.
+        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy; rows of the kernel's fragments are
+        queries or, `of_keys`, keys. Enqueues work on the current stream and never waits for it.
         """
         if xp is None:
             import cupy
 
             xp = cupy
         device = _HOST if xp is np else xp.cuda.runtime.getDevice()
-        key = (device, block_m, block_n, order)
+        key = (device, block_m, block_n, of_keys)
         lists = self._lists.get(key)
         if lists is None:
             slots, bits = self.arrays(xp)
             lists = self._lists[key] = OnDevice(
-                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, order)
+                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, of_keys)
             )
         return lists.get()
 

@@ -14,8 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import AS_STORED, ROWS_ARE_QUERIES
-
 Array = Any
 CANONICAL = 64
 HIDDEN = -1
@@ -295,7 +293,7 @@ def list_tiles(
     seqlen_k: int,
     block_m: int,
     block_n: int,
-    order: int = AS_STORED,
+    of_keys: bool,
 ) -> TileLists:
     """The lists of tiles of block_m x block_n elements; never waits for the device.
 
@@ -307,7 +305,7 @@ def list_tiles(
     def empty(*shape: int) -> Array:
         return xp.empty((*images, *shape), np.int32)
 
-    ordered = bits if order == AS_STORED else order_bits(xp, get_kernel, bits, order)
+    ordered = order_bits(xp, get_kernel, bits, of_keys)
     lists = TileLists(empty(num_m, num_n), empty(num_m), empty(num_n, num_m), empty(num_n), ordered)
     num_images = images[0] * images[1]
     num_lists = num_images * (num_m + num_n)
@@ -319,11 +317,11 @@ def list_tiles(
     return lists
 
 
-def order_bits(xp: Any, get_kernel: GetKernel, bits: Array, order: int) -> Array:
-    """The bits in the order of Hopper's fragments, uint32 (num_partial, 128); never waits for the device."""
+def order_bits(xp: Any, get_kernel: GetKernel, bits: Array, of_keys: bool) -> Array:
+    """The bits in the order of fragments, uint32 (num_partial, 128); never waits for the device."""
     ordered = xp.empty((len(bits), _WARPGROUP), np.uint32)
     if len(bits):
         grid = (num_blocks(ordered.size, _WARPS * _WARP),)
-        args = bits, np.int64(len(bits)), np.int32(order == ROWS_ARE_QUERIES), ordered
+        args = bits, np.int64(len(bits)), np.int32(not of_keys), ordered
         get_kernel(_SOURCE, "order_bits", _CONSTANTS)(grid, (_WARPS * _WARP,), args)
     return ordered

@@ -15,7 +15,7 @@ import numpy as np
 from cuflash import kernels
 from cuflash.params import ALIGNMENT, Arrays, fixed_params, num_splits, word_of
 from cuflash.plan import KEY_KERNELS, KernelConfig, file_of, function_of, key_kernels, plan
-from cuflash.problem import AS_STORED, MOST_KEPT, Array, AttentionProblem, Operands
+from cuflash.problem import MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ class Kernel:
     def of_keys(self) -> bool:
         """Whether its tiles stay with keys and walk queries."""
         return False
-
-    @property
-    def order_of_bits(self) -> int:
-        """In which order it reads a block mask's bits: `problem`."""
-        return AS_STORED
 
     @property
     def threads(self) -> int:
@@ -255,9 +250,9 @@ class Work:
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
         xp = self.device.namespace
-        tile = kernel.config.block_m, kernel.config.block_n, kernel.order_of_bits
+        tile = kernel.config.block_m, kernel.config.block_n, kernel.of_keys
         get = partial(kernels.get, device=self.device)
-        lists = block_mask.tile_lists(*tile[:2], get, xp, order=kernel.order_of_bits)
+        lists = block_mask.tile_lists(*tile[:2], get, xp, of_keys=kernel.of_keys)
         slots, bits = block_mask.arrays(xp)
         self.recording.use_lists(tile, (slots, bits), lists)
         return {

@@ -15,7 +15,7 @@ from cuflash.launch import Further, Kernel, Sum, WithoutTiles, Words, Work, imag
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import WARPGROUP, Config
-from cuflash.problem import ROWS_ARE_KEYS, ROWS_ARE_QUERIES, Array, AttentionProblem
+from cuflash.problem import Array, AttentionProblem
 
 _ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
 _COUNTER_WORD = word_of("tile_counter")
@@ -133,11 +133,6 @@ class Forward(Kernel):
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """Single queries of the heads of a group are rows of a tile."""
         return heads_as_rows(problem, arrays)
-
-    @property
-    def order_of_bits(self) -> int:
-        """That of the fragments."""
-        return ROWS_ARE_QUERIES
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
@@ -302,11 +297,6 @@ class Gradients(_OfQueries):
     def of_keys(self) -> bool:
         """Tiles stay with keys and walk queries."""
         return True
-
-    @property
-    def order_of_bits(self) -> int:
-        """That of the fragments."""
-        return ROWS_ARE_KEYS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Also the order of tiles."""

@@ -80,7 +80,12 @@ class Row(Generic[T]):
 ENTRIES = ("forward_sm80",)
 FEW = ("has_softcap", "has_alibi")
 MORE = (*FEW, "has_dropout", "has_block_mask")
-_64X64 = (Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE), Tile(64, 64, 4, min_blocks=2, only=MORE))
+_64X64 = (
+    Tile(64, 64, 4, min_blocks=4, only=("has_mask",)),
+    Tile(64, 64, 4, min_blocks=3, only=("has_mask",)),
+    Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
+    Tile(64, 64, 4, min_blocks=2, only=FLAGS),
+)
 # The first row that is wide enough is taken.
 FORWARD = (
     Row(
@@ -92,7 +97,11 @@ FORWARD = (
             Tile(128, 64, 4),
         ),
         (Tile(64, 32, 4, min_blocks=2),),
-        (Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")), *_64X64),
+        (
+            Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
+            *_64X64,
+        ),
     ),
     Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
     Row(
@@ -105,7 +114,11 @@ FORWARD = (
             Tile(64, 64, 4),
         ),
         (Tile(64, 32, 4, min_blocks=2), Tile(64, 32, 4)),
-        (Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")), *_64X64),
+        (
+            Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
+            *_64X64[1:],
+        ),
     ),
     Row(192, 128, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     Row(192, 192, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
@@ -114,7 +127,7 @@ FORWARD = (
         256,
         (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
         (Tile(64, 32, 4), Tile(32, 32, 2)),
-        (Tile(64, 64, 4, only=MORE),),
+        (Tile(64, 64, 4, only=FLAGS),),
     ),
 )
 
@@ -198,11 +211,17 @@ def forward_config(
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     tiles = row.tiles_for(flags, plain_scores and aligned)
     plain_scores = plain_scores and are_products(flags)
-    tile = first_fitting(tiles, lambda t: smem_bytes(t, row), capability, limit)
+
+    def all_bytes(t: Tile) -> int:
+        has_bias_tiles = {*flags} - {"has_window"} == {"has_bias"} and t.stages == 1
+        of_bias = t.block_m * t.block_n * HALF_BYTES if has_bias_tiles else 0
+        return smem_bytes(t, row) + of_bias
+
+    tile = first_fitting(tiles, all_bytes, capability, limit)
     return Config(
         entry=entry,
         plain_scores=plain_scores,
-        smem_bytes=smem_bytes(tile, row),
+        smem_bytes=all_bytes(tile),
         **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
 

@@ -18,7 +18,7 @@ from cuflash.plan import (
     flags_of,
     smem_limit,
 )
-from cuflash.plan_sm80 import ANY, FEW, MORE, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
+from cuflash.plan_sm80 import ANY, MORE, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -124,9 +124,8 @@ BACKWARD = (
         ),
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
         (
-            Tile(
-                64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, below=_LARGER, only=(*FEW, "has_dropout")
-            ),
+            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, below=_LARGER, only=MORE),
+            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2, below=_LARGER, only=("has_block_mask",)),
         ),
     ),
     Row(
@@ -140,6 +139,10 @@ BACKWARD = (
             Tile(16, 32, 2, 1, False),
         ),
         (Tile(32, 32, 4, 1, True, query_warps=2, below=_LARGER), Tile(16, 32, 2, 1, False)),
+        (
+            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2, only=("has_block_mask",)),
+            Tile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),
+        ),
     ),
     Row(
         256,
@@ -152,6 +155,21 @@ BACKWARD = (
             Tile(16, 32, 2, 1, False),
         ),
         (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
+        (
+            Tile(
+                64,
+                64,
+                8,
+                2,
+                True,
+                stages=2,
+                score_stages=2,
+                query_warps=4,
+                bulk_adds=True,
+                below=_LARGER,
+                only=("has_block_mask",),
+            ),
+        ),
     ),
 )
 # Of the kernel that stays with queries: for bits that repeat beside a block mask, and for slopes.

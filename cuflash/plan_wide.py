@@ -219,7 +219,7 @@ def forward_config(
         return elements + factors + SMEM_BESIDE_TILES
 
     tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
-    sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) else 32
+    sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) and row.head_dim <= 192 else 32
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,

@@ -20,9 +20,6 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
 # Bound of whatever is kept by calls' metadata, for programs with ever new shapes.
 MOST_KEPT = 4096
-# In which order a kernel reads a block mask's bits: as they are stored, or as a warpgroup of Hopper has them in its
-# fragments, whose rows are keys (gradients) or queries (forward).
-AS_STORED, ROWS_ARE_KEYS, ROWS_ARE_QUERIES = range(3)
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
 GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)

@@ -233,7 +233,7 @@ class Recording:
         if self._capture:
             give_back(self._capture, self._stream, self._blocks)
 
-    def use_lists(self, tile: tuple[int, int, int], store: Sequence[Array], lists: Sequence[Array]) -> None:
+    def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
         """Note that a launch reads the block mask's store and its lists for this tile."""
         if tile not in self._tiles:
             self._tiles.append(tile)

@@ -25,6 +25,7 @@ SHAPE = (150, 200)
 MASK = RNG.random(SHAPE) < 0.5
 MASK[:, 10:40] = False
 MASK[5] = False
+BIAS = np.where(MASK, RNG.standard_normal(SHAPE), -np.inf).astype(np.float32)
 
 
 @pytest.fixture(
@@ -71,7 +72,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "causal": True},
     "negative scale": {"softmax_scale": -0.3},
     "alibi": {"alibi_slopes": RNG.random(4).astype(np.float32), "causal": True},
-    "bias": {"bias": np.where(MASK, RNG.standard_normal(SHAPE), -np.inf).astype(np.float32)},
+    "bias": {"bias": BIAS},
+    "bias in tiles": {"bias": np.pad(BIAS.astype(np.float16), ((0, 0), (0, -SHAPE[1] % 8)))[:, : SHAPE[1]]},
     "mask": {"mask": MASK},
     "mask in vectors": {"mask": np.pad(MASK, ((0, 0), (0, -SHAPE[1] % 16)))[:, : SHAPE[1]]},
     "sink": {"sink": RNG.standard_normal(4).astype(np.float32), "window": (3, 0)},

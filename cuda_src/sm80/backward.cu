@@ -42,6 +42,19 @@ static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of a
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
+// What a block mask shows of a fragment: `block_bits`.
+struct BitsOfBlock {
+  static constexpr bool HIDES = HAS_BLOCK_MASK;
+  static_assert(!HIDES || (CANONICAL % FRAGMENT_QUERIES == 0 && FRAGMENTS * FRAGMENT <= 32), "a thread has one word");
+  u32 visible;
+
+  DEVICE bool ranged() const { return true; }
+  DEVICE void hide(float (&x)[FRAGMENT]) const {
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) x[e] = visible >> e & 1 ? x[e] : -infinity();
+  }
+};
+
 // The tile of queries where the walk is.
 struct Step {
   int head, block;
@@ -178,7 +191,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           partial ||
           !Mask(p, s, step.head).columns_inside(first_row, FRAGMENT_QUERIES, tile_key + warp_key, FRAGMENTS * 16);
       float x[FRAGMENTS][FRAGMENT];
-      u32 weights[FRAGMENTS][FRAGMENT / 2];
+      u32 weights[FRAGMENTS][FRAGMENT / 2], visible = 0xffffffffu;
+      if (HAS_BLOCK_MASK && step.partial) {
+        visible = 0;
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          const int key = tile_key + warp_key + 16 * f;
+          const u32 bits = block_bits(p, Mask(p, s, step.head).slot_at(first_row, key), key, first_row);
+          visible |= (bits & 0xffffffffu >> (32 - FRAGMENT)) << f * FRAGMENT;
+        }
+      }
 #pragma unroll
       for (auto& fragment : x) clear(fragment);
       multiply_rows<true>(x, own_keys, queries.from_row(query));
@@ -200,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const KeptWeights kept = scores.kept();
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked);
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked, 1,
+                       BitsOfBlock{visible >> f * FRAGMENT});
           const float* delta = shared.delta[score_stage] + query + fragment_column();
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
@@ -219,7 +242,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked);
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked, 1,
+                       BitsOfBlock{visible >> f * FRAGMENT});
           pack_kept(weights[f], x[f], scores.kept());
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
         }

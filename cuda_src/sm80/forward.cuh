@@ -16,12 +16,16 @@ using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
 using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
 using WeightTile = Tile<BLOCK_M, BLOCK_N>;
+// Tiles of a bias come with those of values, where its rows are vectors.
+constexpr bool HAS_BIAS_TILES =
+    HAS_BIAS && NUM_OPTIONS == 1 && ASYNC_COPIES && ALIGNED && STAGES == 1 && sizeof(BiasElement) == 2;
+constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 
 struct SharedStorage {
   alignas(128) unsigned char q[QueryTile::BYTES];
   alignas(128) unsigned char k[STAGES * KeyTile::BYTES];
   alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
-  alignas(SHARES_QUERIES ? 128 : 4) unsigned char weights[SHARES_QUERIES ? WeightTile::BYTES : 4];
+  alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];  // or biases
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
   Work work;  // this and the next are read again where needed: registers are scarce
   OperandRows k_rows, v_rows;
@@ -34,8 +38,12 @@ static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "w
 static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
 // The first scores do not wait for values.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2;
+// Whether keys that are hidden one by one are looked after only where the result is not finite: registers again.
+constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
+// A mask and a bias are read while scores are computed where registers hold them.
+constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BIAS_TILES;
 // What scores need is held all along in registers, or made anew for every tile.
-constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HAS_BLOCK_MASK && NUM_OPTIONS == 1) &&
+constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HIDES_ANYWHERE && (FRAGMENTS > 1 || NUM_OPTIONS == 1)) &&
                               !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
 // What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
@@ -82,19 +90,21 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
-    forward_sm80(const __grid_constant__ AttentionParams p) {
-  VIEW_SHARED_STORAGE(shared);
-
+// Weighted sums of values for the block's tile of queries; false where there is none. Unless careful, keys that are
+// hidden one by one show where they are not finite: so are the sums then.
+DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful,
+                   Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
+                   Units (&units)[FRAGMENTS]) {
   // Every thread finds out what the first tiles are, so that their copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const int head = work.head, tile_row = work.tile * BLOCK_M;
-  if (tile_row >= work.sequence.rows_q) return;
+  if (tile_row >= work.sequence.rows_q) return false;
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, own_key = key_warp * WARP_KEYS;
   const int warp_row = warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
   const QueryTile queries{ptx::shared_address(shared.q)}, own_queries = queries.from_row(warp_row);
   KeyTile keys{ptx::shared_address(shared.k)};
   ValueTile values{ptx::shared_address(shared.v)};
+  [[maybe_unused]] const WeightTile biases{ptx::shared_address(shared.weights)};
   // Keys before it are hidden: they may hold anything.
   const int first_seen = Mask(p, work.sequence, head).columns(0).begin;
 
@@ -125,14 +135,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const Sequence& s = shared.work.sequence;
   const OperandRows &k = shared.k_rows, &v = shared.v_rows;
   const ScoreFragment held(p, s, shared.work.head);
-
-  Accum out[FRAGMENTS][WARP_COLUMNS / 2];
-  FragmentSoftmax softmax[FRAGMENTS];
-  Units units[FRAGMENTS];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     clear(out[f]);
     softmax[f] = shared.softmax;
+    units[f] = {};
   }
 
   bool first = true;
@@ -162,11 +169,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
     } else {
       values.load(v, first_key, first_seen);
+      if constexpr (HAS_BIAS_TILES) {
+        if (scores.bias_in_vectors(first_key)) biases.load(scores.bias_rows(first_key), tile_row);
+      }
     }
     commit_copies();
+    FragmentOptions options[FRAGMENTS];
     Accum x[FRAGMENTS][WARP_KEYS / 2];
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) clear(x[f]);
+    for (int f = 0; f < FRAGMENTS; f++) {
+      if constexpr (FETCHES_AHEAD) scores.fetch(options[f], first_row + 16 * f + fragment_row(), first_key);
+      clear(x[f]);
+    }
     multiply_scores(x, own_queries, keys.from_row(own_key));
     if constexpr (STAGES == 1 && !SHARES_QUERIES) {
       finish_copies();
@@ -184,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       bool exceeded = false;
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        scores.apply(x[f], first_row + 16 * f + fragment_row(), first_key + own_key, masked);
+        scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, careful, options[f]);
         softmax[f].take_factors(shared.softmax);
         FragmentSoftmax::find_tops(x[f], top[f]);
         exceeded |= softmax[f].exceeded(top[f]);
@@ -215,8 +229,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         Accum rescale[2];
         const int row = first_row + 16 * f + fragment_row();
         take_scores(x[f], shared.query_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
-        scores.apply(x[f], row, first_key, masked);
-        if (HIDES_ANYWHERE && masked) mark_seen(shared.seen, x[f]);
+        if constexpr (HAS_BIAS_TILES) {
+          if (scores.bias_in_vectors(first_key)) {
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / STEP; step++) {
+              biases.left(*reinterpret_cast<u32(*)[4]>(&options[f].biases[4 * step]), warp_row + 16 * f, step);
+            }
+          } else {
+            scores.fetch_biases(options[f], row, first_key + fragment_column());
+          }
+        } else if constexpr (!FETCHES_AHEAD) {
+          scores.fetch(options[f], row, first_key);
+        }
+        scores.apply(x[f], p, row, first_key, masked, careful, options[f]);
+        if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen, x[f]);
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale);
         scores.drop(x[f], row, first_key);
@@ -229,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         wait_for_copies<1>();
         __syncthreads();
       }
-      if (HIDES_ANYWHERE && masked) {
+      if (HIDES_ANYWHERE && masked && careful) {
         __syncthreads();
         if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
         __syncthreads();
@@ -251,6 +277,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (int r = 0; r < 2; r++) softmax[f].sum[r] = lane() % 4 == 0 ? sums[f][r] : 0;  // a row's lanes are added
     }
   }
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
+    forward_sm80(const __grid_constant__ AttentionParams p) {
+  VIEW_SHARED_STORAGE(shared);
+  Accum out[FRAGMENTS][WARP_COLUMNS / 2];
+  FragmentSoftmax softmax[FRAGMENTS];
+  Units units[FRAGMENTS];
+  for (bool careful = !LOOKS_BEHIND;; careful = true) {
+    if (!attend(p, shared, careful, out, softmax, units)) return;
+    if (careful) break;
+    Accum zero = 0;
+#pragma unroll
+    for (auto& fragment : out) {
+#pragma unroll
+      for (const Accum& x : fragment) zero += 0 * x;
+    }
+    if (!__syncthreads_or(zero != 0)) break;
+  }
+
+  const Sequence& s = shared.work.sequence;
+  const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, warp_row = warp / KEY_WARPS * FRAGMENTS * 16;
+  const int first_row = shared.work.tile * BLOCK_M + warp_row;
+  const QueryTile own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
   const i64 batch = batch_of(p, s);
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[shared.work.head];
 #pragma unroll

@@ -205,7 +205,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
         factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
-        scores.apply(x, row, first_key, masked);
+        FragmentOptions options;
+        scores.fetch(options, row, first_key);
+        scores.apply(x, p, row, first_key, masked, true, options);
         if (masked) hidden.find(x);
         softmax.step(x, factor);
         ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again: registers are scarce
