@@ -111,11 +111,11 @@ class Products:
         # The library is column-major: it computes out^T = b^T a^T.
         operands = (b, a, out if added is None else added, out)
         epilogue = NOTHING if bias is None else BIAS if before_gelu is None else GELU_AUX_BIAS
-        matrices = tuple(map(self._matrix, operands))
-        key = (*matrices, epilogue, added is None)
+        key = (*map(self._signature, operands), epilogue, added is None)
         plan = self._plans.get(key)
         new = plan is None
         if plan is None:
+            matrices = tuple(map(self._matrix, operands))
             plan = self._plans[key] = self._plan(matrices, epilogue)
         if bias is not None:
             self._set("MatmulDesc", plan.product, BIAS_POINTER, ctypes.c_uint64(bias.data.ptr))
@@ -124,18 +124,27 @@ class Products:
             self._set("MatmulDesc", plan.product, AUX_STRIDE, ctypes.c_int64(before_gelu.shape[-1]))
         in_place = added is not None and added.data.ptr == out.data.ptr  # so that it cannot be repeated
         if new and self._search and not in_place:
-            plan.choice = self._fastest(plan, matrices, operands, added is not None)
+            alignments = [self._alignment(x) for x in operands]
+            plan.choice = self._fastest(plan, alignments, operands, added is not None)
         self._run(plan, plan.choice, operands, added is not None, scale)
         return out
+
+    @staticmethod
+    def _alignment(x: Array) -> int:
+        address = x.data.ptr
+        return int(min(MOST_ALIGNMENT, address & -address))
+
+    def _signature(self, x: Array) -> tuple[Any, ...]:
+        """All that a plan depends on, as it is found quickest: a step of the baseline has 960 products."""
+        return x.dtype.num, x.shape, x.strides, self._alignment(x)
 
     def _matrix(self, x: Array) -> Matrix:
         rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
         transposed = columns != 1
         height, width = x.shape[-2:] if transposed else x.shape[:-3:-1]
         stack, stack_stride = (x.shape[0], x.strides[0] // x.itemsize) if x.ndim == 3 else (1, 0)
-        alignment = min(MOST_ALIGNMENT, x.data.ptr & -x.data.ptr)
         kind, stride = self._types[x.dtype.name], columns if transposed else rows
-        return Matrix(kind, height, width, stride, transposed, stack, stack_stride, alignment)
+        return Matrix(kind, height, width, stride, transposed, stack, stack_stride, self._alignment(x))
 
     def _plan(self, matrices: Sequence[Matrix], epilogue: int) -> Plan:
         left, right, _, result = matrices
@@ -174,9 +183,8 @@ class Products:
         self._call("cublasLtMatmulPreferenceDestroy", wanted)
         return [choices[i] for i in range(found.value)]
 
-    def _fastest(self, plan: Plan, matrices: Sequence[Matrix], operands: tuple[Array, ...], add: bool) -> Choice:
+    def _fastest(self, plan: Plan, alignments: list[int], operands: tuple[Array, ...], add: bool) -> Choice:
         """By turns, long enough for the card to become as hot as in a step: then others are the fastest."""
-        alignments = [matrix.alignment for matrix in matrices]
         found: dict[bytes, Choice] = {}
         for workspace in WORKSPACES:
             with suppress(RuntimeError):  # there may be none without
