@@ -1,9 +1,9 @@
-// Numbers, what a launch hands to an attention kernel, and which sequence and which rows of it a thread block works on:
-// padded and packed layouts look the same from there on. The host packs the parameters from one NumPy dtype
-// (cuflash/params.py), whose offsets are asserted behind this header.
+// Numbers, what a launch hands to a kernel, and which sequence and rows a thread block works on: padded and packed
+// layouts look the same from there on. The host packs the parameters by a NumPy dtype (cuflash/params.py), whose
+// offsets are asserted behind this header.
 //
-// In front of every source stand `DEVICE` (DEVICE) and constants that define `Element` (dtype of q,
-// k, v) and `Accum` (float, or double for double), in which all arithmetic is done.
+// In front of every source stand `DEVICE` and constants, `Element` (of q, k, v), and `Accum`, in which all arithmetic
+// is done.
 #pragma once
 
 using u8 = unsigned char;
@@ -72,7 +72,6 @@ constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr Accum LOG2_E = 1.4426950408889634;
 
-// A kernel's dynamic shared memory as its `SharedStorage`.
 #define VIEW_SHARED_STORAGE(shared)                                                               \
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles"); \
   extern __shared__ __align__(alignof(SharedStorage)) unsigned char shared_bytes[];               \
@@ -197,7 +196,7 @@ struct Sequence {
   DEVICE int diagonal() const { return len_k - len_q; }
 };
 
-// Where it stands along the batch axis of arrays; packed ones have none.
+// Packed arrays have no batch axis.
 DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
 DEVICE int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }

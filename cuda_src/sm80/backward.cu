@@ -1,8 +1,8 @@
-// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A thread block has BLOCK_N keys and walks the
-// queries that see them. A warp computes transposed scores of its FRAGMENTS * 16 keys and some queries, so that weights
-// and their gradients stay in registers as left factors of dv and dk. QUERY_WARPS warps have the same keys, each other
-// queries and other columns of dv and dk: what the others computed comes through shared memory. So does what dq takes,
-// the gradients of all warps; it is added up in global memory. Without dk (and dq) or dv the other has all registers.
+// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A block has BLOCK_N keys and walks the queries that
+// see them. Scores are transposed, so that weights and their gradients stay in registers as left factors of dv and dk.
+// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk: the rest
+// comes through shared memory. So do the gradients that dq takes; it is added up in global memory. Without dk (and dq)
+// or dv the other has all registers.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
 #include "../query_walk.cuh"
@@ -11,8 +11,8 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
-// So many are taken together that those of a head are some steps apart: a tile of queries is added to by one after the
-// other. Queries are walked from the last, which all tiles of keys see that a diagonal leaves.
+// So many that those of a head are some steps apart, as they add to a tile of queries one after the other. Queries are
+// walked from the last, which all tiles of keys see under a diagonal.
 constexpr u32 TILES_IN_TURN = 1024;
 constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.
@@ -33,7 +33,7 @@ struct SharedStorage {
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? SCORE_STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
   float lse[SCORE_STAGES][BLOCK_M], delta[SCORE_STAGES][BLOCK_M];
-  Work work;                                      // read again where needed: registers are scarce
+  Work work;                                      // read again: registers are scarce
   int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // which have not ended
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
@@ -42,7 +42,6 @@ static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of a
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
-// What a block mask shows of a fragment: `block_bits`.
 struct BitsOfBlock {
   static constexpr bool HIDES = HAS_BLOCK_MASK;
   static_assert(!HIDES || (CANONICAL % FRAGMENT_QUERIES == 0 && FRAGMENTS * FRAGMENT <= 32), "a thread has one word");
@@ -55,7 +54,6 @@ struct BitsOfBlock {
   }
 };
 
-// The tile of queries where the walk is.
 struct Step {
   int head, block;
   bool partial;
@@ -65,7 +63,6 @@ struct Step {
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
-// Starts to load it.
 DEVICE void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
@@ -75,7 +72,6 @@ DEVICE void load_queries(const AttentionParams& p, SharedStorage& shared, u32 st
       Rows(p.dout.at(batch, s.row_q, step.head), p.dout.row_stride, s.len_q, p.head_dim_v), step.first_row());
 }
 
-// Starts to load what belongs to it.
 DEVICE void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
@@ -91,8 +87,7 @@ DEVICE void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage
   load_rows(p, shared, stage, step);
 }
 
-// Waits for both; complete for all behind a barrier. A thread turns the lse that it has copied into what weights are
-// computed with: inf where a query sees nothing, and has none.
+// Complete for all behind a barrier. lse becomes inf where a query sees nothing, and has no weights.
 DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   wait_for_copies();
   if (threadIdx.x < BLOCK_M) {
@@ -102,8 +97,8 @@ DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   }
 }
 
-// A key that no query sees may hold NaN, and 0 * NaN would count in dq: its row becomes 0. Where keys are hidden one by
-// one that takes a look at every query, so only keys that are not finite are looked after.
+// A hidden key may hold NaN, and 0 * NaN would count in dq: its row becomes 0. As that takes a look at every query,
+// only keys that are not finite are looked after.
 DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared, const KeyTile& keys) {
   const Sequence& s = shared.work.sequence;
   const int group = p.num_heads_q / p.num_heads_kv, j = shared.work.tile * BLOCK_N + threadIdx.x;

@@ -2,8 +2,7 @@
 // values are copied to shared memory while the tile before them is computed. KEY_WARPS warps have the same queries,
 // each some of a tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
 //
-// What stands before has said how: Weights, pack, multiply_scores, multiply_values, write_results, and what direct.cuh
-// has.
+// What stands before says how: Weights, pack, multiply_*, write_results, and what direct.cuh has.
 #pragma once
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
@@ -27,7 +26,7 @@ struct SharedStorage {
   alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
   alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];  // or biases
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
-  Work work;  // this and the next are read again where needed: registers are scarce
+  Work work;  // this and the next are read again: registers are scarce
   OperandRows k_rows, v_rows;
   FragmentSoftmax softmax;  // its factors
   Factors<BLOCK_M, 1> query_factors;
@@ -46,7 +45,7 @@ constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BI
 constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HIDES_ANYWHERE && (FRAGMENTS > 1 || NUM_OPTIONS == 1)) &&
                               !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
-// What `combine` makes of a number for each of a thread's rows, over all keys of the tile.
+// Combines a number of each of a thread's rows over all keys of the tile.
 template <class Combine>
 DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int warp_row, int key_warp, Combine combine) {
 #pragma unroll
@@ -70,14 +69,12 @@ DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int wa
   }
 }
 
-// Shares a warp's weights with those that have the same queries.
 template <class W, class T>
 DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
 }
 
-// out += weights values for some columns of a warp's queries: the weights of its own keys are in registers, those of
-// the other warps' come through `shared`.
+// out += weights values for some columns: weights of own keys are in registers, those of other warps in `shared`.
 template <class W, class T, int N>
 DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS], const T& shared,
                             const ValueTile& values) {
@@ -90,12 +87,11 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   }
 }
 
-// Weighted sums of values for the block's tile of queries; false where there is none. Unless careful, keys that are
-// hidden one by one show where they are not finite: so are the sums then.
+// False where the block has no queries. Unless careful, hidden keys that are not finite show: the sums are not, either.
 DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful,
                    Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
                    Units (&units)[FRAGMENTS]) {
-  // Every thread finds out what the first tiles are, so that their copies start at once.
+  // In every thread, so that the first copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const int head = work.head, tile_row = work.tile * BLOCK_M;
   if (tile_row >= work.sequence.rows_q) return false;

@@ -8,8 +8,8 @@ constexpr int NUM_THREADS = NUM_WARPS * WARP;
 constexpr int STEP = 16;  // depth of a product
 constexpr u32 VECTOR_BYTES = 16;
 
-// Copies to shared memory are asynchronous where the GPU has such: complete for a thread behind wait_for_copies, for
-// all behind a barrier, too.
+// Copies are asynchronous where the GPU has such: complete for a thread behind wait_for_copies, for all behind a
+// barrier.
 DEVICE void copy_float(float* to, const float* from) {
   if constexpr (ASYNC_COPIES) {
     ptx::cp_async_4(ptx::shared_address(to), from, sizeof(float));
@@ -126,7 +126,7 @@ struct Tile {
     for (int v = 0; v < PER_ROW; v++) store(row, v, Vector{});
   }
 
-  // The part of the tile from a row on that is a multiple of 16.
+  // row: a multiple of 16.
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
@@ -188,9 +188,8 @@ DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)
   }
 }
 
-// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a, for each
-// sixteen of rows, and of b, some blocks of the right factor ahead of their products, whose latency hides that of the
-// reads.
+// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b, some
+// ahead of their products, which hide the latency of reads.
 template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
 DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
   constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;

@@ -1,6 +1,5 @@
-// Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one warpgroup
-// computes the weights and dv, one their gradients and dk, one dq, and what they need of each other goes through shared
-// memory. One warp loads by TMA.
+// Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one computes
+// the weights and dv, one their gradients and dk, one dq, and they exchange through shared memory.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
@@ -38,8 +37,8 @@ struct SharedStorage {
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
-// The blocks of a pair compute dq for the keys of both by turns, each in every other step, and send each other what
-// that takes: half as much is added to sums in memory, for which all wait.
+// The blocks of a pair compute dq for the keys of both in every other step and send each other what that takes: half as
+// much is added in memory, for which all wait.
 DEVICE bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
 struct Rings {
@@ -52,7 +51,7 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // Nothing but the word that it is a step's turn, and that its dq is on its way.
+  // Only that it is a step's turn, and that its dq is on its way.
   Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
@@ -89,13 +88,11 @@ struct Gradient {
       add_product<BLOCK_M>(x[piece], factor, b + piece * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
     }
   }
-  // Waits for it and all that was started before.
   DEVICE void wait() {
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (auto& piece : x) keep(piece);
   }
-  // staging: see write_rows.
   DEVICE void write(const AttentionParams& p, const KeyWork& work, const Tensor<Element>& to, int head_dim, float scale,
                     void* staging) const {
     if (to.data == nullptr) return;
@@ -317,7 +314,7 @@ DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, R
   }
 }
 
-// The warp that ends turns: it waits for additions to arrive, while the next products are under way.
+// The warp that ends turns: additions arrive while the next products are under way.
 DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
@@ -329,7 +326,6 @@ DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rin
   }
 }
 
-// All threads of the pair.
 DEVICE void sync_pair() {
   if constexpr (PAIR == 1) {
     __syncthreads();

@@ -1,5 +1,4 @@
-// PTX of compute capability 9.0a that CUDA C++ has no function for, beside that of 8.0. One instruction a function.
-// The CPU test device has functions of the same names and types in their place.
+// PTX of compute capability 9.0a, like that of 8.0.
 #pragma once
 #include "../sm80/ptx.cuh"
 
@@ -37,8 +36,7 @@ namespace ptx {
 DEVICE void mbarrier_init(unsigned mbarrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the other threads of the cluster and to TMA; a block or cluster barrier
-// follows.
+// Makes barriers visible to the cluster and to TMA; a block or cluster barrier follows.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void mbarrier_arrive(unsigned mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
@@ -56,8 +54,6 @@ DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
                : "memory");
   return done;
 }
-
-// ---- Fences
 
 // Makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after a barrier.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -101,8 +97,8 @@ DEVICE void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) 
                "r"(bytes)
                : "memory");
 }
-// Stores and reductions of this thread since the last commit make a group. _read: waits until the sources of all but
-// PENDING groups have been read, else until they have been written.
+// Stores and reductions of this thread since the last commit make a group. _read: until the sources of all but PENDING
+// groups are read, else until they are written.
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void bulk_wait_group() {
@@ -113,9 +109,7 @@ DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- Sums in global memory
-
-// Adds four floats to 16 aligned bytes of global memory, each atomically.
+// To 16 aligned bytes, each float atomically.
 DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -187,7 +181,7 @@ DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.
-// d: N / 2 registers, which pick N; d[4 i .. 4 i + 3] are columns 8 i to 8 i + 7, laid out as for mma_m16n8k16.
+// d: N / 2 registers, which pick N; d[4 i .. 4 i + 3] are columns 8 i to 8 i + 7, laid out likewise.
 #define CUFLASH_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUFLASH_NAMES_16 CUFLASH_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUFLASH_NAMES_24 CUFLASH_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"

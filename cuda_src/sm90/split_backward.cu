@@ -1,9 +1,6 @@
-// Gradients in float32 on Hopper's float16 units (split_layout.cuh): FlashAttention-2 (Dao 2023), Algorithm 2, as two
-// kernels without atomics, the same bits always. dq: thread blocks stay with BLOCK_M queries and walk the keys that
-// these see. dk and dv: they stay with BLOCK_N keys and walk the queries, of all heads of the group, that see them.
-// Either way a fragment's rows are what stays, its columns what is walked, and gradients need no exchange between
-// warps.
-// The next header takes its constants from this one.
+// Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh. A
+// fragment's rows are what stays, so gradients need no exchange between warps. The next header takes its constants from
+// this one.
 #include "products.cuh"
 
 constexpr int PAIR = 1;  // no clusters
@@ -18,14 +15,13 @@ constexpr int PAIR = 1;  // no clusters
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
-// dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
 constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
 constexpr u32 ROWS_V_BYTES = NEEDS_GRADIENTS ? PARTS * part_bytes(ROWS, HEAD_DIM_V) : 0;
 constexpr u32 COLUMNS_BYTES = KEY_PARTS * part_bytes(COLUMNS, HEAD_DIM);
 constexpr u32 COLUMNS_V_BYTES = PARTS * part_bytes(COLUMNS, HEAD_DIM_V);
-// Where registers allow, the product with dout runs beside the arithmetic on the gradient of the scores.
+// Where registers allow, the product with dout runs beside the gradient of the scores.
 constexpr bool OVERLAPS = OF_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
 
@@ -71,7 +67,7 @@ DEVICE Work any_work_at(const AttentionParams& p, u32 index) {
   return OF_KEYS ? key_work_at<KeyOrder::GROUPS>(p, index) : work_at(p, index);
 }
 
-// The loading thread. The maps are of q, k, v and dout.
+// The loading thread.
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map, const ptx::TensorMap* dout_map) {
@@ -140,7 +136,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    const Work& work = shared.work[rings.work.stage];  // read again: registers are scarce
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * ROWS, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;

@@ -1,7 +1,5 @@
-// Forward attention in float32 on Hopper's float16 units: operands in float16 parts (split_layout.cuh), and for
-// every product six of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu: one
-// warp loads tiles by TMA, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
-// tile.
+// Forward attention in float32 on Hopper's float16 units: operands in float16 parts (split_layout.cuh), and for every
+// product six of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu.
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
 #include "hidden_values.cuh"
@@ -51,15 +49,13 @@ struct SplitSoftmax {
     }
   }
 
-  // Turns weights into those of split values: times the factors of the values, in units that put the largest of a row
-  // near TOP, so that float16 pairs hold them. Factors depend on visible keys alone. rescale gets the units' ratio.
+  // Weights times the factors of their values, in units (raise), whose ratio rescale gets.
   DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
     raise(x, unit, rescale);
   }
 
-  // Completes the sums. out[row r] * inverse[r] * unit[r] is the result (0 where it saw nothing), lse[r] its natural
-  // log-sum-exp.
+  // out[row r] * inverse[r] * unit[r] is the result.
   DEVICE void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -110,7 +106,7 @@ struct Rings {
         factors(shared.factors, shared.factor_barriers) {}
 };
 
-// One tile from row `row` on of an image (batch, head): all panels of all parts (split_layout.cuh).
+// From `row` on of an image (batch, head): all panels of all parts.
 template <class AnyRing>
 DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
   ring.acquire();
@@ -173,7 +169,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const Work& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    const Work& work = shared.work[rings.work.stage];  // read again: registers are scarce
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
@@ -195,7 +191,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (!blocks.done()) {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // Whether the current tile needs its mask. All warpgroups have to agree where they look for hidden keys together.
+      // All warpgroups have to agree where they look for hidden keys together.
       const auto needs_mask = [&] {
         return HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
                               : scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
