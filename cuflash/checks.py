@@ -20,7 +20,6 @@ MAX_SEED = 2**64 - 1
 
 
 def _kind(x: object) -> str:
-    """The name of an object's type, for messages."""
     return type(x).__name__
 
 
@@ -170,7 +169,7 @@ def check_precision(precision: object) -> None:
 
 
 def check_seed(seed: Any, dropout_p: float) -> None:
-    """An int in [0, 2**64), or uint64 of one element; required where `dropout_p` > 0."""
+    """Required where `dropout_p` > 0."""
     form = "an int in [0, 2**64) or a uint64 array of one element"
     if seed is None:
         if dropout_p > 0:
@@ -191,10 +190,7 @@ _MAX_WORK: Any = 1_000_000
 
 
 def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
-    """ValueError unless `target` is writable, has a contiguous last axis and shares no element with `inputs`.
-
-    `inputs` are all arrays that are in use beside it, other targets included.
-    """
+    """ValueError unless it can be written beside all `inputs` that are in use, other targets included."""
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
     if target.size == 0:

@@ -1,8 +1,4 @@
-"""``python -m cuflash compile`` and ``info``: which kernels there are, and what they need.
-
-``compile`` fills the cache for this GPU, or checks every kernel for others; ``info`` tells versions, GPU, what is
-missing, and which kernel a given problem takes and why.
-"""
+"""``python -m cuflash compile`` and ``info``: which kernels there are, what they need, and which a problem takes."""
 
 from __future__ import annotations
 
@@ -101,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def configs(args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
-    """The kernels that the arguments select, for GPUs that grant a thread block `limit` bytes of shared memory."""
+    """The kernels that the arguments select, where a thread block has `limit` bytes."""
     mma: list[tuple[AnyConfig, str]] = [
         *plan_sm80.table(capability, limit),
         *plan_sm80_backward.table(capability, limit),
@@ -302,7 +298,7 @@ def _portable_reason(config: Config) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """Each thing that is missing, and in words what it is for and how to get it."""
+    """By name: what it is for and how to get it."""
     lacks: dict[str, str] = {}
     if _absent("ml_dtypes"):
         lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'
@@ -326,7 +322,7 @@ def _absent(name: str) -> bool:
 
 
 def _of_cupy(cupy: Any) -> dict[str, str]:
-    """What CuPy, which is installed, does not find."""
+    """What CuPy does not find."""
     lacks: dict[str, str] = {}
     try:
         nvrtc = cupy.cuda.nvrtc.getVersion()

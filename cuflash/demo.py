@@ -108,7 +108,7 @@ class _UnavailableError(Exception):
 
 
 def _array_module(device: str | None) -> ModuleType:
-    """CuPy, able to multiply matrices, if there is a GPU and `device` allows it, else NumPy."""
+    """`namespace`, able to multiply matrices."""
     cupy = namespace(device)
     if cupy is None:
         raise _UnavailableError("no GPU that CuPy can use: see python -m cuflash info")

@@ -191,10 +191,7 @@ def _adopt_torch(name: str, x: Any) -> Array:
 
 
 def _wrap_torch(cupy: Any, x: Any) -> Array:
-    """A CUDA tensor's memory as a CuPy array.
-
-    Not by DLPack, whose exporter makes CuPy's current stream wait for torch's, which would break a graph's capture.
-    """
+    """Not by DLPack, whose exporter makes CuPy's current stream wait for torch's, which breaks a graph's capture."""
     name = str(x.dtype).removeprefix("torch.")
     dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
     strides = tuple(n * dtype.itemsize for n in x.stride())

@@ -1,7 +1,7 @@
 """Constants + headers + entry -> one source text -> a loaded module -> launch. Nothing else compiles or launches.
 
 A kernel's source is self-contained: every header is inlined once, behind a `#line` that keeps the real file name in
-messages. CuPy's disk cache, keyed by source text and options, is then right, and an edited header is a new kernel.
+messages. CuPy's disk cache, keyed by source text and options, is then right.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ OWN_ARCH_SINCE = (12, 9)
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
-# In front of every source.
 _PRELUDE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#define DEVICE __device__ __forceinline__\n"
-# Shared memory that every kernel may use without asking for more.
+# What every kernel may use unasked.
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # CUlaunchAttributeID, and the first driver that captures such a launch.
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
@@ -42,7 +41,7 @@ _RELAXED = 2
 
 
 class Kernel(Protocol):
-    """A loaded entry: call it with the grid, the block, the arguments and the dynamic shared memory in bytes."""
+    """A loaded entry; `shared_mem` is dynamic, in bytes."""
 
     def __call__(  # noqa: D102 (the class says it)
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0
@@ -58,8 +57,7 @@ class Kernel(Protocol):
     ) -> Callable[[int, int], None]:
         """Its launch with arguments of these sizes in bytes: call it with the address of their addresses, and a stream.
 
-        The arguments are read before it returns. One that begins early may begin before the kernel before it has ended,
-        and waits for it by itself.
+        The arguments are read before it returns. `begins_early`: `launch.Kernel`.
         """
 
 
@@ -72,7 +70,7 @@ class Device(Protocol):
     has_wgmma: bool  # runs the kernels of cuda_src/sm90
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
-        """Compile `source` with further options and return its entry."""
+        """Compile `source` and return its entry."""
 
     def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
         """Describe an array for TMA: `params.encode_tensor_map`."""
@@ -227,7 +225,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[[int, int, int], None]:
-    """What launches a kernel of a shape that begins early, as `driver.launchKernel` does behind its shape."""
+    """`driver.launchKernel` behind its shape, of a kernel that begins early."""
     launch = driver().cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
 
@@ -252,7 +250,6 @@ def _begin_thread(cupy: Any, index: int) -> None:
 
 
 def _capture_of(stream: int) -> int:
-    """The driver's number of the capture that a stream takes part in; 0 if there is none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     nothing = ctypes.c_void_p()
     error = driver().cuStreamGetCaptureInfo_v2(
@@ -265,7 +262,6 @@ def _capture_of(stream: int) -> int:
 
 @contextmanager
 def _allocations_allowed() -> Iterator[None]:
-    """Let this thread allocate memory while streams are captured."""
     mode = ctypes.c_int(_RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -286,7 +282,7 @@ def _current_gpu() -> int:
 
 
 def device_of(x: Array) -> Device:
-    """The device of an array of the GPU backend."""
+    """The device of an array."""
     return _cupy_device(x.data.device_id)
 
 
@@ -354,7 +350,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
 
 
 def source_of(entry_file: str, constants: Any) -> str:
-    """The self-contained source text of one kernel."""
+    """A kernel's source text."""
     files = entry_file if "." in entry_file else f"{entry_file}.cu"
     text = _PRELUDE + _constants_text(constants) + inlined(files)
     # Host and device must agree on the parameter struct.

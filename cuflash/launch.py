@@ -1,4 +1,4 @@
-"""From a kernel of any family to its launch on the current stream; the portable kernels, and sums for all families."""
+"""Launches of kernels of any family; the portable kernels, and sums for all."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _LINE = 64
 
 
 class Launch:
-    """A kernel with everything of its launch that does not change from call to call."""
+    """A kernel's `recording.Launch`."""
 
     def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: kernels.Device) -> None:
         problem, arrays = kernel.seen(problem, arrays)
@@ -248,7 +248,6 @@ class Work:
         self.recording.add(launch, arrays)
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
-        """A block mask as a kernel reads it: its store, and the lists for this kernel's tiles."""
         xp = self.device.namespace
         tile = kernel.config.block_m, kernel.config.block_n, kernel.of_keys
         get = partial(kernels.get, device=self.device)

@@ -25,7 +25,7 @@ class Gradient(Kernel):
 
     @property
     def of_keys(self) -> bool:
-        """The main one has tiles of keys, the others of queries."""
+        """The same."""
         return self.entry == MAIN
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
@@ -41,7 +41,7 @@ class WideGradient(Kernel):
 
     @property
     def of_keys(self) -> bool:
-        """Whether its tiles stay with keys and walk queries."""
+        """By its configuration."""
         return self.config.of_keys
 
 

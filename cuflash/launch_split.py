@@ -79,7 +79,7 @@ class WorkSpace:
         self.size = size
         self.operands = operands.view(f"V{_OPERANDS.itemsize}")
         self.grid = (blocks, len(tensors))
-        # Of the operands, by the work space's address and the rows of the tiles that TMA reads of each.
+        # By the work space's address and `OnOperands.boxes`.
         self.maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, address_and_boxes: tuple[int, Sequence[int]]) -> list[Array]:
@@ -112,7 +112,7 @@ class OnOperands(Further):
         self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Write the work space's address, maps of the operands in it, and the address of a counter."""
+        """`Further.fill`."""
         address = words[_SPACE_WORD]
         if self._with_space:
             words[begins[1]] = address
@@ -177,7 +177,7 @@ class Gradient(Kernel):
 
     @property
     def of_keys(self) -> bool:
-        """Whether its tiles stay with keys and walk queries."""
+        """By its configuration."""
         return self.config.of_keys
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
@@ -194,7 +194,7 @@ class Gradient(Kernel):
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False if the kernel on split operands does not take the problem."""
+    """Write out and lse; False where others run."""
     config = plan_split.forward(work.problem) if work.device.has_wgmma else None
     if config is None:
         return False

@@ -115,7 +115,6 @@ def merge_backward(
 
 
 def _adopt_parts(outs: Any, lses: Any) -> tuple[interop.Library, list[Array], list[Array]]:
-    """The parts as NumPy or CuPy arrays, checked against each other."""
     for name, x in (("outs", outs), ("lses", lses)):
         if not isinstance(x, (list, tuple)):
             raise TypeError(f"{name}: expected a list or tuple of arrays, got {type(x).__name__}")

@@ -39,7 +39,7 @@ Array = NDArray[Any]
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
-    """Write attention's whole result and, if wanted, its log-sum-exp; any strides."""
+    """Write out and, if wanted, lse; any strides."""
     tiling = Tiling(problem, operands)
     # Rows beyond a length or outside every sequence.
     out[...] = 0
@@ -64,7 +64,7 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
     q = np.ascontiguousarray(load_rows(tiling, o.q, block).swapaxes(1, 2))
     shape = len(q), q.shape[2]
 
-    # The row's largest score so far, the sum of exp(score - top), and the sum of that times v.
+    # A row's largest score so far, the sum of exp(score - top), and that of this times v.
     if o.sink is None:
         top, total = np.full(shape, -np.inf, dtype), np.zeros(shape, dtype)
     else:  # the sink is a first score without a value
@@ -164,7 +164,7 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
-    """The pass over all tiles that makes every gradient but a summed matrix dbias."""
+    """The pass that makes every gradient but a summed matrix dbias."""
 
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
@@ -231,7 +231,6 @@ class _Main:
         return share
 
     def _block(self, block: Block, share: Share, workspace: Workspace) -> None:
-        """Add a block of rows to the task's share and write its dq."""
         tiling, heads = self.tiling, block.heads
         rows = self.call.load(block, workspace)
         if "sink" in share.heads:
@@ -274,7 +273,6 @@ class _Main:
         share.bias[:, rows, keys] += ds.sum(axis=summed, keepdims=True)
 
     def _add(self, task: Task, share: Share) -> None:
-        """Add a task's share to the sums, and write dk and dv when they are complete."""
         sequence, heads = task.sequence, task.heads
         for name, part in share.kv.items():
             # The tasks of one sequence and KV head follow each other.
@@ -296,7 +294,7 @@ class _Main:
 
 
 def _bias_panels(call: Backward, target: Array) -> None:
-    """dbias of shape (batch | 1, heads | 1, rows, keys), summed over batch or heads, a block of rows at a time."""
+    """dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
     tiling = call.tiling
     step = tiling.block_rows
     panels = [

@@ -75,7 +75,7 @@ class TileGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward call: its arrays, and the names of the gradients that are wanted."""
+    """A backward call; `wanted` are names of gradients."""
 
     tiling: Tiling
     dout: Array
@@ -131,7 +131,7 @@ class Backward:
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
     def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:
-        """The gradients of a tile, of which `rows` are the rows; None if all of it is hidden."""
+        """Of a tile with these rows; None if all of it is hidden."""
         tiling, problem, heads = self.tiling, self.tiling.problem, tile.block.heads
         k = load_keys(tiling, tiling.operands.k, tile)
         found = compute_scores(tiling, tile, rows.q_transposed, k, workspace)

@@ -119,7 +119,7 @@ def hide(scores: Array, visible: Array, heads: Heads) -> None:
 
 
 def hide_cut(scores: Array, cut: Cut, heads: Heads) -> None:
-    """What `hide` does, where causal and a window alone hide something."""
+    """`hide`, where causal and a window alone do."""
     bits = split_heads(scores, heads)[..., cut.rows].view(cut.keep.dtype)
     bits &= cut.keep
     bits |= cut.fill
@@ -204,12 +204,10 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
 
 
 def _aligned(tile: Tile) -> Array:
-    """The keys that the rows are aligned to."""
     return np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
 
 
 def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:
-    """What causal and a window leave of a tile."""
     left, right = tiling.problem.window_left, tiling.problem.window_right
     num_keys, num_rows = tile.key_stop - tile.key, tile.block.row_stop - tile.block.row
     offset = tile.block.row + tile.block.sequence.diagonal - tile.key
@@ -304,5 +302,5 @@ def keep_tile(
 
 
 def _without_bit_3(first: int, groups: int) -> NDArray[np.uint64]:
-    """The positions from `first`, a multiple of 16, whose bit 3 is 0."""
+    """From `first`, a multiple of 16, on."""
     return (first + 16 * np.arange(groups)[:, None] + np.arange(8)).astype(np.uint64)

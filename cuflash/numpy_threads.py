@@ -36,7 +36,7 @@ _THREAD_FUNCTIONS = (
 
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """How to read and set the number of threads of NumPy's BLAS; None if it is none that we know."""
+    """These two; None if it is none that we know."""
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
     # What the module links to is found through it, but on Windows a file has only its own functions.
     found = [] if sys.platform == "win32" else [Path(extension)]
@@ -52,8 +52,6 @@ def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _BlasThreads:
-    """Counts the calls in flight: the first sets BLAS to one thread, the last restores."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = 0
@@ -85,7 +83,7 @@ class _BlasThreads:
 BLAS_THREADS = _BlasThreads()
 
 
-# Enough for the few shapes of tiles that a call meets again and again.
+# The few shapes of tiles that a call meets again.
 _MAX_REMEMBERED = 16
 
 
@@ -115,10 +113,7 @@ class Workspace:
 
 
 class InOrder:
-    """Runs actions in the order of their numbers, whatever the order in which they arrive.
-
-    Sums over tasks are made so: their bits do not depend on the number of threads.
-    """
+    """Runs actions in the order of their numbers: bits of sums do not depend on that of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -134,7 +134,6 @@ class Tiling:
         return [Sequence(*fields) for fields in zip(range(p.batch), starts_q, starts_k, rows, keys, strict=True)]
 
     def _check_cover(self, rows: int, keys: int) -> None:
-        """ValueError if an extra does not reach to the end of the longest packed sequence."""
         extras = {name: getattr(self.operands, name) for name in ("bias", "mask", "block_mask")}
         for name, x in extras.items():
             broadcast = 0 if name == "block_mask" else 1  # a size that fits any sequence
@@ -161,7 +160,7 @@ class Tiling:
 
     @functools.cached_property
     def head_blocks(self) -> list[Heads]:
-        """The heads that are computed together: as many as fill a tile, but enough tasks must remain."""
+        """The heads that are computed together."""
         p = self.problem
         rows = max((sequence.rows for sequence in self.sequences), default=0)
         keys = max((sequence.keys for sequence in self.sequences), default=0)
@@ -254,7 +253,7 @@ class Tiling:
 
 
 def _packed(cu_seqlens: Any, total: int) -> tuple[list[int], list[int]]:
-    """Starts and sizes of packed sequences, clamped to the array."""
+    """Starts and sizes, clamped to the array."""
     edges = np.clip(cu_seqlens.astype(np.int64), 0, total)
     return edges[:-1].tolist(), np.maximum(np.diff(edges), 0).tolist()
 

@@ -143,7 +143,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def smem_limit(arch: str) -> int:
-    """Bytes of shared memory that a thread block may use on ``"sm_90a"`` and the like."""
+    """The same in bytes, of ``"sm_90a"`` and the like."""
     kilobytes = _SMEM_KILOBYTES.get(arch.removeprefix("sm_").rstrip("af"))
     return SMALLEST_SMEM if kilobytes is None else kilobytes * 1024
 
@@ -213,7 +213,7 @@ def function_of(entry: str) -> str:
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
-    """The kernels that compute dk and dv: one, or one each where both together do not fit the registers."""
+    """The kernels that compute dk and dv, together or by themselves."""
     widest = head_dim_class(max(problem.head_dim, problem.head_dim_v))
     together = ("backward_dkv", problem.accum_dtype, widest) in PORTABLE
     return ("backward_dkv",) if together else ("backward_dk", "backward_dv")
@@ -242,7 +242,7 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
 def common(
     family: type[KernelConfig], dtype: str, bias_dtype: str | None, flags: tuple[str, ...], *rows: Any
 ) -> dict[str, Any]:
-    """Fields of a family's configuration: types, flags, and all that rows and tiles of its table have by that name."""
+    """A family's fields: types, flags, and what rows and tiles have by that name."""
     accum = accum_of(dtype)
     names = {f.name for f in fields(family)}
     return {
@@ -307,7 +307,7 @@ def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The classes that matter to a kernel: those of results that it accumulates; 0 for the others."""
+    """Of results that the kernel accumulates; 0 for the others."""
     of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
     of_v = entry in ("forward", "backward_dkv", "backward_dv")
     return head_dim if of_k else 0, head_dim_v if of_v else 0
@@ -315,10 +315,7 @@ def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, in
 
 @lru_cache(maxsize=MOST_KEPT)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
-    """The kernel `entry` of `PORTABLE` for a problem on a GPU.
-
-    `smem_limit` is the shared memory in bytes that the GPU grants a thread block.
-    """
+    """The kernel `entry` of `PORTABLE` for a problem on a GPU of this `smem_limit`."""
     flags = flags_of(problem)
     if entry in ("backward_dk", "backward_dv"):
         head_dim, head_dim_v = _result_classes(entry, MAX_HEAD_DIM, MAX_HEAD_DIM)

@@ -262,7 +262,7 @@ def table_flags(row: Row[Any]) -> tuple[tuple[str, ...], ...]:
 def table(
     capability: Capability, limit: int, rows: tuple[Row[Tile], ...] = FORWARD, **of: Any
 ) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
+    """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in rows:
         for dtype in dtypes(capability):
             for flags in table_flags(row):

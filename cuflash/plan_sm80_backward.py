@@ -344,7 +344,7 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryConfig, str]]:
-    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
+    """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
             kinds = [(flags, True, False) for flags in plan_sm80.table_flags(row)]

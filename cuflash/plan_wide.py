@@ -339,7 +339,7 @@ def reason(problem: AttentionProblem, gradients: bool) -> str:
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
+    """Every kernel for a GPU, with its dtype: `plan.table`."""
     for kind in [kind for kind, capabilities in CAPABILITIES.items() if capability in capabilities]:
         for flags in TABLE_FLAGS:
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in FORWARD[kind]]

@@ -146,7 +146,6 @@ class Repeat:
                 scratch.append(memory)
         for launch, places in steps:
             launch.enqueue(addresses, places, call.seed, stream)
-        # Later work of the same stream may have the scratch memory from here on.
         if captured:
             give_back(captured, stream, scratch)
         return results
@@ -234,7 +233,7 @@ class Recording:
             give_back(self._capture, self._stream, self._blocks)
 
     def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
-        """Note that a launch reads the block mask's store and its lists for this tile."""
+        """Note that a launch reads them."""
         if tile not in self._tiles:
             self._tiles.append(tile)
         begin = len(store) + len(lists) * self._tiles.index(tile)
@@ -283,7 +282,6 @@ class Recording:
 
 
 def _pairs_apart(arguments: Mapping[str, Array], written: Sequence[str]) -> Iterator[tuple[int, int, Distances]]:
-    """The places of every pair of arguments of which one is written, and how far apart they may be."""
     places = {name: place for place, (name, x) in enumerate(arguments.items()) if x.size}
     for target in filter(places.__contains__, written):
         place = places.pop(target)

@@ -101,7 +101,7 @@ def measure(
     stopwatch: Stopwatch,
     rounds: int,
 ) -> list[Result]:
-    """Check and time every contender on one cell, in both directions or one."""
+    """Check and time every contender on one cell."""
     inputs = Inputs(cell, xp)
     sample = _sample(inputs)
     results = {direction: Result(cell, direction) for direction in directions}
@@ -142,7 +142,6 @@ def _sample(inputs: Inputs) -> Sample:
 
 
 def _repeats(call: Any) -> int:
-    """How many of `REPEATS` further calls give the bits of the first."""
     first = call()
     bits = [x.view(f"u{x.itemsize}") for x in first]
     same = 0
@@ -195,7 +194,6 @@ def namespace(device: str | None) -> ModuleType | None:
 
 
 def _tell_absences(results: list[Result]) -> None:
-    """Name every peer that a table lacks, and why, once."""
     reasons = {(peer, reason): None for result in results for peer, reason in result.absent.items()}
     for peer, reason in reasons:
         print(f"{peer}: {reason}")

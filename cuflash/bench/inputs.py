@@ -1,4 +1,4 @@
-"""What a cell's problem is computed of, random inputs and options, and whether a peer's results are right.
+"""A cell's random inputs and options, and whether a peer's results are right.
 
 ``bias`` and ``mask`` are one for all batches and heads; ``dbias`` is a bias of the scores' whole shape, and its
 gradient; ``blocks`` the cell's window as a block mask.
@@ -26,7 +26,7 @@ Array = Any
 
 SOFTCAP = 30.0
 DROPOUT_P, DROPOUT_SEED = 0.1, 5
-# Another library computes these on the same inputs; all others are cuflash's alone here.
+# Peers compute these, too.
 WITH_PEERS = ("blocks", "deterministic", "tf32")
 # By the result's name: max, mean, and max relative to the largest value.
 Errors = dict[str, dict[str, float]]
@@ -40,7 +40,7 @@ ROUNDINGS, ACCUMULATIONS = 8, 256
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name, bfloat16 included."""
+    """The dtype of a name, bfloat16 included."""
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
@@ -55,7 +55,7 @@ def _normal_numbers(xp: ModuleType, dtype: str, count: int) -> Array:
 
 
 class Inputs:
-    """q, k, v and dout of a cell: N(0, 1) numbers, as arrays of `xp` and as torch tensors over the same memory."""
+    """q, k, v and dout of a cell: N(0, 1) numbers."""
 
     def __init__(self, cell: Cell, xp: ModuleType) -> None:
         self.cell = cell
@@ -106,7 +106,7 @@ def as_torch(x: Array) -> Any:
 
 
 def as_float64(x: Any) -> np.ndarray:
-    """An array of any of the libraries on the host in float64."""
+    """Any library's array on the host."""
     if hasattr(x, "detach"):
         x = x.detach().double().cpu().numpy()
     elif hasattr(x, "get"):
@@ -170,7 +170,7 @@ def scores(
     rows: np.ndarray,
     keys: np.ndarray,
 ) -> Scores:
-    """The scores of the queries `rows` and the `keys`, with what `arguments` gave."""
+    """Of the queries `rows` and the `keys`, with what `arguments` gave."""
     scale = default_scale(cell)
     values = scale * q @ k.T
     slopes: np.ndarray | float = scale
@@ -263,7 +263,7 @@ def worst(errors: Errors) -> float:
 
 
 def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sample:
-    """Compute the truth of a sample of the cell; `out` and `lse` are cuflash's, `given` what its functions take."""
+    """`out` and `lse` are what cuflash's functions make of `given`."""
     cell = inputs.cell
     rng = np.random.default_rng(1)
     batch = int(rng.integers(cell.batch))
@@ -321,7 +321,6 @@ def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:
 
 
 def _positions(rng: np.random.Generator, count: int) -> np.ndarray:
-    """All positions if they are few, else some, the first and the last among them."""
     if count <= SMALL:
         return np.arange(count)
     return np.unique(np.concatenate(([0, count - 1], rng.integers(count, size=SAMPLES - 2))))

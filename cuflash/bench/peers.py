@@ -63,7 +63,6 @@ def plain_calls(inputs: Inputs) -> Calls:
 
 
 def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]]:
-    """The two functions, and where the sequences lie if they are packed."""
     if not inputs.cell.lengths:
         return cuflash.attention, cuflash.attention_backward, ()
     cu_seqlens = _cu_seqlens(inputs)

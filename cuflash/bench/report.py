@@ -162,7 +162,7 @@ def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> d
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package runs from, marked if it was changed since."""
+    """Of this checkout, marked if it was changed since."""
     here = str(Path(__file__).parent)
     return _first_line("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
