@@ -8,7 +8,7 @@ constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WORDS = CANONICAL / WARP;  // 32-bit words in one row of a block
 constexpr int UNNUMBERED = 0;            // the slot of a partial block before it has its number
-constexpr int ROWS_PER_VOTE = 8;         // rows that are read before the warp votes whether a block is partial
+constexpr int ROWS_PER_VOTE = 8;         // rows that are read before a vote
 constexpr int SCAN_THREADS = 1024;
 constexpr int SCAN_ITEMS = 8;  // slots that one thread numbers per round
 static_assert(CANONICAL % WARP == 0 && SCAN_THREADS % WARP == 0);
@@ -25,7 +25,7 @@ struct Source {
   int heads, cell_rows, cell_columns, seqlen_q, seqlen_k;
 };
 
-// How a warp reads one canonical block: each lane has one column in every word.
+// Of a canonical block; each lane has one column in every word.
 struct BlockReader {
   const unsigned char* column[WORDS];  // null beyond the array
   long long stride_i;
@@ -55,7 +55,6 @@ struct BlockReader {
 
 enum class Tile { hidden, partial, full };
 
-// What has been seen of a tile so far.
 struct Census {
   bool visible = false, hidden = false;
   __device__ bool partial() const { return visible && hidden; }
@@ -75,7 +74,7 @@ __device__ void count_bits(Census& census, const unsigned* block, int row0, int 
   }
 }
 
-// The state of the tile of rows [i0, i1) and columns [j0, j1), all in the array, of one (batch, head)'s slots.
+// Of rows [i0, i1) x columns [j0, j1), all in the array; slots of one (batch, head).
 __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
   Census census;
   for (int bi = i0 / CANONICAL; bi * CANONICAL < i1; ++bi) {
@@ -98,7 +97,7 @@ __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k,
 
 }  // namespace
 
-// Sets each slot to HIDDEN, VISIBLE or UNNUMBERED. One warp per block.
+// Sets each slot to HIDDEN, VISIBLE or UNNUMBERED.
 extern "C" __global__ void classify_blocks(const unsigned char* data, long long stride_b, long long stride_h,
                                            long long stride_i, long long stride_j, int heads, int cell_rows,
                                            int cell_columns, int seqlen_q, int seqlen_k, long long num_blocks,
@@ -153,7 +152,6 @@ extern "C" __global__ void number_blocks(long long num_blocks, int* slots, int* 
   if (threadIdx.x == 0) *num_partial = numbered;
 }
 
-// Writes the bits of the partial blocks. One warp per block.
 extern "C" __global__ void pack_blocks(const unsigned char* data, long long stride_b, long long stride_h,
                                        long long stride_i, long long stride_j, int heads, int cell_rows,
                                        int cell_columns, int seqlen_q, int seqlen_k, long long num_blocks,
@@ -197,10 +195,9 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
   key_bits[warp * WARP + lane] = own;
 }
 
-// The lists of visited tiles. For each image, that is (batch, head), and each row of tiles an ascending list of
-// columns, and for each column of tiles one of rows; an entry is (tile << 1) | partial. Shapes: row_index (images,
-// num_m, num_n), row_count (images, num_m), col_index (images, num_n, num_m), col_count (images, num_n). One warp per
-// list.
+// For each image, that is (batch, head), and each row of tiles an ascending list of columns, for each column one of
+// rows; an entry is (tile << 1) | partial. Shapes: row_index (images, num_m, num_n), row_count (images, num_m),
+// col_index (images, num_n, num_m), col_count (images, num_n).
 extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int images, int seqlen_q, int seqlen_k,
                                       int block_m, int block_n, int num_m, int num_n, int* row_index, int* row_count,
                                       int* col_index, int* col_count) {

@@ -98,8 +98,7 @@ DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int 
 DEVICE float times_last(float x, float factor) { return ptx::multiply(x, factor); }
 DEVICE double times_last(double x, double factor) { return x * factor; }
 
-// Writes out * factor[row] * unit[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are
-// padding and 0.
+// As write_fragment, times unit[row].
 template <int N>
 DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                                 const Accum (&out)[N], const Accum (&factor)[2], const Accum (&unit)[2]) {
@@ -116,7 +115,6 @@ DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len,
 #pragma unroll
     for (int e = 2 * r; e < N; e += 4) {
       const int column = fragment_column() + column_offset(e);
-      // Padding is chosen, not multiplied: it may be NaN.
       const Pair pair = {i < len ? times_last(out[e] * factor[r], unit[r]) : 0,
                          i < len ? times_last(out[e + 1] * factor[r], unit[r]) : 0};
       if (vectors && column + 1 < head_dim) {

@@ -12,7 +12,7 @@ constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
-// A number of each of a fragment's queries, in registers.
+// Of a fragment's queries, in registers.
 struct QueryValues {
   float x[FRAGMENT / 2];
 
@@ -27,7 +27,7 @@ struct QueryValues {
   DEVICE float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
 };
 
-// The same where they lie, in shared memory: each is read when it is used, which takes no registers.
+// The same where they lie, which takes no registers.
 struct QueryValuesInPlace {
   const float* values;
 
@@ -59,7 +59,7 @@ struct KeptWeights {
   }
 };
 
-// What hides elements of a fragment beside all that GradientFragment knows of: nothing.
+// What else hides elements of a fragment: nothing.
 struct NoMoreBits {
   static constexpr bool HIDES = false;
 };
@@ -138,7 +138,7 @@ struct GradientFragment {
   }
 };
 
-// The gradient of a score from that of its weight, dp. A weight that is dropped has its sign bit set.
+// From the gradient of its weight, dp. A dropped weight has its sign bit set.
 DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
     dp = __float_as_uint(weight) >> 31 ? 0 : dp * static_cast<float>(p.dropout_rescale);
@@ -147,7 +147,7 @@ DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, fl
   return weight * (dp - delta);
 }
 
-// Where something is hidden: a hidden element's gradient may be NaN. A step that hides nothing need not test.
+// A hidden element's gradient may be NaN. A step that hides nothing need not test.
 DEVICE void clear_hidden(float& ds, float weight) { ds = weight == 0 ? 0 : ds; }
 template <int N>
 DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {

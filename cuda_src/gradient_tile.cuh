@@ -1,5 +1,5 @@
-// What all gradient kernels begin with: weights P and their gradient dS of one tile, from the saved lse.
-// FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
+// Weights P and their gradient dS of one tile, from the saved lse: FlashAttention-2 (Dao 2023), Algorithm 2, lines 10
+// to 14.
 #pragma once
 #include "tile.cuh"
 #include "softmax.cuh"
@@ -48,7 +48,6 @@ struct GradientTile {
         len_q(s.len_q),
         dropout_rescale(static_cast<Accum>(p.dropout_rescale)) {}
 
-  // Starts a tile: the first chunks of its scores.
   template <int A, int B>
   DEVICE void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
     chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);

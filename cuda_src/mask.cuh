@@ -1,5 +1,5 @@
-// Which elements are visible, by one predicate for an element and one for a whole tile, and which tiles a thread block
-// visits: what lengths and window leave, and within it a block mask's list. Shared by all families.
+// Which elements are visible, and which tiles a thread block visits: what lengths and window leave, within it a block
+// mask's list.
 #pragma once
 #include "params.cuh"
 
@@ -18,7 +18,7 @@ DEVICE u32 add_bits(u32 bytes, u32 weights, u32 sum) {
   const u32 set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
   return __dp4a(set, weights, sum);
 }
-// One bit for each of 16 or 32 bytes, whether it is not 0.
+// The same of 16 or 32 bytes.
 DEVICE u32 bits_of(uint4 x) {
   const u32 a = add_bits(x.y, 0x80402010u, add_bits(x.x, 0x08040201u, 0));
   const u32 b = add_bits(x.w, 0x80402010u, add_bits(x.z, 0x08040201u, 0));
@@ -105,7 +105,7 @@ struct Mask {
     return {0, len_k};
   }
 
-  // Rows that lengths and window leave to column j.
+  // Rows, to column j.
   DEVICE Range rows(int j) const {
     const int end = j < len_k ? len_q : 0;
     if constexpr (HAS_WINDOW) return {larger(j - diagonal - right, 0), smaller(j - diagonal + left + 1, end)};
@@ -145,15 +145,14 @@ struct Mask {
   }
 };
 
-// What a block of a block mask shows of the elements of a warp's fragment, each thread its own: bit e. Rows are
-// queries, or keys where tiles stay with keys.
+// What a block mask shows of element e of a thread's fragment: bit e. Rows are queries, or keys where tiles stay with
+// keys.
 DEVICE u32 block_bits(const AttentionParams& p, int slot, int row, int column) {
   if (slot < 0) return slot == VISIBLE_SLOT ? 0xffffffffu : 0;
   const i64 warp = slot * (CANONICAL / 16) + row % CANONICAL / 16;
   return p.block_key_bits[warp * 32 + threadIdx.x % 32] >> column % CANONICAL / 2;
 }
 
-// The tiles that a thread block visits.
 struct Blocks {
   int block, end;   // without a block mask: the current and one past the last tile
   const int* list;  // with one: entries (tile << 1) | partial, ascending

@@ -1,5 +1,4 @@
-// Sums beside the passes over tiles, each in a fixed order: delta of the backward pass, the result from its parts, and
-// gradients of sink and slopes from rows, of bias from parts.
+// Sums beside the passes over tiles, each in a fixed order.
 #include "softmax.cuh"
 #include "params.cuh"
 
@@ -86,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
                row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
 }
 
-// delta = rowsum(dout * out) - dlse: what the gradient kernels subtract in every row (FlashAttention-2, Algorithm 2,
-// line 4, with the gradient through the returned lse).
+// delta = rowsum(dout * out) - dlse: what gradients subtract in every row (FlashAttention-2, Algorithm 2, line 4, with
+// the gradient through the returned lse).
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;

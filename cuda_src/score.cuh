@@ -1,5 +1,5 @@
 // From q.k to the score of an element, and back: the order is scale, softcap, bias, alibi. And which weights dropout
-// keeps. Shared by all families.
+// keeps.
 #pragma once
 #include "params.cuh"
 #include "sm80/ptx.cuh"
@@ -12,7 +12,7 @@ constexpr bool QUICK_TANH =
 constexpr bool QUICK_TANH = false;
 #endif
 
-// One (sequence, query head): everything a score needs beside the product.
+// Of one (sequence, query head).
 struct Score {
   Accum scale, softcap, slope;
   const BiasElement* bias;  // at (batch, head)

@@ -53,7 +53,6 @@ struct ScoreGradient {
     }
   }
 
-  // Sets the sign of weights that are dropped.
   DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
       const int column = first_column + fragment_column();
@@ -73,7 +72,6 @@ struct ScoreGradient {
     }
   }
 
-  // Adds each row's part of the gradient of its slope.
   DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
     const int column = first_column + fragment_column();
 #pragma unroll
@@ -86,8 +84,7 @@ struct ScoreGradient {
 DEVICE bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
 DEVICE bool is_negative(double x) { return __double_as_longlong(x) < 0; }
 
-// The gradient of a score from that of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be
-// NaN.
+// From the gradient of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be NaN.
 DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
   if constexpr (HAS_DROPOUT) {
     dp = is_negative(weight) ? 0 : dp * dropout_rescale;

@@ -55,7 +55,6 @@ struct FragmentSoftmax {
     sum[0] = sum[1] = 0;
   }
 
-  // From another with the same scale.
   DEVICE void take_factors(const FragmentSoftmax& other) {
     to_natural = other.to_natural;
     to_base_2 = other.to_base_2;
@@ -71,7 +70,6 @@ struct FragmentSoftmax {
     return softmax;
   }
 
-  // The largest of a thread's scores in each row.
   template <int N>
   static DEVICE void find_tops(const Accum (&x)[N], Accum (&top)[2]) {
     top[0] = x[0], top[1] = x[2];
@@ -91,8 +89,8 @@ struct FragmentSoftmax {
     sum[r] *= rescale;
   }
 
-  // Turns scores into weights. Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds,
-  // as most are, need no maximum of a whole row.
+  // Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds, as most are, need no maximum
+  // of a whole row.
   template <int N>
   DEVICE bool step(Accum (&x)[N], Accum (&rescale)[2]) {
     Accum top[2];
@@ -109,7 +107,6 @@ struct FragmentSoftmax {
     return grown;
   }
 
-  // Turns scores into weights by the references.
   template <int N>
   DEVICE void weigh(Accum (&x)[N]) {
 #pragma unroll
@@ -172,7 +169,6 @@ struct FragmentSoftmax {
   DEVICE void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      // Nothing seen yet: weights are 0, not NaN.
       const Accum base = reference[r] == -infinity() ? 0 : reference[r] - shift[r];
       const Accum offset = base * to_base_2;
       Accum row_sum = 0;
@@ -181,7 +177,6 @@ struct FragmentSoftmax {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           Accum& w = x[e + side];
-          // A bias may be finfo.min, whose product with log2(e) overflows: it is subtracted first.
           w = power_of_2(HAS_BIAS ? (w - base) * LOG2_E : w * to_base_2 - offset);
           row_sum += w;
         }
@@ -190,7 +185,6 @@ struct FragmentSoftmax {
     }
   }
 
-  // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
   DEVICE void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);

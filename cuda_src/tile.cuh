@@ -1,5 +1,5 @@
-// Tiles of the portable kernels: products by plain multiply-adds on register tiles, with operands streamed from global
-// memory through two buffers; score, mask and dropout on such a tile.
+// Tiles of the portable kernels: products by plain multiply-adds in registers, with operands streamed through two
+// buffers; score, mask and dropout of a tile.
 //
 // A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
@@ -162,8 +162,7 @@ DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
   }
 }
 
-// The two buffers, used in turn: one barrier a chunk is enough, as whoever fills one has passed that behind its last
-// use.
+// One barrier a chunk is enough: whoever fills a buffer has passed that behind its last use.
 template <int SIZE>
 struct Buffers {
   Accum* base;
@@ -173,7 +172,7 @@ struct Buffers {
   DEVICE Accum* next() { return base + (turn ^= 1) * SIZE; }
 };
 
-// Both operands of multiply_transposed on their way: rows [first_a, + A) of a and [first_b, + B) of b.
+// Both operands of multiply_transposed on their way.
 template <int A, int B>
 struct ChunkPair {
   static constexpr int SIZE = BLOCK_K * (TransposedChunk<A>::STRIDE + TransposedChunk<B>::STRIDE);
@@ -228,7 +227,7 @@ DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, con
   }
 }
 
-// Column of the result in which element e of thread t lies: stored as Chunk stores its columns.
+// As Chunk stores its columns.
 template <int PER>
 DEVICE int result_column(int t, int e) {
   return stored_at<PER>(t, e);
@@ -293,12 +292,11 @@ DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask
   }
 }
 
-// Whether a tile takes the masked path. A bias may hide by -inf, so its tiles always do.
+// A bias may hide by -inf.
 DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
   return HAS_MASK || HAS_BIAS || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
-// Calls drop(r, c, kept) for every element of the tile.
 template <bool TRANSPOSED, int ROWS, int COLUMNS, class Drop>
 DEVICE void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
 #pragma unroll

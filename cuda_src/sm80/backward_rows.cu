@@ -1,5 +1,4 @@
-// Before the gradients: delta = rowsum(dout * out) - dlse of every query (FlashAttention-2, Algorithm 2, line 4, with
-// the gradient through the returned lse), and zeros for the sum of dq. Behind them: dq from that sum.
+// Before the gradients: delta of every query (reduce.cu), and zeros for the sum of dq. Behind them: dq from that sum.
 #include "../fragment.cuh"
 #include "gradient_rows.cuh"
 
@@ -8,7 +7,7 @@ constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8, ROWS_APA
 constexpr int OWN_ROWS = BLOCK_M / ROWS_APART < 4 ? BLOCK_M / ROWS_APART : 4;
 static_assert(BLOCK_M % (OWN_ROWS * ROWS_APART) == 0, "all threads have as many rows");
 
-// A thread's vectors of some rows, without a test for each where all are there.
+// Without a test for each where all are there.
 DEVICE void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
   const int column = threadIdx.x % LANES * VECTOR;
   const Element* from = rows.data + own_row * rows.stride + column;

@@ -1,6 +1,6 @@
-// Float32 operands in float16 parts (sm90/split_layout.cuh) as the factors of a warp's products, what direct.cuh and
-// wide_tile.cuh say of others. The tensor cores cut sums off instead of rounding them: small products have sums of
-// their own, and sums over keys or queries leave them at every tile.
+// Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products, like direct.cuh and wide_tile.cuh.
+// The tensor cores cut sums off instead of rounding: small products have their own, and sums of
+// many tiles are made elsewhere.
 #pragma once
 #include "../sm90/split_factors.cuh"
 #include "../sm90/split_layout.cuh"
@@ -55,7 +55,6 @@ using KeyedTile = SplitTile<KEY_PARTS, ROWS, COLUMNS>;
 template <int ROWS, int COLUMNS>
 using ValuedTile = SplitTile<PARTS, ROWS, COLUMNS>;
 
-// Factors of a tile's rows, in shared memory.
 template <int ROWS, int BUFFERS>
 struct Factors {
   static_assert(ROWS <= NUM_THREADS, "a thread has one");
@@ -139,8 +138,7 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
         }
         multiply(small, first, left[1], right[0]);
         if constexpr (COUNT == 3) {
-          // A sum for each step, added by rounding: where all scores of a row are large, so is their lse, and what is
-          // cut off does not average out.
+          // A sum for each step: sm90/split_products.cuh says why.
           float sum[8] = {};
           multiply(sum, 0, left[0], right[0]);
 #pragma unroll

@@ -24,7 +24,7 @@ struct SharedStorage {
   alignas(128) unsigned char columns[STAGES * ColumnTile::BYTES];
   alignas(128) unsigned char columns_v[STAGES * ColumnTileV::BYTES];
   Accum lse[STAGES][COLUMNS], delta[STAGES][COLUMNS];  // of walked queries
-  Work work;                                           // read again where needed: registers are scarce
+  Work work;                                           // read again: registers are scarce
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
@@ -41,7 +41,7 @@ DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
   return SUBTRACTS_FIRST ? weight(score * scale, reference) : power_of_2(score * (scale * LOG2_E) - reference);
 }
 
-// Starts to load the tile that the walk is at. Keys before `first_seen` are hidden: they may hold anything.
+// Keys before `first_seen` are hidden: they may hold anything.
 DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
   const Sequence& s = shared.work.sequence;
   const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);

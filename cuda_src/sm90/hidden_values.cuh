@@ -8,7 +8,7 @@
 #include "../mask.cuh"
 #include "products.cuh"
 
-// Which keys of a tile some query sees; the two buffers take turns.
+// The two buffers take turns.
 struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };

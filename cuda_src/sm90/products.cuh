@@ -1,5 +1,5 @@
-// The matrix products of a warpgroup, and where the elements of its fragments stand. Tiles lie in shared memory as
-// TMA writes them: panels of 64 columns, each with its rows one after the other in the 128-byte swizzle.
+// The matrix products of a warpgroup. Tiles lie as TMA writes them: panels of 64 columns, each with its rows one after
+// the other in the 128-byte swizzle.
 #pragma once
 #include "schedule.cuh"
 
@@ -65,7 +65,6 @@ DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Columns of a tile whose panels have ROWS rows.
 template <int ROWS>
 DEVICE u64 columns_of(u32 address) {
   return ptx::wgmma_descriptor(address, ROWS * ROW_BYTES, ATOM_BYTES);
