@@ -10,8 +10,7 @@ from importlib import import_module
 
 from cuflash import __version__
 
-# Modules, imported when they run, with add_arguments(parser) and run(args) -> exit status or, by the ending,
-# add_info_arguments and run_info.
+# Modules with add_arguments(parser) and run(args) -> exit status or, by the ending, add_info_arguments and run_info.
 _COMMANDS = {
     "info": (
         "cuflash.compile_cli",

@@ -135,7 +135,7 @@ def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None
             f"got {_kind(block_mask)}"
         )
     got = block_mask.shape
-    # Batch and heads may be 1, lengths must be the call's own (packed: cover the longest sequence).
+    # Lengths must be the call's own (packed: cover the longest sequence).
     if not all(
         want is None or have == want or (axis < 2 and have == 1)
         for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))

@@ -176,7 +176,7 @@ def _train_with_progress(model: CharGPT, corpus: Corpus) -> _History:
 
 
 def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
-    """Error and memory on the first layer's q, k and v of one long piece of text."""
+    """On the first layer's q, k and v of one long text."""
     indices = model.xp.asarray(corpus.validation[None, :COMPARED_SEQLEN])
     w = model.parameters
     q, k, v = model.heads(w, 0, model.embed(w, indices), indices.shape)
@@ -207,9 +207,9 @@ def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
 
 
 def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
-    """Greatest errors of out, dq, dk and dv against float64, and the peak of memory in bytes, forward and backward.
+    """Greatest errors of out, dq, dk and dv against float64, and the peak of memory in bytes, by name.
 
-    Of "naive" and "cuflash", on arrays (batch, seqlen, heads, dim). The gradient that flows back is the output itself.
+    Arrays are (batch, seqlen, heads, dim). The gradient that flows back is the output itself.
     """
     out, backward = naive_attention_vjp(*(x.astype("float64") for x in (q, k, v)))
     dout = out.astype(q.dtype)
@@ -230,7 +230,7 @@ def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
 
 
 def peak_memory(function: Callable[[], Any], on_gpu: bool) -> tuple[Any, int]:
-    """The result of ``function()`` and the most bytes that were allocated at once while it ran."""
+    """The result of ``function()``, and the most bytes allocated at once."""
     if on_gpu:
         import cupy
 

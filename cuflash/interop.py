@@ -17,7 +17,7 @@ Array = Any
 
 
 class Library:
-    """How arrays of one library come in, how results go out, and on which stream the work in between runs.
+    """How arrays of one library come in, and how results go out.
 
     `name` is for imports. ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release`
     the way back.

@@ -178,7 +178,7 @@ _launches: dict[Any, Launch] = {}
 
 
 class Work:
-    """One forward or backward pass: its arrays, and the launches and scratch memory that families ask for.
+    """One pass: its arrays, and the launches and scratch memory that families ask for.
 
     `arrays` are given to every kernel beside the operands, `others` to some.
     """
@@ -218,7 +218,7 @@ class Work:
         return self.recording.empty(shape, dtype)
 
     def is_aligned(self, names: Sequence[str]) -> bool:
-        """Whether addresses and strides of arrays are multiples of what one access moves."""
+        """Whether addresses and strides are multiples of what one access moves."""
         tensors = [self.arrays[name] for name in names]
         places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
         return not any(place % ALIGNMENT for place in places)
@@ -323,7 +323,7 @@ class Sum(WithoutTiles):
         return _SUM_THREADS
 
     def load(self, device: kernels.Device) -> kernels.Kernel:
-        """The kernel itself, one for all configurations of the same types."""
+        """One for all configurations of the same types."""
         return kernels.get("reduce", self.entry, constants_of_sums(self.config), device)
 
 

@@ -140,7 +140,7 @@ class Split(WithoutTiles):
         return OnOperands(space.grid, space, True)
 
     def load(self, device: kernels.Device) -> kernels.Kernel:
-        """The kernel itself, which depends on less than those behind it."""
+        """It depends on less than those behind it."""
         constants = {
             "element": self.config.element,
             "accum": self.config.accum,

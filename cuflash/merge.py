@@ -149,7 +149,6 @@ def _check(name: str, x: Array, shape: tuple[int, ...], dtypes: tuple[str, ...],
 
 
 def _dtype_of(dtype: Any) -> np.dtype:
-    """A NumPy dtype from one of any library or its name."""
     # torch's dtypes are no NumPy dtypes, but their names are: "torch.float16".
     name = str(dtype).rpartition(".")[2] if isinstance(dtype, str) or not _is_dtype(dtype) else np.dtype(dtype).name
     if name not in DTYPES:

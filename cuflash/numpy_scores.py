@@ -161,7 +161,7 @@ def sink_rows(tiling: Tiling, block: Block) -> Array:
 
 
 def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
-    """Which probabilities of a tile are kept, bool, to go with `split_heads`."""
+    """Bool, to go with `split_heads`."""
     block = tile.block
     heads, rows, keys = (block.heads.first, block.heads.stop), (block.row, block.row_stop), (tile.key, tile.key_stop)
     seed = int(np.asarray(tiling.operands.dropout_seed).reshape(()))

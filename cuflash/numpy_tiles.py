@@ -32,7 +32,7 @@ MIN_PARALLEL_SCORES = 1 << 16
 
 
 class Sequence(NamedTuple):
-    """One sequence: its place in the arrays, and how many of its rows and keys are real."""
+    """Its place in the arrays, and how many rows and keys are real."""
 
     batch: int
     first_row: int
@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some keys, and those rows of a block that may see them."""
+    """Keys, and the rows of a block that may see them."""
 
     block: Block
     key: int
@@ -213,7 +213,7 @@ class Tiling:
                     yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
 
     def _seeing_rows(self, block: Block, key: int, key_stop: int) -> Block:
-        """The rows of a block that by position see at least one of the keys."""
+        """Those that by position see one of the keys."""
         if block.heads.stop - block.heads.first > 1:
             return block
         p, diagonal = self.problem, block.sequence.diagonal

@@ -187,7 +187,7 @@ def constants(
     capability: Capability,
     aligned: bool,
 ) -> dict[str, Any]:
-    """What all kernels on 16 bits are told alike."""
+    """Of all kernels on 16 bits."""
     return {
         **common(family, dtype, bias_dtype, flags, row, tile),
         "product_depth": 16 if capability >= (8, 0) else 8,
@@ -244,7 +244,7 @@ def forward(
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the forward pass takes on GPUs of sm_75 to sm_89 and of sm_100 on, and why, in words."""
+    """What the forward pass takes on GPUs but Hopper's, in words."""
     if problem.dtype not in dtypes((8, 0)):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
     older = (

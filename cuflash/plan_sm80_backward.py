@@ -28,45 +28,22 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 class Tile:
     """Queries and keys of a tile, and how they are computed.
 
-    Attributes
-    ----------
-    dq_fragments : int
-        Sixteens of queries whose dq a warp has.
-    together : bool
-        Whether dk and dv fit the registers together; else each has a kernel of its own.
-    stages : int
-        Buffers of queries.
-    min_blocks : int
-        Thread blocks that share a multiprocessor.
-    score_stages : int
-        Buffers of the gradients of scores: with two, as many as of queries, a step has one barrier.
-    query_warps : int
-        Warps that have the same keys, each a part of the queries of a tile and of the columns of dk and dv.
-    query_parts : int
-        Parts of a warp's queries, computed one behind the other.
-    bulk_adds, dq_buffer : bool
-        Whether all that a warp has of dq is added at once (from sm_90 on), and out of a buffer of its own.
-    short : bool
-        Whether it is for short walks only.
-    below : tuple of int
-        GPUs from this on would have too few registers for it.
-    only : tuple of str
-        `plan_sm80.Tile`.
+    What is not said here is as in `plan_sm80.Tile`.
     """
 
     block_m: int
     block_n: int
     num_warps: int
-    dq_fragments: int
-    together: bool
-    stages: int = 1
+    dq_fragments: int  # sixteens of queries whose dq a warp has
+    together: bool  # dk and dv fit the registers; else each has a kernel of its own
+    stages: int = 1  # buffers of queries
     min_blocks: int = 1
-    score_stages: int = 1
-    query_warps: int = 1
-    query_parts: int = 1
-    bulk_adds: bool = False
-    dq_buffer: bool = False
-    short: bool = False
+    score_stages: int = 1  # buffers of the scores' gradients: with two, as many as of queries, a step has one barrier
+    query_warps: int = 1  # with the same keys, each a part of the queries of a tile and of the columns of dk and dv
+    query_parts: int = 1  # of a warp's queries, computed one behind the other
+    bulk_adds: bool = False  # all that a warp has of dq is added at once (from sm_90 on)
+    dq_buffer: bool = False  # and out of a buffer of its own
+    short: bool = False  # for short walks only
     below: Capability = ANY
     only: tuple[str, ...] = ()
 
@@ -218,8 +195,8 @@ class Config(KernelConfig):
     product_depth: int  # of one mma.sync
     async_copies: bool  # cp.async, else through registers
     vector_adds: bool  # four floats are added in memory at once
-    bulk_adds: bool  # all that a warp has is
-    dq_buffer: bool  # it waits for that in a buffer of its own
+    bulk_adds: bool  # `Tile`
+    dq_buffer: bool
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
     plain_scores: bool  # a score is a product of q and k times a scale
     computes_dk: bool  # and dq
@@ -333,7 +310,7 @@ def of_bias(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the backward pass takes on GPUs of sm_80 to sm_89 and of sm_100 on, and why, in words."""
+    """What the backward pass takes on GPUs but Hopper's, in words."""
     tiles = []
     for name in ("sm_80", "sm_86"):
         chosen = backward(problem, True, capability_of(name), smem_limit(name))

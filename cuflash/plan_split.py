@@ -77,7 +77,7 @@ FORWARD = {
         Row(256, 256, *2 * (Tile(128, 32),), None, None, None),
     ),
 }
-# A block mask is read in words of this many keys.
+# Keys of a block mask's word.
 _MASK_WORD = 32
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
@@ -89,7 +89,7 @@ BY_HALVES = "; half of v's columns at a time"
 
 @dataclass(frozen=True)
 class Walk:
-    """What stays and what is walked (queries and keys of a tile, or the reverse), and buffers of the latter."""
+    """What stays and what is walked (queries and keys, or the reverse), and buffers of the latter."""
 
     rows: int
     columns: int
@@ -348,7 +348,7 @@ _ALL_BUT_BLOCK_MASK = tuple(flag for flag in FLAGS if flag != "has_block_mask")
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every forward row (and its dtype), plain, with each option, those of visibility, the others, and with all."""
+    """Every forward kernel that there is with these options, and its dtype."""
     others = "has_softcap", "has_alibi", "has_dropout"
     for parts, rows in FORWARD.items():
         for row in rows:

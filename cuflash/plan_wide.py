@@ -177,7 +177,7 @@ def _constants(
     sum_columns: int,
     unroll: int,
 ) -> dict[str, Any]:
-    """What all kernels have; `sum_columns` are of plain scores, `unroll` is of float64 with options."""
+    """`sum_columns` are of plain scores, `unroll` is of float64 with options."""
     parts = _PARTS[kind]
     is_plain = _is_plain(flags, plain_scores, aligned)
     return {
@@ -194,7 +194,6 @@ def _constants(
 
 
 def _is_narrow(kind: str, capability: Capability) -> bool:
-    """Whether kernels take fewer columns at once."""
     return kind == "float32" and capability >= _LARGER
 
 
@@ -295,7 +294,7 @@ def bias_config(
 
 
 def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """What is made of the first row that is wide enough; None where other kernels are faster."""
+    """Of the first row that is wide enough; None where other kernels are faster."""
     aligned, capability, *limit = place
     kind = kind_of(problem)
     for row in table[kind] if capability in CAPABILITIES.get(kind, ()) else ():

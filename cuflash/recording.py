@@ -1,4 +1,4 @@
-"""The launches of a call on a GPU, kept so that a later call with the same metadata repeats them."""
+"""A call's launches on a GPU, kept for later calls with the same metadata."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
 
 
 class Repeat:
-    """Launches on arrays given by their addresses, with new results and scratch memory."""
+    """The launches again, with new results and scratch memory."""
 
     __slots__ = ("_device", "_plan")
 
@@ -155,7 +155,7 @@ _repeats: dict[tuple[Any, ...], Repeat] = {}
 
 
 def repeated(call: Metadata | None) -> list[Array | None] | None:
-    """The results of a call, if one with its metadata has been recorded."""
+    """Its results, if one with its metadata has been recorded."""
     if call is None:
         return None
     known = _repeats.get(call.key)

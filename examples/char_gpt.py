@@ -39,7 +39,7 @@ attention = primitive(cuflash.attention_vjp)
 
 @dataclass(frozen=True)
 class Config:
-    """Size of the model and of its training; the defaults suit two CPU cores."""
+    """The defaults suit two CPU cores."""
 
     width: int = 128
     num_layers: int = 2
@@ -99,7 +99,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> tuple[Array, Backward]:
 
 
 class CharGPT:
-    """The model: its parameters, arrays of `xp`, and the forward pass."""
+    """The model, on arrays of `xp`."""
 
     def __init__(self, config: Config, vocabulary: int, xp: Any) -> None:
         self.config = config
@@ -128,7 +128,7 @@ class CharGPT:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the parameters and of everything but attention."""
+        """Of everything but attention."""
         dtype: np.dtype[Any] = self.parameters["characters"].dtype
         return dtype
 

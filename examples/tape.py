@@ -47,7 +47,7 @@ class Tape:
         self._records: list[tuple[Variable, Sequence[Any], Backward]] = []
 
     def variable(self, value: Array) -> Variable:
-        """Wrap an array with respect to which gradients will be wanted."""
+        """Wrap an array whose gradient will be wanted."""
         return Variable(value, self)
 
     def record(self, value: Array, inputs: Sequence[Any], backward: Backward) -> Variable:

@@ -56,11 +56,11 @@ class Cell:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The window as every library spells it: inclusive, None is unbounded."""
+        """Both ends are included, None is unbounded."""
         return self.window_left, 0 if self.causal else None
 
     def flops(self, direction: str) -> float:
-        """Operations of the visible pairs' products; a causal cell counts half of all pairs."""
+        """Of the visible pairs' products; a causal cell counts half of all."""
         if self.lengths:
             pairs: float = sum(n * n for n in self.lengths)
         else:
@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def plain(self) -> Cell:
-        """The same problem without options, window and block mask."""
+        """Without options, window and block mask."""
         return replace(self, options=(), window_left=None, density=None)
 
     @property
@@ -100,7 +100,7 @@ class Cell:
         return self.window_left is not None or self.density is not None
 
     def sequence(self, index: int) -> tuple[slice, Cell]:
-        """Where sequence `index` of a packed cell lies, and its problem alone."""
+        """Where a packed sequence lies, and its problem alone."""
         start, length = sum(self.lengths[:index]), self.lengths[index]
         return slice(start, start + length), replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=())
 
@@ -111,7 +111,7 @@ class Cell:
 
 @lru_cache(maxsize=2)
 def block_mask(cell: Cell) -> BlockMask:
-    """The random blocks of 128 x 128 that `cell.density` asks for, or its window as a block mask."""
+    """Random blocks of 128 x 128, or the cell's window as a block mask."""
     if cell.density is None:
         return BlockMask.sliding_window(cell.seqlen_q, cell.seqlen_k, cell.window_left, 0 if cell.causal else None)
     return BlockMask.random(cell.seqlen_q, cell.seqlen_k, cell.density, seed=0)
@@ -186,7 +186,6 @@ def _options(grid: Grid) -> list[Cell]:
 
 
 def _dbias(grid: Grid) -> list[Cell]:
-    """A bias of the scores' whole shape, and its gradient."""
     return [_square("dbias d128 n4k", grid.dtype, 2, 16, 4096, 128, options=("dbias",), directions=(BACKWARD,))]
 
 
@@ -198,7 +197,6 @@ def _deterministic(grid: Grid) -> list[Cell]:
 
 
 def _float32(grid: Grid) -> list[Cell]:
-    """Exact and by TF32, and float64."""
     cells = [
         _square(f"float32 d{d} {mask} n4k", "float32", 4 * 64 // d, 16, 4096, d, causal=mask == "causal")
         for d in (64, 128)
@@ -217,7 +215,7 @@ def _gqa(grid: Grid) -> list[Cell]:
 
 
 def _varlen(grid: Grid) -> list[Cell]:
-    """Sequences of 64 to 8192, 32k tokens in all; then as many tokens in equal lengths."""
+    """A mix, then as many tokens in equal lengths."""
     rng = np.random.default_rng(0)
     total = 32768
     lengths: list[int] = []

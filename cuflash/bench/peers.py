@@ -1,4 +1,4 @@
-"""Who is measured: cuflash and the libraries beside it, each as a pair of calls on the same inputs."""
+"""Who is measured: cuflash and the libraries beside it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _cu_seqlens(inputs: Inputs) -> Array:
 
 
 def naive_calls(inputs: Inputs) -> Calls:
-    """Plain attention by matrix products that keeps the whole score matrix."""
+    """By matrix products, with the whole score matrix."""
     cell, xp = inputs.cell, inputs.xp
     if cell.lengths:
         raise Unavailable("one padded batch would measure the padding")
@@ -333,7 +333,7 @@ def _on_equal_terms(prepare: Peer, options: tuple[str, ...] = WITH_PEERS) -> Pee
 
 
 def gpu_peers() -> dict[str, Peer]:
-    """Everyone who computes on a GPU, cuflash first."""
+    """On a GPU, cuflash first."""
     free_order = tuple(name for name in WITH_PEERS if name != "deterministic")
     return {
         US: cuflash_calls,
@@ -349,5 +349,5 @@ def gpu_peers() -> dict[str, Peer]:
 
 
 def cpu_peers() -> dict[str, Peer]:
-    """Everyone who computes on the CPU, cuflash first."""
+    """On the CPU, cuflash first."""
     return {US: cuflash_calls, "torch": lambda inputs: sdpa_calls(inputs, "default"), "naive": naive_calls}

@@ -63,7 +63,7 @@ class Result:
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether a peer's median is far from its least time, as where others use the device."""
+        """By `STEADY`: where others use the device."""
         return any(self.median(peer) > STEADY * min(times) for peer, times in self.times.items())
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Stopwatch:
         self.budget_ms = budget_ms  # of one round of one call
 
     def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-        """All times in ms of each call, in `rounds` rounds, every one in another order."""
+        """All times in ms of each call, every round in another order."""
         counts = {name: self._count(call) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         names = list(calls)
