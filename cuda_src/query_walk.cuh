@@ -1,4 +1,3 @@
-// Which queries a thread block that has a tile of keys walks.
 #pragma once
 #include "mask.cuh"
 

@@ -4,7 +4,7 @@
 
 constexpr int WARPS = THREADS / WARP;  // where a warp computes a row of a head
 
-// Sum over the block's threads, complete in thread 0. float64, so that the sum of a long column loses nothing.
+// Complete in thread 0. float64, so that the sum of a long column loses nothing.
 DEVICE double sum_of_block(double x) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = x;
@@ -16,7 +16,7 @@ DEVICE double sum_of_block(double x) {
   return sums[0];
 }
 
-// Rows of the sequences: packed rows before the first and behind the last one hold anything.
+// Packed rows before the first sequence and behind the last one hold anything.
 struct SequenceRows {
   i64 begin, end;
 

@@ -26,7 +26,7 @@ struct ScoreFragment {
   DEVICE ScoreFragment(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
-  // Whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
+  // For queries [first_row, first_row + rows).
   DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows) const {
     return HAS_MASK || HAS_BIAS || blocks.partial ||
            !mask.columns_inside(first_row, rows, blocks.block * BLOCK_N, BLOCK_N);

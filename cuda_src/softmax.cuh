@@ -3,7 +3,6 @@
 #pragma once
 #include "params.cuh"
 
-// Reduces over the threads that share a row.
 template <int THREADS, class Operation>
 DEVICE Accum reduce_row(Accum x, Operation operation) {
 #pragma unroll

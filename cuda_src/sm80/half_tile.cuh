@@ -1,5 +1,4 @@
-// Tiles of 16-bit elements as the factors of a warp's products: of the forward pass, of dq as a sum in the order of
-// keys, with each row's part of the slopes' gradient, and of dbias.
+// Tiles of 16-bit elements for the products of the forward pass, of dq in the order of keys, and of dbias.
 #pragma once
 #include "../fragment.cuh"
 #include "direct.cuh"

@@ -1,6 +1,6 @@
 // Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products, like direct.cuh and wide_tile.cuh.
-// The tensor cores cut sums off instead of rounding: small products have their own, and sums of
-// many tiles are made elsewhere.
+// The tensor cores cut sums off instead of rounding: small products have their own, and sums of many
+// tiles are made elsewhere.
 #pragma once
 #include "../sm90/split_factors.cuh"
 #include "../sm90/split_layout.cuh"

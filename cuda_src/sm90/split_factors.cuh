@@ -1,5 +1,4 @@
-// The factors of split rows (split_layout.cuh) on fragments: those of both operands of a product, and those of the rows
-// that a fragment of weights is to be multiplied with.
+// The factors of split rows (split_layout.cuh) on fragments.
 #pragma once
 #include "../fragment.cuh"
 #include "../sm80/ptx.cuh"

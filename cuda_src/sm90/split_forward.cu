@@ -8,7 +8,7 @@
 #include "split_layout.cuh"
 #include "split_products.cuh"
 
-// The online softmax on a fragment whose scores and weights carry the factors of split rows (split_layout.cuh).
+// Of scores and weights with the factors of split rows.
 struct SplitSoftmax {
   float to_base_2[2];  // factors of a score
   float maximum[2], sum[2];

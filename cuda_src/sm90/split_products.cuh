@@ -1,12 +1,11 @@
-// Matrix products of float32 operands in float16 parts (split_layout.cuh). The tensor cores cut off what does not fit
-// their sums instead of rounding it, so the small products come first, and sums over many tiles are made elsewhere.
+// Products of float32 operands in float16 parts (split_layout.cuh). The tensor cores cut sums off instead of rounding,
+// so the small products come first, and sums over many tiles are made elsewhere.
 #pragma once
 #include "products.cuh"
 #include "split_factors.cuh"
 
 static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "float32 or TF32");
 
-// Bytes of one part of a tile.
 DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
 // x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
