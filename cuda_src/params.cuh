@@ -165,6 +165,7 @@ struct AttentionParams {
   Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
   Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
   int* dq_turns;              // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
+  int* rows_done;             // by each thread block of the kernel that writes row_lse and row_delta; or null
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;

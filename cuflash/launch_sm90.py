@@ -14,10 +14,11 @@ from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
-from cuflash.plan_sm90 import WARPGROUP, Config
+from cuflash.plan_sm90 import Config
 from cuflash.problem import Array, AttentionProblem
 
-_ROWS_THREADS = 256  # of cuda_src/sm90/backward_rows.cu
+_ROW_BLOCKS = 32  # that prepare rows beside the gradients: one for each lane that asks how far they are
+_FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses.
 MAX_MAPS = 256
@@ -41,10 +42,11 @@ class Persistent(Further):
         device: kernels.Device,
         tiles: int,
         cluster: int = 1,
+        takers: int | None = None,
     ) -> None:
-        takers = min(tiles, device.num_sms // cluster)
+        counts, takers = takers is None, takers or min(tiles, device.num_sms // cluster)
         super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(tiles_of))
-        self._counter = TileCounter(device, tiles > takers)
+        self._counter = TileCounter(device, tiles > takers and counts)
         self._device = device
         self._once = plan_sm90.has_few_queries(problem)
         self._words = tuple([word_of(name) for name, _ in tiles_of])
@@ -255,6 +257,11 @@ class _OfQueries(WithoutTiles):
     config: plan_sm90_backward.Config
 
     @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.config.smem_bytes
+
+    @property
     def begins_early(self) -> bool:
         """Where dq of one head is written while others are under way; what comes before them all waits for nothing."""
         return self.config.ping_pong and self.entry != plan_sm90_backward.ROWS
@@ -268,20 +275,19 @@ class _OfQueries(WithoutTiles):
 class BeforeGradients(_OfQueries):
     """Before the gradients of scores: what they load of each query."""
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return _ROWS_THREADS
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads."""
+        m, blocks = self.config.block_m, arrays["rows_done"].size if "rows_done" in arrays else device.num_sms
+        return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
 
 
 @dataclass(frozen=True)
 class Dq(_OfQueries):
     """Behind them: dq from its sum."""
 
-    @property
-    def threads(self) -> int:
-        """A warpgroup for each part."""
-        return self.config.dq_parts * WARPGROUP
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Further:
+        """As many thread blocks as run at once."""
+        return Further((min(tiles, device.num_sms),))
 
 
 @dataclass(frozen=True)
@@ -300,7 +306,7 @@ class Gradients(_OfQueries):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Also the order of tiles."""
-        return super().numbers(problem) | {"heads_together": plan_sm90_backward.heads_together(problem)}
+        return super().numbers(problem) | {"heads_together": plan_sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Those of a pair of thread blocks are one."""
@@ -335,9 +341,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
     if config.stores_first and "q" in grads:
-        words = 1 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
+        words = 2 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
         rows["dq_turns"] = work.empty((words,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
+    if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
+        rows["rows_done"] = work.empty((_ROW_BLOCKS,), np.int32)
     work.run(BeforeGradients(plan_sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
     work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | of_keys | dbias)

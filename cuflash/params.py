@@ -80,6 +80,7 @@ POINTERS = (
     "row_lse",
     "row_delta",
     "dq_turns",
+    "rows_done",
 )
 INTEGERS = (
     "batch",

@@ -36,6 +36,8 @@ _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # sums would not stay in L2.
 _DQ_SUMS = 2
 
+_ROW_WARPGROUPS = 7  # of the kernels around them
+_SHORT = 4096  # queries that see a key
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
 
@@ -74,8 +76,9 @@ _FEW_QUERIES = Row(NARROW, 64, 64, 64, 128, 2, 2, 2)
 WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
 # With options that take registers; one that is an array stands alone.
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
-# A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away.
-_WITH_BLOCK_MASK = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2))
+# A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away. A third
+# tile of queries also lets half hidden steps be passed over, which counts where walks are short.
+_WITH_SHORT_WALKS = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2))
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -114,15 +117,25 @@ class Config(KernelConfig):
         """Of the kernels around it: the same for all options that they do not know."""
         known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
+        of_stage = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
+        room, consumers = plan_sm90.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS
+        stages = room // of_stage
+        stages -= stages % min(stages, consumers)
+        of_sums = self.dq_sums * ROWS_OF_WARPGROUP * self.dq_columns * FLOAT_BYTES
+        sum_stages = room // of_sums // consumers * consumers
         return replace(
             self,
             block_n=self.block_n if self.writes_dbias else ROWS_OF_WARPGROUP,
-            query_stages=1,
-            dout_stages=1,
+            consumers=consumers,
+            producer_registers=0,
+            consumer_registers=0,
+            dq_registers=0,
+            query_stages=sum_stages,
+            dout_stages=stages,
             key_stages=1,
             dq_stages=1,
             pair=1,
-            smem_bytes=0,
+            smem_bytes=plan_sm90.SMEM_BYTES,
             plain_scores=True,
             has_bias_tiles=False,
             has_mask_vectors=False,
@@ -199,10 +212,12 @@ def backward_config(
 def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Row | None:
     options = set(flags_of(problem)) - {"has_window"}
     rows: tuple[Row, ...] = WITH_OPTIONS
-    if options <= {"has_alibi"}:
+    if not options and not problem.deterministic and _has_short_walks(problem):
+        rows = (*_WITH_SHORT_WALKS, *BACKWARD[3:])
+    elif options <= {"has_alibi"}:
         rows = BACKWARD
     elif options == {"has_block_mask"}:
-        rows = _WITH_BLOCK_MASK
+        rows = _WITH_SHORT_WALKS
     elif (
         options == {"has_softcap"}
         or (options == {"has_bias"} and bias_tiles)
@@ -300,8 +315,9 @@ def table() -> Iterator[tuple[Config, str]]:
                     yield replace(config.of_rows, entry=entry), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
-    for row, dtype in product(_WITH_BLOCK_MASK, DTYPES):
-        yield backward_config(row, dtype, None, ("has_window", "has_block_mask")), dtype
+    for row, dtype in product(_WITH_SHORT_WALKS, DTYPES):
+        for flags in (("has_window",), ("has_window", "has_block_mask")):
+            yield backward_config(row, dtype, None, flags), dtype
     for row, dtype, deterministic in product(WITH_ONE_OPTION, DTYPES, (False, True)):
         config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
         yield replace(config, writes_dbias=True), dtype
@@ -313,9 +329,28 @@ def table() -> Iterator[tuple[Config, str]]:
             yield backward_config(row, dtype, None, ("has_window", *options)), dtype
 
 
+def _seen(problem: AttentionProblem) -> int:
+    """Queries that see a key."""
+    left, right = problem.window_left, problem.window_right
+    return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)
+
+
+def _has_short_walks(problem: AttentionProblem) -> bool:
+    """Whether the steps of a diagonal count."""
+    return "has_window" in flags_of(problem) and _seen(problem) <= _SHORT
+
+
 def heads_together(problem: AttentionProblem) -> int:
     """KV heads (of all sequences) whose queries' arrays fit in L2 together."""
     sequences = 1 if problem.packed else problem.batch
     of_row = problem.head_dim * (HALF_BYTES + FLOAT_BYTES) + problem.head_dim_v * HALF_BYTES
     fitting = L2_BYTES // (problem.seqlen_q * of_row * problem.group_size)
     return min(max(fitting, 1), problem.num_heads_kv * sequences)
+
+
+def last_heads(problem: AttentionProblem, config: Config) -> int:
+    """Those whose longest tiles of keys come first, behind all other heads; dq of the others is written meanwhile."""
+    if not config.ping_pong or config.deterministic:
+        return heads_together(problem)
+    # With a window tiles have one length.
+    return 1 if 4 * _seen(problem) <= problem.seqlen_q else max(heads_together(problem), 8)

@@ -11,13 +11,19 @@ from cpu_device import device, hook
 from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import launch, plan_sm90_backward
+from cuflash import launch, launch_sm90, plan_sm90_backward
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 
 RNG = np.random.default_rng(0)
 LENGTH_Q, LENGTH_K = 150, 200
+
+
+@pytest.fixture(autouse=True)
+def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are prepared beside the gradients here, however few; elsewhere in the suite they are prepared before."""
+    monkeypatch.setattr(launch_sm90, "_FEW_TILES", 0)
 
 
 def normal(*shape: int) -> Array:

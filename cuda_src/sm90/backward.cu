@@ -32,6 +32,7 @@ struct SharedStorage {
   RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
   RingBarriers<DQ_STEPS> dq_step_barriers;
   u64 clearing;
+  int rows_done[WARP];
   GradientBias bias;  // behind the others, which begin with whole lines then: bulk additions of dq are faster
 };
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
@@ -105,8 +106,7 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// In turns an addition takes longer than a step: it waits for those before, and until it has arrived. So the warps take
-// steps one after the other instead, and all parts of a step.
+// In turns an addition takes longer than a step, so the warps take steps one after the other, all parts of each.
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
 static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
 
@@ -232,7 +232,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         const Step& step = shared.steps[rings.q.stage];
         const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);
         bool masked = step.masked >> warpgroup & 1;
-        const bool last = step.last;
+        const bool last = step.last >> warpgroup & 1;
         const LseValues<> lse(shared.lse[rings.q.stage]);
         const KeptWeights kept = scores.kept();
         const BlockBits bits(p, step.slots, warpgroup, masked);
@@ -281,8 +281,38 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         rings.q.release();
         return last;
       };
+      // A step of which it sees nothing takes no turn: its part of ds is 0.
+      const auto pass_over = [&] {
+        rings.dout.follow(rings.q);
+        rings.ds.follow(rings.q);
+        rings.q.wait();  // or its buffers could be released twice in a phase
+        rings.ds.acquire();
+        const u32 zeros[FRAGMENT / 2] = {};
+        store_transposed(rings.ds.buffer() + own_ds, zeros);
+        rings.ds.publish_part();
+        rings.dout.release();
+        rings.q.release();
+      };
+      const auto hand_on_dq = [&](const DsRing& ready) {
+        multiply_dq(dq, ready);
+        ptx::wgmma_wait_group<0>();
+        store_dq(dq, ready);
+        dq_ring.publish_part();
+      };
+      const u32 passes = PASSES ? __shfl_sync(ALL_LANES, work.passes, 0) : 0;
+      const bool own = PASSES && (passes >> warpgroup & 1) != 0, passed = own && warpgroup == 1;
+      if (passed) pass_over();
       bool last = step_on(true);
+      if (passed) hand_on_dq(rings.ds.behind().behind());
       while (!last) last = step_on(false);
+      if (own && !passed) {
+        hand_on_dq(rings.ds.behind());
+        pass_over();
+      }
+      if (own && passes != 3) {  // the other took one more
+        turns.take();
+        turns.pass();
+      }
       multiply_dq(dq, rings.ds.behind());
       ptx::wgmma_wait_group<0>();
       keep(dq);
@@ -335,7 +365,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   }
   __syncthreads();
 
-  ptx::wait_for_kernel_before();
+  if (p.rows_done == nullptr) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_begin();
 
   Rings rings(shared);

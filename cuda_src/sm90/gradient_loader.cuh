@@ -56,7 +56,7 @@ DEVICE u32 marked_infinite(uint4 x) {
 }
 constexpr u32 SIGNS = 0x80008000u;
 
-// Clears the keys that are not finite and that no query sees, by a warp. Both are rare: most tiles are only read once.
+// Clears the keys that are not finite and that no query sees, by a warp. Most tiles are only read once.
 template <int NUM_PANELS>
 DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv, int first_key, u32 tile) {
   const int group = p.num_heads_q / p.num_heads_kv;
@@ -101,8 +101,7 @@ struct Maps {
 // What the warpgroups have to know of a tile of queries.
 struct Step {
   int head, first_row;
-  u32 masked;  // a bit for each warpgroup
-  bool last;
+  u32 masked, last;  // a bit for each warpgroup
   BlockSlots slots;
 };
 
@@ -141,8 +140,8 @@ struct Loader {
   u32 clearing;  // the barrier of tiles that are cleared before they are handed on
   u32 clearing_phase = 0;
 
-  // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel. statistics: BLOCK_M numbers to
-  // `target`, or null. check: may clear more rows of the tile. other: copies what else belongs to it.
+  // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch). statistics: BLOCK_M numbers to `target`, or
+  // null. check: may clear more rows of the tile. other: copies what else belongs to it.
   template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck, class Other = NothingElse>
   DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch, CountedRows counted,
                    float* target, const float* statistics, Check check = {}, Other other = {}) {
@@ -237,25 +236,38 @@ DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
   }
 }
 
+// By the loading warp: until the kernel before has prepared a tile of queries and all before it.
+template <class SharedStorage>
+DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 tile) {
+  if constexpr (PING_PONG) {
+    int& done = shared.rows_done[lane()];  // by that thread block, as far as is known
+    while (__any_sync(ALL_LANES, static_cast<i64>(done) * WARP + lane() <= tile)) {
+      done = ptx::load_acquire(p.rows_done + lane());
+    }
+  }
+}
+
 // The loading warp. Tiles come in the order of their use.
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
   const u32 total = p.num_tiles * num_key_images(p);
   u32 index_phase = 0;
+  if constexpr (PING_PONG) shared.rows_done[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
        index = agreed_index(
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
     acquire_together(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // registers are scarce
-    constexpr KeyOrder ORDER = DETERMINISTIC ? KeyOrder::TURNS : KeyOrder::LAST_GROUP;
-    if (lane() == 0) static_cast<Work&>(work) = key_work_at<ORDER>(p, index);
+    if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
     __syncwarp();
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
     typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / (gridDim.x / PAIR));
+    const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
       work.unseen = walk.done();
+      if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
       if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr) {
         const int head = work.head * (p.num_heads_q / p.num_heads_kv);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
@@ -270,9 +282,13 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     }
     rings.work.advance();
     __syncwarp();
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0, first_key = work.tile * BLOCK_N;
+    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int key = static_cast<int>(s.row_k) + first_key;
     const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
+    if (!WRITES_DBIAS && !HAS_ALIBI && !walk.done() && p.rows_done != nullptr) {
+      const int last_head = (work.head + 1) * (p.num_heads_q / p.num_heads_kv) - 1;
+      wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
+    }
     for (bool first = true; !walk.done(); first = false) {
       const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
       const i64 number = query_tile(p, s, head, walk.block(), BLOCK_M);
@@ -295,7 +311,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
         step.head = head;
         step.first_row = first_row;
         step.masked = masked;
-        step.last = walk.done();
+        step.last = walk.done() ? 3 : PASSES && (work.passes & 1) != 0 && walk.block() == walk.last_block() ? 1 : 0;
       }
       step.slots.put(slot, ranged);
       loader.load<BLOCK_M, PANELS>(
@@ -316,6 +332,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       }
     }
   }
+  if (p.rows_done != nullptr) ptx::wait_for_kernel_before();  // it is over, too, when this one is
   acquire_together(rings.work);
   acquire_together(rings.dq_steps);
   if (lane() == 0) {

@@ -54,6 +54,22 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
   return masked;
 }
 
+// KeyWork::passes. One warpgroup is then a step behind the other: with two tiles of queries both would wait for loads.
+constexpr bool PASSES = QUERY_STAGES > 2 && BLOCK_M == ROWS_OF_WARPGROUP&& BLOCK_N == 2 * BLOCK_M;
+template <class Walk>
+DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
+  const Mask mask(p, s, walk.head);
+  const auto hidden = [&](int block, int key) {
+    const int row = block * BLOCK_M;
+    return mask.wholly_outside(row, BLOCK_M, key, ROWS_OF_WARPGROUP) ||
+           (HAS_BLOCK_MASK && mask.slot_at(row, key) == HIDDEN_SLOT);
+  };
+  if (p.num_heads_q > p.num_heads_kv || walk.done()) return 0;
+  const int last = walk.last_block();
+  if (walk.block() == last || last >= walk.blocks.end) return 0;  // a list may go on beyond the sequence
+  return (hidden(last, first_key) ? 1 : 0) | (hidden(walk.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
+}
+
 // Whether the walk shows at once that each of a tile's keys is seen: some query sees all. By a warp.
 template <class Walk>
 DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
@@ -97,8 +113,7 @@ struct BlockBits {
   }
 };
 
-// ---- A bias beside the queries that it is added to, and where the gradient of one that has the scores' whole shape
-// goes.
+// ---- A bias beside the queries that it is added to.
 
 struct GradientBias {
   alignas(HAS_BIAS_TILES ? 1024 : 1) unsigned char tiles[HAS_BIAS_TILES ? QUERY_STAGES * BIAS_BYTES : 1];
@@ -208,8 +223,7 @@ struct CappedAlibi {
   }
 };
 
-// Products become scores whose unit is softcap; with the error of the forward pass (unit_fragment.cuh), from which lse
-// comes.
+// Products become scores whose unit is softcap, with the error of the forward pass (unit_fragment.cuh).
 DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
@@ -250,8 +264,8 @@ struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
 
-// A mask of bytes, rows of which are vectors. Each lane reads the warp's 16 keys for two of 64 queries, while products
-// are under way, and then asks others for those of its own elements.
+// A mask of bytes, rows of which are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and then asks
+// others for those of its own elements.
 struct MaskBits {
   static_assert(!HAS_MASK_VECTORS || BLOCK_M == 2 * WARP, "two queries a lane");
   static constexpr int KEYS = sizeof(uint4);

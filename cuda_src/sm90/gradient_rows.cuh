@@ -14,8 +14,7 @@ struct alignas(16) FourFloats {
   float x[4];
 };
 
-// If sums have an order, those of a tile take its additions by turns, so that one need not wait for the one before it.
-// They are numbered tile by tile.
+// If sums have an order, those of a tile, numbered tile by tile, take its additions by turns.
 static_assert(DETERMINISTIC || DQ_SUMS == 1, "additions without an order need not wait");
 
 // A thread's first four elements of a part; the next four are WARP behind. Warps have their elements side by side.
@@ -27,7 +26,7 @@ DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
 // How many parts of dq were added to a sum; without an order, how far its first part is.
 DEVICE int* dq_turn_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
 
-// Waits until all parts of dq that come before have been added, by the thread that adds or has others add.
+// Waits until all parts of dq that come before have been added.
 DEVICE void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
   while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, sum, part)) != turn) {
   }
@@ -35,7 +34,7 @@ DEVICE void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn)
 DEVICE void end_turn(const AttentionParams& p, i64 sum, int part) { ptx::add_release(dq_turn_at(p, sum, part), 1); }
 
 // Where STORES_FIRST nobody clears sums: the first part is stored. Without an order it is that of whoever takes the
-// sum, shortly before, and waits for nobody until all know that it has arrived; others wait for that.
+// sum; others wait until it has arrived.
 constexpr bool TAKES_SUMS = STORES_FIRST && !DETERMINISTIC;
 constexpr int NO_PART = 0, TAKEN = 1, STORED = 2;  // end_turn leads from TAKEN to STORED
 DEVICE int take_sum(const AttentionParams& p, i64 sum, int part) {
@@ -47,12 +46,14 @@ DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
   }
 }
 
-// Where warps of their own add parts, dq of one head is written while tiles of keys of others are under way.
+// dq of one head is written while tiles of keys of others are under way.
 constexpr bool DQ_BY_HEADS = PING_PONG;
 // How many of them have come to the end of a tile of keys, DQ_PARTS to each, of the KV head whose queries have a tile
 // of this number.
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
-  const i64 images = p.cu_seqlens_q == nullptr ? static_cast<i64>(p.batch) * p.num_heads_q : p.num_heads_q;
+  const i64 images = num_images(p);
   const u32 image = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);
   return dq_turn_at(p, images * p.num_query_tiles * DQ_SUMS, 0) + image;
 }
+// The last word: parts of sums that the kernel behind has taken, in chunks.
+DEVICE int* chunks_taken(const AttentionParams& p) { return warps_done_at(p, p.num_query_tiles * num_images(p)); }

@@ -9,33 +9,29 @@ DEVICE u32 num_key_images(const AttentionParams& p) {
 }
 
 struct KeyWork : Work {
-  bool unseen;               // by all queries
-  u32 stage, phase;          // of the ring that brought it: read back, they take no registers meanwhile
+  bool unseen;       // by all queries
+  u32 passes;        // bit w: warpgroup w sees nothing of the last step (0) or the first (1), and passes it over
+  u32 stage, phase;  // of the ring that brought it: read back, they take no registers meanwhile
   u32 key_stage, key_phase;  // the same of the keys, beside a bias
 };
 
-// Two thread blocks may be a pair, which is a cluster: they have tiles of keys side by side, and both walk all queries
-// that see one of them.
+// Two thread blocks may be a pair: they have tiles of keys side by side, and both walk all queries that see one of
+// them.
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
 
-// In which order tiles of keys come, a pair's as one. GROUPS: of heads whose queries fit in L2, in each group the first
-// keys, which most queries see if it is causal, first. LAST_GROUP: head by head, the last such group alone longest
-// first, so that thread blocks end together, of LAST_HEADS at least to head dim 128. TURNS: see walks_backwards.
-enum class KeyOrder { GROUPS, LAST_GROUP, TURNS };
-constexpr int LAST_HEADS = PING_PONG && !DETERMINISTIC ? 8 : 1;
+// Tiles of keys, a pair's as one, come head by head, those of the last heads alone (heads_together) longest first, so
+// that thread blocks end together; if sums of dq have an order, see walks_backwards. GROUPS: all heads in such groups.
 
 // The first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
-  const u32 images = num_key_images(p), together = larger(p.heads_together, LAST_HEADS);
-  return HAS_WINDOW ? images - min(together, images) : images;
+  const u32 images = num_key_images(p);
+  return HAS_WINDOW ? images - min(p.heads_together, images) : images;
 }
 
-// If sums of dq have an order, it is that in which tiles of keys come. The last keys come first, and queries are walked
-// from the first: with a diagonal a tile comes to a query one step after the tile before it, even where both begin at
-// once, so that hardly one waits. So many heads come in turn that without a diagonal, too, tiles of one head begin
-// about two steps apart, which is more than an addition takes. In the last group the first keys, the longest tiles,
-// come first, and queries are walked from the last.
+// If sums of dq have an order, it is that of tiles of keys: the last come first, and walk queries from the first, so
+// that with a diagonal a tile comes to a query a step after the one before it; without one, so many heads in turn that
+// tiles of one head begin two steps apart. In the last group the longest tiles come first, and walk from the last.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * (p.num_heads_q / p.num_heads_kv), 1), 1u);
 }
@@ -44,18 +40,19 @@ DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
 
-template <KeyOrder ORDER>
+template <bool GROUPS = false>
 DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
-  if constexpr (HAS_WINDOW || ORDER == KeyOrder::TURNS) {
+  constexpr bool TURNS = DETERMINISTIC && !GROUPS;
+  if constexpr (HAS_WINDOW || TURNS) {
     const u32 last = last_group(p);
     u32 first = 0, together = p.heads_together, end = num_key_images(p);
-    if (ORDER != KeyOrder::GROUPS) {
+    if (!GROUPS) {
       first = image < last ? 0 : last;
       together = end - first;
       if (image < last) {
-        together = ORDER == KeyOrder::TURNS ? heads_in_turn(p) : 1;
+        together = TURNS ? heads_in_turn(p) : 1;
         end = last;
       }
     }
@@ -63,7 +60,7 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
     const u32 heads = min(together, end - group);
     tile = in_group / heads;
     image = group + in_group % heads;
-    if (ORDER == KeyOrder::TURNS && image < last) tile = num_tiles - 1 - tile;
+    if (TURNS && image < last) tile = num_tiles - 1 - tile;
   }
   Work work{};
   if (p.cu_seqlens_q != nullptr) {
@@ -75,15 +72,14 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   return work;
 }
 
-// Thread blocks that wait for each other take even their first tile when they run: what a tile waits for has been taken
-// before, by a block that runs. So the first taken of all tiles under way waits for none of them, and all come to an
-// end.
+// Thread blocks that wait for each other take even their first tile when they run: then the first taken of all tiles
+// under way waits for none.
 DEVICE u32 first_key_index(const AttentionParams& p) {
-  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
+  return p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
 }
 DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
-  return DETERMINISTIC && p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1)
-                                                : next_index(p, index, total, gridDim.x / PAIR);
+  if (p.dq_turns == nullptr) return next_index(p, index, total, gridDim.x / PAIR);
+  return atomicAdd(p.dq_turns, 1);
 }
 
 // The tiles of queries, of all heads of the group, that see some key of a tile.
@@ -108,6 +104,7 @@ struct QueryWalk {
   }
   DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
+  DEVICE int last_block() const { return HAS_BLOCK_MASK ? blocks.list[blocks.left - 1] >> 1 : blocks.end - 1; }
   DEVICE bool done() const { return head == end_head; }
   DEVICE void advance() {
     blocks.advance();
@@ -131,10 +128,9 @@ struct QueryWalk {
 };
 static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
 
-// The same tiles, where query heads share keys: some rows of all heads before the next rows. Head by head, blocks whose
-// tiles differ in length would soon be at different heads, and read and add to all of them at once, more than L2 holds.
-// Tiles that begin together walk from the last queries, which all see, and those that follow, the longest of them first
-// again, from the first, so that they meet; each begins with another head and row, so that few add to the same sum.
+// The same tiles, where query heads share keys: some rows of all heads before the next rows, as all heads are more than
+// L2 holds. Tiles that begin together walk from the last queries, those that follow from the first, so that they meet;
+// each begins with another head and row, so that few add to the same sum.
 struct GroupedWalk {
   static constexpr int ROWS = 16;
   const Sequence& sequence;
@@ -152,7 +148,6 @@ struct GroupedWalk {
         step(0) {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
-    // Heads of their own, without a diagonal: tiles that begin together begin with rows of their own, too.
     const int tile = work.tile / PAIR;
     turned = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
     head = work.head * heads + tile % heads;
@@ -165,6 +160,7 @@ struct GroupedWalk {
   }
   DEVICE int block() const { return base + (step + turned) % ROWS; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
+  DEVICE int last_block() const { return blocks.end - 1; }
   DEVICE bool done() const { return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0; }
   DEVICE void advance() {
     next();

@@ -64,7 +64,7 @@ struct Rings {
 };
 
 DEVICE Work any_work_at(const AttentionParams& p, u32 index) {
-  return OF_KEYS ? key_work_at<KeyOrder::GROUPS>(p, index) : work_at(p, index);
+  return OF_KEYS ? key_work_at<true>(p, index) : work_at(p, index);
 }
 
 // The loading thread.
