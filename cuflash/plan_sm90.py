@@ -37,8 +37,8 @@ _SMEM_ALIGNMENT = 1024
 # Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
 # H100's multiprocessors.
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
-# Keys; parts that are shorter gain less than their merging costs.
-_SHORTEST_PART = 128
+# Keys of few queries, and tiles of keys of many: shorter parts gain less than their merging costs.
+_SHORTEST_PART, _FEWEST_TILES = 128, 8
 DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
 
@@ -410,7 +410,11 @@ def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> in
         return 1
     seen = heads_as_rows(problem)
     tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
-    return max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_PART), 1)
+    if has_few_queries(seen):
+        most = seen.seqlen_k // _SHORTEST_PART
+    else:
+        most = -(-seen.seqlen_k // config.block_n) // _FEWEST_TILES
+    return max(min(num_sms // tiles, most), 1)
 
 
 def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:

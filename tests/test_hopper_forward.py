@@ -219,6 +219,18 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
     assert min(parts) > 1
 
 
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, parts",
+    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (65, 65536, 102)],
+)
+def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
+    """A sequence of some hundred queries and keys has the same bits alone as in a batch: its keys are not split."""
+    problem = cuflash.problem.AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
+    config = plan_sm90.forward(problem, ())
+    assert config is not None
+    assert plan_sm90.parts_of_keys(problem, config, 132) == parts
+
+
 def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
     problem = cuflash.problem.AttentionProblem(1, 1, 8, 4, 2, 64, 64, "float16")
     assert plan_sm90.heads_as_rows(problem).seqlen_q == 2
