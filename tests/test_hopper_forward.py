@@ -220,7 +220,7 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "seqlen_q, seqlen_k, parts",
+    ("seqlen_q", "seqlen_k", "parts"),
     [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (65, 65536, 102)],
 )
 def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
