@@ -55,7 +55,7 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
 }
 
 // KeyWork::passes. One warpgroup is then a step behind the other: with two tiles of queries both would wait for loads.
-constexpr bool PASSES = QUERY_STAGES > 2 && BLOCK_M == ROWS_OF_WARPGROUP&& BLOCK_N == 2 * BLOCK_M;
+constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && QUERY_STAGES > 2;
 template <class Walk>
 DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
   const Mask mask(p, s, walk.head);
