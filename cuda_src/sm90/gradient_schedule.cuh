@@ -104,7 +104,7 @@ struct QueryWalk {
   }
   DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
-  DEVICE int last_block() const { return HAS_BLOCK_MASK ? blocks.list[blocks.left - 1] >> 1 : blocks.end - 1; }
+  DEVICE int last_block() const { return blocks.end - 1; }  // without a block mask
   DEVICE bool done() const { return head == end_head; }
   DEVICE void advance() {
     blocks.advance();

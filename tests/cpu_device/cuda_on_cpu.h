@@ -378,6 +378,6 @@ int parameter_sizes(void (*)(P...), size_t* sizes) {
   extern "C" int cpu_device_parameters_##name(size_t* sizes) { return cpu_device::parameter_sizes(&name, sizes); } \
   extern "C" const unsigned cpu_device_cluster_##name[3] = {__VA_ARGS__};
 
-#define CPU_DEVICE_RED_ZONES(...)                                                \
-  extern "C" const unsigned long long cpu_device_red_zones[][2] = {__VA_ARGS__}; \
-  extern "C" const unsigned cpu_device_num_red_zones = sizeof(cpu_device_red_zones) / 16;
+#define CPU_DEVICE_RED_ZONES(name, ...)                                                 \
+  extern "C" const unsigned long long cpu_device_red_zones_##name[][2] = {__VA_ARGS__}; \
+  extern "C" const unsigned cpu_device_num_red_zones_##name = sizeof(cpu_device_red_zones_##name) / 16;

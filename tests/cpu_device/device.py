@@ -62,12 +62,18 @@ class Module:
         self._library = library
         self._check = check
         self._entries: dict[str, tuple[int, list[int], list[int]]] = {}
-        zones: list[list[int]] = []
-        if hasattr(library, "cpu_device_red_zones"):
-            count = ctypes.c_uint.in_dll(library, "cpu_device_num_red_zones").value
-            zones = [list(z) for z in ((ctypes.c_uint64 * 2) * count).in_dll(library, "cpu_device_red_zones")]
-        self._red_zones = np.array([(begin, end - begin) for begin, end in zones], np.uint64).reshape(-1, 2)
-        self._storage_bytes = zones[-1][1] if zones else 0
+        self._zones: dict[str, np.ndarray[Any, Any]] = {}
+
+    def _red_zones(self, entry: str) -> np.ndarray[Any, Any]:
+        """Where they begin in a kernel's shared memory, and their bytes."""
+        if entry not in self._zones:
+            zones: list[list[int]] = []
+            if hasattr(self._library, f"cpu_device_red_zones_{entry}"):
+                count = ctypes.c_uint.in_dll(self._library, f"cpu_device_num_red_zones_{entry}").value
+                table = ((ctypes.c_uint64 * 2) * count).in_dll(self._library, f"cpu_device_red_zones_{entry}")
+                zones = [[begin, end - begin] for begin, end in table]
+            self._zones[entry] = np.array(zones, np.uint64).reshape(-1, 2)
+        return self._zones[entry]
 
     def _entry(self, entry: str) -> tuple[int, list[int], list[int]]:
         """Address of the launcher, sizes of the parameters, cluster dimensions."""
@@ -140,6 +146,7 @@ class Module:
         if seed is None:
             seed = int(_from_environment("SEED", 0))
         message = ctypes.create_string_buffer(8192)
+        zones = self._red_zones(entry)
         sum_bits, sum_depth = SUMS[_from_environment("SUMS", "plain")]
         request = _LaunchRequest(
             invoke=invoke,
@@ -150,12 +157,12 @@ class Module:
             workers=min(int(_from_environment("WORKERS", os.cpu_count() or 1)), math.prod(extents[0])),
             sum_bits=sum_bits,
             sum_depth=sum_depth,
-            dynamic_shared=max(shared_mem, self._storage_bytes),
+            dynamic_shared=max(shared_mem, int(zones[-1].sum()) if len(zones) else 0),
             seed=seed,
             checked=self._check is Check.SHARED,
             timeout_s=float(_from_environment("TIMEOUT", 60)),
-            red_zones=self._red_zones.ctypes.data,
-            num_red_zones=len(self._red_zones),
+            red_zones=zones.ctypes.data,
+            num_red_zones=len(zones),
             error=ctypes.cast(message, ctypes.c_char_p),
             error_capacity=len(message),
         )

@@ -15,7 +15,8 @@ _NAME = re.compile(r"(\w+)\s*\(")
 _ALIGN = r"(?:(?:__align__|alignas)\s*\(" + _BALANCED + r"\)\s*)?"
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+" + _ALIGN + r"([\w:\s]+?)\s+(\w+)\s*\[\s*\]\s*;")
 _STATIC = re.compile(r"(?:static\s+)?__shared__\s+" + _ALIGN + r"([\w:<>,\s]+?[\w>])\s+(\w+)\s*((?:\[[^\[\]]*\]\s*)*);")
-_STORAGE = re.compile(r"(\bstruct\s+" + _ALIGN + r"SharedStorage\s*)\{([^{}]*)\}\s*;")
+_STORAGE = re.compile(r"\bstruct\s+" + _ALIGN + r"(\w*Storage)\s*\{([^{}]*)\}\s*;")
+_OWN_STORAGE = re.compile(r"\busing\s+SharedStorage\s*=\s*(\w+)\s*;")  # in a kernel
 # Alignment, extents, and arguments of templates.
 _BESIDE_NAMES = re.compile(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]|<(?:[^<>]|<[^<>]*>)*>")
 _DECLARATOR = re.compile(r"(\w+)\s*(?:,|=|$)")
@@ -29,19 +30,20 @@ def translate(source: str, red_zones: bool) -> str:
     source : str
         Self-contained CUDA C++.
     red_zones : bool
-        Put poisoned bytes between the members of ``struct SharedStorage``, if there is one.
+        Put poisoned bytes between the members of structs of shared memory, whose names end in ``Storage``.
     """
     text = _COMMENT.sub(_without_comment, source)
-    table = ""
+    tables = []
     if red_zones:
-        text, table = _separate_members(text)
+        text, zones = _separate_members(text)
+        tables = _tables(text, zones)
     text = _DYNAMIC.sub(r"CPU_DEVICE_DYNAMIC_SHARED(\3, \2);", text)
     text = _STATIC.sub(lambda m: f"CPU_DEVICE_STATIC_SHARED({m[3]}, {m[1] or 16}, {m[2]} {m[4].strip()});", text)
     if "__shared__" in text:
         at = text.index("__shared__")
         raise DeviceError(f"a __shared__ declaration of an unknown form: {text[at : at + 80]!r}")
     launchers = dict.fromkeys(_launcher(m[1]) for m in _HEAD.finditer(text))
-    return "\n".join([f'#include "{HEADER}"', '#line 1 "kernel"', text, *launchers, table]) + "\n"
+    return "\n".join([f'#include "{HEADER}"', '#line 1 "kernel"', text, *launchers, *tables]) + "\n"
 
 
 def _without_comment(match: re.Match[str]) -> str:
@@ -50,36 +52,52 @@ def _without_comment(match: re.Match[str]) -> str:
 
 def _launcher(head: str) -> str:
     """The launcher of the kernel whose text between ``__global__`` and the body is ``head``."""
-    attributes = dict(_ATTRIBUTE.findall(head))
+    cluster = dict(_ATTRIBUTE.findall(head)).get("__cluster_dims__", "1").split(",")
+    return f"CPU_DEVICE_ENTRY({_entry(head)}, {', '.join([*cluster, '1', '1'][:3])})"
+
+
+def _entry(head: str) -> str:
     name = _NAME.search(_ATTRIBUTE.sub(" ", head))
     if name is None:
         raise DeviceError(f"a kernel without a name: {head!r}")
-    cluster = attributes.get("__cluster_dims__", "1").split(",")
-    return f"CPU_DEVICE_ENTRY({name[1]}, {', '.join([*cluster, '1', '1'][:3])})"
+    return name[1]
 
 
-def _separate_members(text: str) -> tuple[str, str]:
-    """Insert a red zone behind each member of SharedStorage; the second result is the table of their places."""
-    found = _STORAGE.findall(text)
-    if not found:
-        return text, ""
-    if len(found) > 1:
-        raise DeviceError("more than one struct SharedStorage in a text")
-    _, _, body = found[0]
-    members, names = [], []
-    for member in body.split(";"):
-        declaration = member.strip()
-        if declaration and not declaration.startswith(("static", "using", "typedef")):
-            bare = _BESIDE_NAMES.sub("", declaration)
-            name = _DECLARATOR.search(bare)
-            if name is None or "(" in bare:
-                raise DeviceError(f"a member of SharedStorage of an unknown form: {declaration!r}")
-            names.append(name[1])
-            member += f"; unsigned char cpu_device_zone_{len(names)}[{RED_ZONE_BYTES}]"
-        members.append(member)
-    text = text.replace(body, ";".join(members), 1)
+def _tables(text: str, zones: dict[str, str]) -> list[str]:
+    """The red zones of each kernel: those of SharedStorage, or of what it calls so."""
+    heads = list(_HEAD.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    tables = {}
+    for head, end in zip(heads, ends, strict=True):
+        own = _OWN_STORAGE.search(text, head.end(), end)
+        storage = own[1] if own else "SharedStorage"
+        if storage in zones:
+            tables[_entry(head[1])] = zones[storage]
+    return [f"CPU_DEVICE_RED_ZONES({entry}, {table})" for entry, table in tables.items()]
+
+
+def _separate_members(text: str) -> tuple[str, dict[str, str]]:
+    """Insert a red zone behind each member of the structs of shared memory; the second result are their places."""
+    zones: dict[str, str] = {}
+    for _, storage, body in _STORAGE.findall(text):
+        if storage in zones:
+            raise DeviceError(f"more than one struct {storage} in a text")
+        members, names = [], []
+        for member in body.split(";"):
+            declaration = member.strip()
+            if declaration and not declaration.startswith(("static", "using", "typedef")):
+                bare = _BESIDE_NAMES.sub("", declaration)
+                name = _DECLARATOR.search(bare)
+                if name is None or "(" in bare:
+                    raise DeviceError(f"a member of {storage} of an unknown form: {declaration!r}")
+                names.append(name[1])
+                member += f"; unsigned char cpu_device_zone_{len(names)}[{RED_ZONE_BYTES}]"
+            members.append(member)
+        text = text.replace(body, ";".join(members), 1)
+        ends = [f"__builtin_offsetof({storage}, {name})" for name in names[1:]] + [f"sizeof({storage})"]
+        zones[storage] = ", ".join(
+            f"{{__builtin_offsetof({storage}, cpu_device_zone_{i + 1}), {end}}}" for i, end in enumerate(ends)
+        )
     # The zones are the device's own: they need not fit the memory that the plan asks for.
     text = re.sub(r"static_assert\s*\(\s*sizeof\(SharedStorage\)", "static_assert(true || sizeof(SharedStorage)", text)
-    ends = [f"__builtin_offsetof(SharedStorage, {name})" for name in names[1:]] + ["sizeof(SharedStorage)"]
-    zones = (f"{{__builtin_offsetof(SharedStorage, cpu_device_zone_{i + 1}), {end}}}" for i, end in enumerate(ends))
-    return text, f"CPU_DEVICE_RED_ZONES({', '.join(zones)})"
+    return text, zones
