@@ -114,10 +114,8 @@ struct Mask {
 
   DEVICE bool in_block(int i, int j) const {
     const int slot = slot_at(i, j);
-    u32 word = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
-    if (slot >= 0)
-      word = (bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW)[j % CANONICAL / 32];
-    return (word >> (j % 32)) & 1;
+    if (slot < 0) return slot == VISIBLE_SLOT;
+    return bits[(static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW + j % CANONICAL / 32] >> j % 32 & 1;
   }
 
   DEVICE int slot_at(int i, int j) const {

@@ -43,12 +43,13 @@ _FACTORS = 4
 _NUMBERS_BYTES = 16
 # From here on the assembler takes more registers.
 _LARGER = (10, 0)
+_64X48 = Tile(64, 48, 4, below=_LARGER)
 # By kind; the first row that is wide enough is taken.
 FORWARD = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2),), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (Tile(64, 48, 4),), (Tile(64, 32, 4),)),
-        Row(192, 128, (Tile(64, 64, 4, below=_LARGER), Tile(64, 48, 4)), (Tile(64, 32, 4),)),
+        Row(128, 128, (_64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(192, 128, (Tile(64, 64, 4, below=_LARGER), _64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
         Row(256, 128, (Tile(64, 64, 4, below=_LARGER), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
     "tf32": (
@@ -177,7 +178,7 @@ def _constants(
     sum_columns: int,
     unroll: int,
 ) -> dict[str, Any]:
-    """`sum_columns` are of plain scores, `unroll` is of float64 with options."""
+    """`sum_columns` are of plain scores, `unroll` is of others."""
     parts = _PARTS[kind]
     is_plain = _is_plain(flags, plain_scores, aligned)
     return {
@@ -186,7 +187,7 @@ def _constants(
         "async_copies": True,
         "aligned": aligned,
         "plain_scores": plain_scores and are_products(flags),
-        "unroll": 2 if parts else 4 if is_plain else unroll,
+        "unroll": (2 if parts else 4) if is_plain else unroll,
         "sum_columns": sum_columns if is_plain else 16 if parts else 8,
         "parts": parts,
         "key_parts": KEY_PARTS[parts] if parts else 0,
@@ -218,12 +219,13 @@ def forward_config(
         return elements + factors + SMEM_BESIDE_TILES
 
     tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
-    sum_columns = 64 if _PARTS[kind] and not _is_narrow(kind, capability) and row.head_dim <= 192 else 32
+    has_room = _PARTS[kind] > 0 and not _is_narrow(kind, capability)
+    sum_columns = 64 if has_room and row.head_dim <= 192 else 32
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 1),
+        **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, tile, sum_columns, 2 if has_room else 1),
     )
 
 
@@ -259,7 +261,7 @@ def gradient_configs(
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
             smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, 3),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, 2 if _PARTS[kind] else 3),
         )
         configs.append(config)
     return tuple(configs)
@@ -289,7 +291,7 @@ def bias_config(
         of_dk=False,
         of_dv=False,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, 3),
+        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, 2 if _PARTS[kind] else 3),
     )
 
 
