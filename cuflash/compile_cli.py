@@ -178,6 +178,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     problem.add_argument("--dtype", choices=DTYPES, default="float32")
     problem.add_argument("--head-dim", type=int, default=64)
     problem.add_argument("--head-dim-v", type=int, help="default: --head-dim")
+    problem.add_argument("--seqlen", type=int, default=4096, help="of queries and keys (default %(default)s)")
     problem.add_argument("--causal", action="store_true")
     for option in ("window", "softcap", "bias", "mask", "alibi", "dropout", "block-mask"):
         problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
@@ -243,8 +244,8 @@ def _gpu() -> dict[str, str]:
 def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     problem = AttentionProblem(
         batch=1,
-        seqlen_q=1,
-        seqlen_k=1,
+        seqlen_q=args.seqlen,
+        seqlen_k=args.seqlen,
         num_heads_q=1,
         num_heads_kv=1,
         head_dim=args.head_dim,

@@ -65,6 +65,15 @@ def test_info_is_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> 
     assert "forward" in facts["kernels"]
 
 
+def test_info_is_of_a_sequence_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    def tiles(*given: str) -> str:
+        assert main(["info", "--dtype", "bfloat16", "--head-dim", "128", "--json", *given]) == 0
+        kernel: str = json.loads(capsys.readouterr().out)["kernels"]["forward on Hopper"]
+        return kernel.partition("tiles of ")[2].partition(",")[0]
+
+    assert tiles() == tiles("--seqlen", "16384") != tiles("--seqlen", "1")
+
+
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(compile_cli, "_absent", lambda name: name in names)
 
