@@ -176,9 +176,9 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
   }
 }
 
-// The bits of the partial blocks in the order in which Hopper's kernels take them: a word for each thread of a
-// warpgroup, a bit for each element of its fragment of 64 keys x 64 queries (sm90/gradient_options.cuh) or 64 queries x
-// 64 keys (sm90/unit_fragment.cuh). One warp per 32 words.
+// The bits of the partial blocks in the order of fragments: a word for each thread of four warps, a bit for each
+// element of its fragment of 64 queries x 64 keys or, where tiles stay with keys, 64 keys x 64 queries. One warp per 32
+// words.
 extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, int rows_are_queries,
                                       unsigned* key_bits) {
   constexpr int WARPS = CANONICAL / 16;  // of a warpgroup, each with 16 rows

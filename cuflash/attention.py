@@ -189,6 +189,11 @@ def attention_vjp(
     backward : callable
         ``backward(dout, dlse=None, *, out=None, grads=None)`` returns what `attention_backward` does, any number of
         times. It holds the inputs and results: change none of them in place before its last call.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
     """
     return _vjp((q, k, v), options, out, return_lse)
 
@@ -224,6 +229,11 @@ def attention_varlen(
     out : array (total_q, num_heads_q, head_dim_v)
     lse : array (num_heads_q, total_q)
         Only if `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
     """
     return _forward((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
@@ -245,8 +255,24 @@ def attention_varlen_backward(
 ) -> Gradients:
     """Gradients of `attention_varlen`: `attention_backward` for packed sequences.
 
-    Shapes are those of `attention_varlen`: dout and forward_out (total_q, num_heads_q, head_dim_v), lse and dlse
-    (num_heads_q, total_q).
+    Parameters
+    ----------
+    dout, forward_out : array (total_q, num_heads_q, head_dim_v)
+    lse, dlse : array (num_heads_q, total_q)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, **options
+        As given to `attention_varlen`.
+    out, grads
+        As in `attention_backward`.
+
+    Returns
+    -------
+    tuple of arrays
+        As from `attention_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
     """
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     return _backward((dout, forward_out, lse, dlse), inputs, options, out, grads)
@@ -263,7 +289,23 @@ def attention_varlen_vjp(
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> tuple[Any, Backward]:
-    """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences."""
+    """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, out, return_lse, **options
+        As in `attention_varlen`.
+
+    Returns
+    -------
+    out, backward
+        As from `attention_vjp`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention`.
+    """
     return _vjp((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
 
 

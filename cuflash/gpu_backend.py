@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from cuflash import (
-    kernels,
-    launch,
-    launch_sm80,
-    launch_sm90,
-    launch_split,
-)
+from cuflash import kernels, launch, launch_sm80, launch_sm90, launch_split
 from cuflash.launch import Work
 from cuflash.plan_split import of_half
 from cuflash.problem import Array, AttentionProblem, Operands
@@ -24,12 +18,7 @@ def _by_halves(work: Work) -> bool:
 
 # Hopper's own first, then those for any tensor cores.
 _FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, _by_halves, launch.forward)
-_BACKWARD = (
-    launch_sm90.backward,
-    launch_split.backward,
-    launch_sm80.backward,
-    launch_sm80.wide_backward,
-)
+_BACKWARD = (launch_sm90.backward, launch_split.backward, launch_sm80.backward, launch_sm80.wide_backward)
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:

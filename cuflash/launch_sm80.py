@@ -1,4 +1,4 @@
-"""Both passes by mma.sync; backward with kernels before and behind, or (float64, TF32) without."""
+"""Both passes by mma.sync; backward with kernels before and behind, or (float64, float32) without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gradient(Kernel):
 
 @dataclass(frozen=True)
 class WideGradient(Kernel):
-    """A gradient kernel on float64 or TF32."""
+    """A gradient kernel on float64, or float32 in parts."""
 
     config: plan_wide.GradientConfig
 

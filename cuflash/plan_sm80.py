@@ -77,7 +77,7 @@ class Row(Generic[T]):
         return (*(t for t in with_one if beside <= {*t.only}), *self.with_options)
 
 
-ENTRIES = ("forward_sm80",)
+ENTRY = "forward_sm80"
 FEW = ("has_softcap", "has_alibi")
 MORE = (*FEW, "has_dropout", "has_block_mask")
 _64X64 = (
@@ -205,7 +205,7 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-    entry: str = ENTRIES[0],
+    entry: str = ENTRY,
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
