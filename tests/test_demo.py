@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash.__main__ import main
 from cuflash.examples import char_gpt, tape
 from cuflash.examples.char_gpt import CharGPT, Config, Corpus
 
@@ -146,19 +145,3 @@ def test_demo_fails_where_it_misses_its_mark(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--steps", "2")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "NOT" in done.stdout
-
-
-@pytest.mark.parametrize("command", [[], ["info"], ["compile"], ["bench"], ["demo"]])
-def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([*command, "--help"])
-    assert exit_.value.code == 0
-    assert "usage: python -m cuflash" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["demo", "--steps", "0"]])
-def test_wrong_use_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert "usage" in capsys.readouterr().err

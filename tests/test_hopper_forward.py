@@ -261,7 +261,7 @@ def test_results_at_any_address(causal: bool) -> None:
     np.testing.assert_array_equal(*results)
 
 
-def test_other_layouts_take_the_portable_kernel() -> None:
+def test_other_layouts_and_dtypes_take_other_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 56, 56, "float16")
     shape = (1, 8, 1, 56)
     odd = np.zeros((1, 8, 1, 59), np.float16)[..., :56].strides

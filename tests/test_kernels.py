@@ -113,21 +113,34 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
         *plan_sm80.table(capability, limit),
         *plan_sm80_backward.table(capability, limit),
     ]
-    for config, own_dtype in table:
-        if own_dtype != dtype or config.entry != entry or (config.head_dim, config.head_dim_v) != head_dims:
-            continue
+    configs = [
+        config
+        for config, own_dtype in table
+        if (own_dtype, config.entry, config.head_dim, config.head_dim_v) == (dtype, entry, *head_dims)
+    ]
+    assert configs
+    for config in configs:
         assert_compiles_well(arch, config)
+
+
+def wide_configs(arch: str) -> list[plan_wide.Config]:
+    table = plan_wide.table(plan.capability_of(arch), plan.smem_limit(arch))
+    return [config for config, _ in table if len(config.flags.split(", ")) in (1, len(FLAGS))]
 
 
 @needs_compiler
-@pytest.mark.parametrize("head_dim", sorted({row.head_dim for rows in plan_wide.FORWARD.values() for row in rows}))
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [
+        (arch, head_dim)
+        for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
+        for head_dim in sorted({config.head_dim for config in wide_configs(arch)})
+    ],
+)
 def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim: int) -> None:
-    limit = plan.smem_limit(arch)
-    for config, _ in plan_wide.table(plan.capability_of(arch), limit):
-        if config.head_dim != head_dim or len(config.flags.split(", ")) not in (1, len(FLAGS)):
-            continue
-        assert_compiles_well(arch, config)
+    for config in wide_configs(arch):
+        if config.head_dim == head_dim:
+            assert_compiles_well(arch, config)
 
 
 @needs_compiler
