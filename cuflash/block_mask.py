@@ -78,7 +78,7 @@ class BlockMask(Patterns):
         self._release = release
         self._host = store if isinstance(store, Store) else None
         self._on_device = {} if isinstance(store, Store) else {device: store}
-        self._lists: dict[tuple[int, int, int, int], OnDevice[TileLists]] = {}
+        self._lists: dict[tuple[int, int, int, bool | None], OnDevice[TileLists]] = {}
         self._addresses: dict[Any, list[int]] = {}
         self.serial = next(_serials)  # no other mask of this process has it, alive or not
         self._density: float | None = None
@@ -297,12 +297,13 @@ class BlockMask(Patterns):
         return made.get()
 
     def tile_lists(
-        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, of_keys: bool = False
+        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, of_keys: bool | None = None
     ) -> TileLists:
         """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
 
         `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy; rows of the kernel's fragments are
-        queries or, `of_keys`, keys. Enqueues work on the current stream and never waits for it.
+        queries or, `of_keys`, keys; None where it takes bits as the store has them. Enqueues work on the current stream
+        and never waits for it.
         """
         if xp is None:
             import cupy
@@ -318,7 +319,7 @@ class BlockMask(Patterns):
             )
         return lists.get()
 
-    def addresses(self, tiles: tuple[tuple[int, int, int], ...], device: Device) -> list[int]:
+    def addresses(self, tiles: tuple[tuple[int, int, bool | None], ...], device: Device) -> list[int]:
         """Where the store and the lists for `tiles` lie on the current device, ready on this stream."""
         known = self._addresses.get((device, tiles))
         if known is None:

@@ -293,7 +293,7 @@ def list_tiles(
     seqlen_k: int,
     block_m: int,
     block_n: int,
-    of_keys: bool,
+    of_keys: bool | None,
 ) -> TileLists:
     """The lists of tiles of block_m x block_n elements; never waits for the device.
 
@@ -305,7 +305,7 @@ def list_tiles(
     def empty(*shape: int) -> Array:
         return xp.empty((*images, *shape), np.int32)
 
-    ordered = order_bits(xp, get_kernel, bits, of_keys)
+    ordered = bits if of_keys is None else order_bits(xp, get_kernel, bits, of_keys)
     lists = TileLists(empty(num_m, num_n), empty(num_m), empty(num_n, num_m), empty(num_n), ordered)
     num_images = images[0] * images[1]
     num_lists = num_images * (num_m + num_n)

@@ -34,6 +34,7 @@ class Kernel:
 
     entry: str  # one configuration may serve several
     config: KernelConfig  # the constants of its source
+    orders_bits = True  # takes those of a block mask in the order of fragments
 
     @property
     def begins_early(self) -> bool:
@@ -249,9 +250,9 @@ class Work:
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         xp = self.device.namespace
-        tile = kernel.config.block_m, kernel.config.block_n, kernel.of_keys
+        tile = kernel.config.block_m, kernel.config.block_n, kernel.of_keys if kernel.orders_bits else None
         get = partial(kernels.get, device=self.device)
-        lists = block_mask.tile_lists(*tile[:2], get, xp, of_keys=kernel.of_keys)
+        lists = block_mask.tile_lists(*tile[:2], get, xp, of_keys=tile[2])
         slots, bits = block_mask.arrays(xp)
         self.recording.use_lists(tile, (slots, bits), lists)
         return {
@@ -267,6 +268,8 @@ class Work:
 class Tiles(Kernel):
     """A kernel with a thread block for each tile of queries or keys."""
 
+    orders_bits = False
+
     @property
     def of_keys(self) -> bool:
         """Whether its tiles stay with keys and walk queries."""
@@ -276,6 +279,8 @@ class Tiles(Kernel):
 @dataclass(frozen=True)
 class Bias(Kernel):
     """The gradient of a bias: each of its tiles is the sum of a walk, which may be split."""
+
+    orders_bits = False
 
     def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
         """(tiles, walk) of each axis of dbias, as Axis of bias_walk.cuh counts them."""

@@ -38,6 +38,7 @@ class WideGradient(Kernel):
     """A gradient kernel on float64, or float32 in parts."""
 
     config: plan_wide.GradientConfig
+    orders_bits = False
 
     @property
     def of_keys(self) -> bool:
@@ -99,7 +100,8 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     if (config := plan_sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
         return grads
     work.arrays |= launch.rows_of_slopes(work, grads)
-    work.run(Kernel(config.entry, config), work.arrays | {f"d{name}": x for name, x in grads.items() if name == "q"})
+    dq = {f"d{name}": x for name, x in grads.items() if name == "q"}
+    work.run(launch.Tiles(config.entry, config), work.arrays | dq)
     return {name: x for name, x in grads.items() if name != "q"}
 
 

@@ -174,6 +174,7 @@ class Gradient(Kernel):
     """A gradient kernel."""
 
     config: plan_split.GradientConfig
+    orders_bits = False
 
     @property
     def of_keys(self) -> bool:

@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 
     # (shape, dtype) of a new array, the index of a target, None for what is not wanted
     results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
-    tiles: tuple[tuple[int, int, int], ...]  # of the lists, with an order of bits
+    tiles: tuple[tuple[int, int, bool | None], ...]  # of the lists, with an order of bits
     scratch_sizes: tuple[int, ...]  # in bytes
     steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
     apart: tuple[tuple[int, int, Distances], ...]  # targets, and what they must have no memory in common with
@@ -213,7 +213,7 @@ class Recording:
         self._blocks: list[Block] = []
         self._scratch: list[Array] = []
         self._steps: list[tuple[Launch, dict[str, Array]]] = []
-        self._tiles: list[tuple[int, int, int]] = []
+        self._tiles: list[tuple[int, int, bool | None]] = []
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -232,7 +232,7 @@ class Recording:
         if self._capture:
             give_back(self._capture, self._stream, self._blocks)
 
-    def use_lists(self, tile: tuple[int, int, bool], store: Sequence[Array], lists: Sequence[Array]) -> None:
+    def use_lists(self, tile: tuple[int, int, bool | None], store: Sequence[Array], lists: Sequence[Array]) -> None:
         """Note that a launch reads them."""
         if tile not in self._tiles:
             self._tiles.append(tile)

@@ -118,6 +118,28 @@ def test_tile_lists(
 
 
 @needs_compiler
+@pytest.mark.parametrize("of_keys", [False, True, None])
+def test_bits_in_the_order_of_fragments(of_keys: bool | None) -> None:
+    """Bit e of a thread of four warps is element e of its fragment; None leaves the store's own order."""
+    dense = random_dense(np.random.default_rng(0), (1, 2, 100, 200), 64)
+    bm = BlockMask.from_dense(dense)
+    slots, bits = bm.arrays(np)
+    ordered = bm.tile_lists(64, 64, get_kernel, np, of_keys=of_keys).key_bits
+    if of_keys is None:
+        assert np.shares_memory(ordered, bits)
+        return
+    thread, e = np.ogrid[:128, :32]
+    row, column = thread // 32 * 16 + thread % 32 // 4 + e // 2 % 2 * 8, thread % 4 * 2 + e // 4 * 8 + e % 2
+    query, key = (column, row) if of_keys else (row, column)
+    padded = np.pad(dense, ((0, 0), (0, 0), (0, 28), (0, 56)))
+    partial = np.argwhere(slots >= 0)
+    assert len(partial) == len(ordered) > 0
+    for b, h, m, n in partial:
+        own = padded[b, h, 64 * m :, 64 * n :][query, key]
+        assert (own == (ordered[slots[b, h, m, n]][:, None] >> e & 1)).all()
+
+
+@needs_compiler
 def test_tile_lists_longer_than_a_warp() -> None:
     dense = random_dense(np.random.default_rng(0), (1, 2, 40, 1200), 20)
     check_lists(BlockMask.from_dense(dense).tile_lists(16, 16, get_kernel, np), dense, 16, 16)
