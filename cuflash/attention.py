@@ -6,11 +6,12 @@ returns arrays of the caller's kind. The keyword options are those of `problem.O
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cuflash.call import Call, Gradients
-from cuflash.problem import Array
+from cuflash.problem import Array, Options
 from cuflash.recording import metadata, repeated
 
 if TYPE_CHECKING:
@@ -368,3 +369,17 @@ def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_l
         return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
 
     return ((result, lse if call is None else call.release(lse)) if return_lse else result), backward
+
+
+# `help` and editors show every option.
+_options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
+for _function in (
+    attention,
+    attention_backward,
+    attention_vjp,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_varlen_vjp,
+):
+    *_named, _ = inspect.signature(_function).parameters.values()
+    vars(_function)["__signature__"] = inspect.Signature((*_named, *_options))

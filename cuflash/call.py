@@ -172,6 +172,8 @@ class Call:
     def _target(
         self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
     ) -> Array:
+        if self.library.name == "jax":  # CuPy would write them
+            raise ValueError(f"{name}: expected None, as JAX's arrays are immutable, got an array")
         target = self.adopt(name, out)
         check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
         check_target(name, target, inputs)

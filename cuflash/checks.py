@@ -88,12 +88,12 @@ def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
     return int(cu_q.shape[0]) - 1
 
 
-def check_extra(name: str, x: Array | None, dtype: np.dtype, shapes: list[tuple[int, ...]], form: str) -> None:
+def check_extra(name: str, x: Array | None, dtype: str, shapes: list[tuple[int, ...]], form: str) -> None:
     """A sink, slopes or lengths: of `dtype`, and of one of `shapes`, which `form` tells in words."""
     if x is None:
         return
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype.name}, got {x.dtype.name}")
+    if x.dtype.name != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype.name}")
     if tuple(x.shape) not in shapes:
         wanted = " or ".join(str(s) for s in dict.fromkeys((shapes[0], shapes[-1])))
         raise ValueError(f"{name}: expected {form} = {wanted}, got {tuple(x.shape)}")

@@ -133,7 +133,11 @@ def _from_dlpack(name: str, x: Any) -> Array:
     device_type = int(x.__dlpack_device__()[0])
     # DLPack's device types: 1 CPU, 2 CUDA, 3 pinned host memory, 13 managed CUDA memory.
     if device_type in (1, 3):
-        return np.from_dlpack(x)
+        try:
+            return np.from_dlpack(x)
+        except RuntimeError as error:
+            dtype = getattr(x, "dtype", error)
+            raise TypeError(f"{name}: expected a dtype that NumPy takes from DLPack, got {dtype}") from error
     if device_type in (2, 13):
         return _cupy(name).from_dlpack(x)
     raise ValueError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
@@ -182,6 +186,9 @@ def _adopt_torch(name: str, x: Any) -> Array:
         raise TypeError(f"{name}: expected a dense torch tensor, got layout {x.layout}")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype != "bfloat16" and not hasattr(np, dtype):
+        raise TypeError(f"{name}: expected a dtype of NumPy or bfloat16, got {dtype}")
     x = x.detach()
     if x.device.type == "cuda":
         return _wrap_torch(_cupy(name), x)

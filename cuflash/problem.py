@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from cuflash import checks
 
 if TYPE_CHECKING:
@@ -161,10 +159,9 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     _check_shape("k", k, k_form, (*q.shape[:-3], None, None, head_dim))
     _check_shape("v", v, v_form, (*k.shape[:-1], None))
     for name, size in (("head_dim of q", head_dim), ("head_dim_v of v", head_dim_v)):
-        if size == 0:
-            raise ValueError(f"{name}: expected 1 to {MAX_HEAD_DIM}, got 0")
-        if size > MAX_HEAD_DIM:
-            raise NotImplementedError(f"{name}: there are kernels for 1 to {MAX_HEAD_DIM}, got {size}")
+        if not 0 < size <= MAX_HEAD_DIM:
+            error = NotImplementedError if size else ValueError
+            raise error(f"{name}: expected 1 to {MAX_HEAD_DIM}, got {size}")
     if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
         raise ValueError(
             f"heads: expected num_heads_q to be a positive multiple of num_heads_kv (grouped-query attention), "
@@ -177,11 +174,11 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         batch = q.shape[0]
         score_shape = (batch, num_heads_q, rows_q[-1], rows_k[-1])
 
-    accum = np.dtype(accum_of(dtype))
+    accum = accum_of(dtype)
     o = options
     left, right = checks.check_window(o.causal, o.window)
     for name, lengths in (("q_lengths", o.q_lengths), ("kv_lengths", o.kv_lengths)):
-        checks.check_extra(name, lengths, np.dtype("int32"), [(batch,)], "(batch,)")
+        checks.check_extra(name, lengths, "int32", [(batch,)], "(batch,)")
     checks.check_extra("sink", o.sink, accum, [(num_heads_q,)], "(num_heads_q,)")
     checks.check_extra(
         "alibi_slopes",

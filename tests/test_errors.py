@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from cases import np_dtype
 from devices import Device
 
 import cuflash
+from cuflash.problem import OPTION_NAMES, Options
 
 Row = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 
@@ -109,16 +112,20 @@ INPUTS: dict[str, Row] = {
         ("multiple", "num_heads_q = 4", "num_heads_kv = 8"),
     ),
     "no kv heads": ({"k": zeros(2, 8, 0, 16), "v": zeros(2, 8, 0, 12)}, ValueError, ("num_heads_kv = 0",)),
-    "head dim 0": ({"q": zeros(2, 6, 4, 0), "k": zeros(2, 8, 2, 0)}, ValueError, ("head_dim", "1 to 256", "0")),
+    "head dim 0": (
+        {"q": zeros(2, 6, 4, 0), "k": zeros(2, 8, 2, 0)},
+        ValueError,
+        ("head_dim", "expected 1 to 256, got 0"),
+    ),
     "head dim 257": (
         {"q": zeros(2, 6, 4, 257), "k": zeros(2, 8, 2, 257)},
         NotImplementedError,
-        ("head_dim", "256", "257"),
+        ("head_dim", "expected 1 to 256, got 257"),
     ),
     "head dim v 300": (
         {"v": zeros(2, 8, 2, 300), "forward_out": zeros(2, 6, 4, 300), "dout": zeros(2, 6, 4, 300)},
         NotImplementedError,
-        ("head_dim_v", "256", "300"),
+        ("head_dim_v", "expected 1 to 256, got 300"),
     ),
 }
 
@@ -322,6 +329,20 @@ def test_options_are_keyword_only(device: Device) -> None:
     functions: list[Callable[..., Any]] = [cuflash.attention, cuflash.attention_vjp]
     for function in functions:
         check(TypeError, ("positional",), partial(function, *arrays, True))
+
+
+@pytest.mark.parametrize("packed", ["", "_varlen"])
+@pytest.mark.parametrize("form", ["", "_backward", "_vjp"])
+def test_signatures_name_every_option(form: str, packed: str) -> None:
+    """As users see them in `help`."""
+    parameters = inspect.signature(getattr(cuflash, f"attention{packed}{form}")).parameters
+    own = ["dout", "q", "k", "v", "forward_out", "lse"] if form == "_backward" else ["q", "k", "v"]
+    own += ["cu_seqlens_q", "cu_seqlens_k"] if packed else []
+    own += ["dlse", "out", "grads"] if form == "_backward" else ["out", "return_lse"]
+    assert list(parameters) == [*own, *OPTION_NAMES]
+    for field in fields(Options):
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[field.name].default == field.default
 
 
 def test_a_valid_call_before_hides_no_error(device: Device) -> None:

@@ -223,6 +223,8 @@ def test_torch_kinds_without_data() -> None:
         cuflash.attention(x, x.to("meta"), x)
     with pytest.raises(TypeError, match="sparse"):
         cuflash.attention(x, x, x.to_sparse())
+    with pytest.raises(TypeError, match=r"v: expected a dtype .* got float8_e5m2"):
+        cuflash.attention(x, x, x.to(torch.float8_e5m2))
 
 
 def test_jax_tracers_and_immutable_arrays() -> None:
@@ -230,8 +232,11 @@ def test_jax_tracers_and_immutable_arrays() -> None:
     x = jax.numpy.zeros((1, 4, 2, 8))
     with pytest.raises(TypeError, match="tracer"):
         jax.jit(lambda q: cuflash.attention(q, q, q))(x)
-    with pytest.raises((TypeError, ValueError), match="out"):
+    out, backward = cuflash.attention_vjp(x, x, x)
+    with pytest.raises(ValueError, match="out: .*immutable"):
         cuflash.attention(x, x, x, out=jax.numpy.zeros((1, 4, 2, 8)))
+    with pytest.raises(ValueError, match="out, dk: .*immutable"):
+        backward(out, out=(None, jax.numpy.zeros((1, 4, 2, 8)), None))
 
 
 class Exporter:
@@ -266,6 +271,13 @@ def test_any_library_that_speaks_dlpack() -> None:
     assert same_bits(bare, expected)
 
 
+def test_dtypes_that_numpy_does_not_take() -> None:
+    torch = Torch().torch
+    x = Exporter(torch.zeros((1, 4, 2, 8), dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="q: expected a dtype .* got"):
+        cuflash.attention(x, x, x)
+
+
 def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -287,3 +299,22 @@ def test_numpy_arrays_of_every_origin(tmp_path: Path) -> None:
     out = cuflash.attention(q, k, v_all)
     assert type(out) is np.ndarray and out.flags.writeable
     case.assert_forward(out, NUMPY.get(cuflash.attention(q, k, v_all, return_lse=True)[1]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_numpy_arrays_of_the_other_byte_order(dtype: str) -> None:
+    case = all_options_case(dtype)
+
+    def swapped(x: Any) -> Any:
+        return x.astype(x.dtype.newbyteorder()) if isinstance(x, np.ndarray) else x
+
+    on_device = case.on(NUMPY)
+    options = on_device.options | {name: swapped(x) for name, x in case.options.items() if name != "block_mask"}
+    (out, lse), backward = cuflash.attention_vjp(
+        swapped(case.q), swapped(case.k), swapped(case.v), return_lse=True, **options
+    )
+    case.assert_forward(out, lse)
+    gradients = dict(zip(case.grad_names, backward(swapped(case.dout), swapped(case.dlse)), strict=True))
+    case.assert_gradients(gradients)
+    for name in ("bias", "sink", "alibi_slopes"):
+        assert gradients[name].dtype == options[name].dtype
