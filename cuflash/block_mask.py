@@ -264,6 +264,10 @@ class BlockMask(Patterns):
         shape = (*store.slots.shape[:2], *self.shape[2:])
         return BlockMask(shape, (rows, columns), store, self._home, self._release)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are masks of their own, prepared on no device."""
+        return BlockMask, (self.shape, self.block_size, self._store, self._home, self._release)
+
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
         return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +195,16 @@ def test_a_mask_keeps_what_it_was_made_from() -> None:
     mask[...] = False
     bm.to_dense()[...] = True
     np.testing.assert_array_equal(bm.to_dense()[0, 0], np.tri(100, dtype=bool))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda bm: pickle.loads(pickle.dumps(bm))])
+def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask]) -> None:
+    """In a process to which one is sent, others may have been made."""
+    bm = BlockMask.from_dense(np.tri(100, 90, 7, dtype=bool), block_size=(16, 32))
+    other = copied(bm)
+    assert other.serial != bm.serial
+    assert (other.shape, other.block_size) == (bm.shape, bm.block_size)
+    np.testing.assert_array_equal(other.to_dense(), bm.to_dense())
 
 
 def test_heads_of_equal_patterns_share_their_bits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,6 +118,14 @@ def test_seeds_and_block_masks_repeat(seeds: tuple[Any, Any], dtype: str, launch
     assert launches == []
     run_on(example(2, dtype, dropout_seed=seeds[0], **{**options, "block_mask": ~mask}).on(HOST))
     assert launches
+
+
+def test_a_copy_of_a_block_mask_is_another_mask(dtype: str) -> None:
+    """Made before the mask was used, it has no lists of tiles."""
+    on_device = example(0, dtype, block_mask=np.tri(17, 20, 3, dtype=bool)).on(HOST)
+    other = deepcopy(on_device.options["block_mask"])
+    run_on(on_device)
+    run_on(replace(on_device, options={**on_device.options, "block_mask": other}))
 
 
 def test_a_wrong_seed_is_no_repetition(dtype: str) -> None:
