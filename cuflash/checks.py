@@ -45,12 +45,14 @@ def check_scale(scale: object, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None else check_number("softmax_scale", scale)
 
 
-def check_softcap(softcap: object) -> float:
+def check_softcap(softcap: object, accum: str) -> float:
     """The bound of the scores; 0.0 is off."""
     value = 0.0 if softcap is None else check_number("softcap", softcap)
     if value < 0:
         raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
-    return value
+    # Beyond these `accum` holds no s / c: a larger bound leaves scores as they are, a smaller one is as good as 0.
+    largest = 2.0 ** (1000 if accum == "float64" else 100)
+    return 0.0 if value > largest or not value else max(value, 1 / largest)
 
 
 def check_window(causal: object, window: object) -> tuple[int | None, int | None]:

@@ -168,6 +168,8 @@ FORWARD = (
 )
 # Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal.
 _LARGEST_BOUND = 50
+# Of smaller ones a weight, 1 +- 2^-22, does not tell tanh again.
+_SMALLEST_BOUND = 2**-10
 _BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
 _MANY_KEYS = 2048
 _WIDE_WINDOW = 2048  # keys
@@ -278,6 +280,8 @@ def obstacle(problem: AttentionProblem) -> str:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
         return "TMA takes no empty arrays"
+    if 0 < problem.softcap < _SMALLEST_BOUND:
+        return f"softcap is below {_SMALLEST_BOUND}"
     return ""
 
 

@@ -256,6 +256,30 @@ def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [1e-320, 1e-40, 1e-5, 3e38, 1e300])
+def test_any_positive_softcap(device: Device, dtype: str, softcap: float) -> None:
+    """Also where float32 (float64) holds neither the bound nor scores divided by it; one row has scores of 0."""
+    case = gaussian_case(17, dtype, (20, 300), (2, 1), (64, 64), 1, softcap=softcap)
+    q = case.q.copy()
+    q[:, 3] = 0
+    case = case.with_inputs(q=q)
+    on_device = case.on(device)
+    out, lse = on_device.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_device.backward(out, lse))
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("softcap", [1e-20, 1e-5, 3e38])
+def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
+    """Its kernels find the derivative from the weights, which say nothing of so small scores."""
+    device = devices.device_of("sm_90")
+    with device.active():
+        test_any_positive_softcap(device, dtype, softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "sink": np.zeros(1, np.float32)}])
 @pytest.mark.parametrize("keys", [150, 3000])  # so many are split among thread blocks on Hopper
 def test_nan_of_a_query(device: Device, dtype: str, options: dict[str, Any], keys: int) -> None:
