@@ -36,7 +36,7 @@ def library_of(name: str, x: Any) -> Library:
     root = type(x).__module__.partition(".")[0]
     if root == "cupy":
         return _CUPY
-    if root == "torch" and hasattr(x, "__dlpack__"):
+    if any(base.__module__ == "torch" for base in type(x).__mro__) and hasattr(x, "__dlpack__"):
         return _TORCH
     if root in ("jax", "jaxlib") and hasattr(x, "aval"):
         return _JAX

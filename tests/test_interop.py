@@ -195,6 +195,28 @@ def test_torch_tensor_that_requires_grad() -> None:
     assert cuflash.attention(weight.detach(), x, x).shape == x.shape
 
 
+def test_subclasses_of_torch_tensors() -> None:
+    """Wherever they are defined, they are tensors of torch."""
+    torch = Torch().torch
+
+    class Tensor(torch.Tensor):  # type: ignore[name-defined]
+        pass
+
+    class Parameter(torch.nn.Parameter):  # type: ignore[name-defined]
+        pass
+
+    x = torch.randn(1, 4, 2, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = x.to(dtype)
+        mixed = plain.as_subclass(Tensor), plain, Parameter(plain).detach()
+        out, backward = cuflash.attention_vjp(*mixed)
+        assert torch.equal(out, cuflash.attention(plain, plain, plain))
+        assert all(isinstance(gradient, torch.Tensor) for gradient in backward(out.as_subclass(Tensor)))
+    for weight in (Parameter(x), x.clone().as_subclass(Tensor).requires_grad_()):
+        with pytest.raises(TypeError, match=r"k: .*autograd\.Function"):
+            cuflash.attention(x, weight, x)
+
+
 def test_torch_gradcheck() -> None:
     """An autograd.Function around attention_vjp passes torch's own finite differences."""
     torch = Torch().torch
