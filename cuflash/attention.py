@@ -334,8 +334,8 @@ def _backward(
 ) -> Gradients:
     """The gradients, from dout, the result, lse and dlse."""
     known = None
-    if out is None or isinstance(out, (tuple, list)):
-        known = metadata(f"backward, {grads}", (*further, *inputs), options, out or ())
+    if out is None or (isinstance(out, (tuple, list)) and out):
+        known = metadata(f"backward, {grads!r}", (*further, *inputs), options, out or ())
     results = repeated(known)
     if results is not None:
         return tuple(results)

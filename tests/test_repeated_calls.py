@@ -232,6 +232,10 @@ def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
             cuflash.attention_backward(case.dout[:, :5], case.q, case.k, case.v, out, lse)
         with pytest.raises(ValueError, match="grads"):
             cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse, grads=("q", "bias"))
+        with pytest.raises(TypeError, match="grads"):
+            cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse, grads="None")
+        with pytest.raises(ValueError, match="out: .* 0 entries"):
+            cuflash.attention_backward(case.dout, case.q, case.k, case.v, out, lse, out=())
         with pytest.raises(ValueError, match="dropout_seed"):
             cuflash.attention(case.q, case.k, case.v, dropout_p=0.5)
 
