@@ -149,19 +149,13 @@ def _check(name: str, x: Array, shape: tuple[int, ...], dtypes: tuple[str, ...],
 
 
 def _dtype_of(dtype: Any) -> np.dtype:
-    # torch's dtypes are no NumPy dtypes, but their names are: "torch.float16".
-    name = str(dtype).rpartition(".")[2] if isinstance(dtype, str) or not _is_dtype(dtype) else np.dtype(dtype).name
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:  # torch's dtypes are none of NumPy, but their names are: "torch.float16"
+        name = str(dtype).rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(f"out_dtype: expected None, {', '.join(DTYPES)}, got {dtype!r}")
     return interop.bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
-def _is_dtype(x: Any) -> bool:
-    try:
-        np.dtype(x)
-    except TypeError:
-        return False
-    return True
 
 
 def _common_dtype(arrays: list[Array]) -> Any:

@@ -133,7 +133,7 @@ def test_order_of_merging(device: Device, dtype: str) -> None:
 def test_out_dtype(device: Device) -> None:
     outs, lses = make_parts(2, (2, 9, 3, 5), "float16")
     parts: Any = device.put((outs, lses))
-    for given in ("float32", np.float32, np.dtype("float32"), "bfloat16", np_dtype("bfloat16"), "float64", None):
+    for given in ("float32", "f", np.float32, np.dtype("float32"), "bfloat16", np_dtype("bfloat16"), "float64", None):
         out, lse = device.get(cuflash.merge(parts[0], parts[1], out_dtype=given))
         assert out.dtype == (np.float16 if given is None else np_dtype(np.dtype(given).name if given else ""))
         assert lse.dtype == np.float32
