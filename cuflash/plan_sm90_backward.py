@@ -305,14 +305,18 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it), plain and with a window, and the kernels around it."""
-    for row in BACKWARD:
-        for dtype in DTYPES:
-            for flags, deterministic in product(((), ("has_window",)), (False, True)):
-                config = backward_config(row, dtype, None, flags, deterministic)
-                yield config, dtype
-                for entry in (ROWS, DQ):
-                    yield replace(config.of_rows, entry=entry), dtype
+    """Every row in both dtypes (returned beside it), and the kernels around them."""
+    around: dict[Config, str] = {}
+    for config, dtype in _of_scores():
+        yield config, dtype
+        around |= {replace(config.of_rows, entry=entry): dtype for entry in (ROWS, DQ)}
+    yield from around.items()
+
+
+def _of_scores() -> Iterator[tuple[Config, str]]:
+    for row, dtype in product(BACKWARD, DTYPES):
+        for flags, deterministic in product(((), ("has_window",)), (False, True)):
+            yield backward_config(row, dtype, None, flags, deterministic), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
     for row, dtype in product(_WITH_SHORT_WALKS, DTYPES):
