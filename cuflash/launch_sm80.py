@@ -80,7 +80,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
             if first.deterministic:
                 of_queries["dq_turns"] = work.empty((1 + tiles * first.turns,), np.int32)
         del others["q"]
-    work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first)), with_dlse | of_queries)
+    work.run(Gradient(ROWS, plan_sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}
     for config in configs:
         sums = of_queries if config.computes_dk else {}
@@ -89,7 +89,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         if of_keys or sums:
             work.run(Gradient(MAIN, config), inputs | sums | of_keys)
     if of_queries:
-        work.run(Gradient(DQ, first), inputs | of_queries | {"dq": grads["q"]})
+        work.run(Gradient(DQ, plan_sm80_backward.of_rows(first, DQ)), inputs | of_queries | {"dq": grads["q"]})
     return others
 
 

@@ -259,9 +259,12 @@ def configs(
     )
 
 
-def of_rows(config: Config) -> Config:
-    """The configuration of the kernel before: in larger blocks its reads wait for each other."""
-    return replace(config, num_warps=min(config.num_warps, _ROW_WARPS))
+def of_rows(config: Config, entry: str) -> Config:
+    """Of the kernel before or behind: the same for all options. In larger blocks the former's reads wait for others."""
+    of_all: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
+    of_all |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
+    num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
+    return replace(config, entry=entry, num_warps=num_warps, **of_all)
 
 
 def _is_short(problem: AttentionProblem) -> bool:

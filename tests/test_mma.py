@@ -16,7 +16,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from devices import Device, has_gpu
 
-from cuflash import launch, plan_sm80, plan_sm80_backward
+from cuflash import launch, plan, plan_sm80, plan_sm80_backward
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -60,6 +60,17 @@ def agrees(place: Device, case: Any) -> None:
 def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
     dtype = "float16" if place.name == "sm_75" or not causal else "bfloat16"
     agrees(place, gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, causal=causal))
+
+
+@pytest.mark.parametrize("entry", [plan_sm80_backward.ROWS, plan_sm80_backward.DQ])
+def test_kernels_around_the_gradients_are_compiled_once_for_all_options(entry: str) -> None:
+    given = "float16", None
+    with_one, with_other = (
+        plan_sm80_backward.configs(plan_sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), plan.smem_limit("sm_80"))[0]
+        for flag in ("has_alibi", "has_dropout")
+    )
+    assert with_one != with_other
+    assert plan_sm80_backward.of_rows(with_one, entry) == plan_sm80_backward.of_rows(with_other, entry)
 
 
 def test_no_queries_in_order(place: Device) -> None:
