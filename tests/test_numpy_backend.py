@@ -257,6 +257,16 @@ def test_dropout_of_any_tile(ranges: tuple[tuple[int, int], ...]) -> None:
     assert np.array_equal(tile.swapaxes(1, 2), whole[slice(*heads), slice(*rows), slice(*keys)])
 
 
+@pytest.mark.parametrize("size", [1e-9, 6e4])
+def test_the_error_state_of_the_caller_is_no_matter(size: float) -> None:
+    """Sums that their type does not hold are 0 or inf, as of gradients that are no sums."""
+    q, dlse = np.ones((1, 40, 1, 8), np.float16), np.full((1, 1, 40), size, np.float32)
+    with np.errstate(all="raise"):
+        out, backward = cuflash.attention_vjp(q, q, q, bias=np.zeros((40, 1), np.float16), sink=np.zeros(1, np.float32))
+        dbias = backward(np.zeros_like(out), 2 * dlse)[3]
+    assert (dbias == (0 if size < 1 else np.inf)).all()
+
+
 def test_no_warnings_from_hidden_values() -> None:
     """NaN and inf that nobody sees, overflow of scores nobody sees: nothing to warn of."""
     case = gaussian_case(3, "float32", (40, 40), causal=True, kv_lengths=np.array([30, 20], np.int32))
