@@ -114,8 +114,11 @@ struct Mask {
 
   DEVICE bool in_block(int i, int j) const {
     const int slot = slot_at(i, j);
-    if (slot < 0) return slot == VISIBLE_SLOT;
-    return bits[(static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW + j % CANONICAL / 32] >> j % 32 & 1;
+    // Chosen, not returned: a branch takes registers.
+    const u32 word =
+        slot < 0 ? (slot == VISIBLE_SLOT ? 0xffffffffu : 0)
+                 : (bits + (static_cast<i64>(slot) * CANONICAL + i % CANONICAL) * WORDS_OF_ROW)[j % CANONICAL / 32];
+    return word >> j % 32 & 1;
   }
 
   DEVICE int slot_at(int i, int j) const {
