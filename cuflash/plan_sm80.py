@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -144,6 +144,7 @@ class Config(KernelConfig):
     async_copies: bool  # cp.async, else through registers
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
     plain_scores: bool  # a score is a product of q and k times a positive scale
+    has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
 
     @property
     def threads(self) -> int:
@@ -212,18 +213,22 @@ def forward_config(
     tiles = row.tiles_for(flags, plain_scores and aligned)
     plain_scores = plain_scores and are_products(flags)
 
+    def of_bias(t: Tile) -> int:
+        return t.block_m * t.block_n * HALF_BYTES if {*flags} - {"has_window"} == {"has_bias"} and t.stages == 1 else 0
+
     def all_bytes(t: Tile) -> int:
-        has_bias_tiles = {*flags} - {"has_window"} == {"has_bias"} and t.stages == 1
-        of_bias = t.block_m * t.block_n * HALF_BYTES if has_bias_tiles else 0
-        return smem_bytes(t, row) + of_bias
+        return smem_bytes(t, row) + of_bias(t)
 
     tile = first_fitting(tiles, all_bytes, capability, limit)
-    return Config(
+    config = Config(
         entry=entry,
         plain_scores=plain_scores,
         smem_bytes=all_bytes(tile),
         **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
+    has_room = entry == ENTRY and of_bias(tile) > 0
+    is_copied = config.async_copies and aligned and config.bias_element == config.element
+    return replace(config, has_bias_tiles=has_room and is_copied)
 
 
 @lru_cache(maxsize=MOST_KEPT)

@@ -109,7 +109,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         "has_block_mask": {"block_mask": rng.random(scores) < 0.7},
     }
     chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
-    if of.get("has_bias_tiles") is False and config.has_bias:
+    if isinstance(config, plan_sm90.Config | plan_sm90_backward.Config) and config.has_bias > config.has_bias_tiles:
         chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
     if isinstance(config, plan_sm90.Config) and takes_narrow_window(config, dtype):
         chosen = {"window": (100, 0)}

@@ -15,9 +15,6 @@ using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
 using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
 using WeightTile = Tile<BLOCK_M, BLOCK_N>;
-// Tiles of a bias come with those of values, where its rows are vectors.
-constexpr bool HAS_BIAS_TILES =
-    HAS_BIAS && NUM_OPTIONS == 1 && ASYNC_COPIES && ALIGNED && STAGES == 1 && sizeof(BiasElement) == 2;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 
 struct SharedStorage {
