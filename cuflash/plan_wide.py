@@ -194,6 +194,11 @@ def _constants(
     }
 
 
+def _unroll(kind: str) -> int:
+    """Of gradients with options."""
+    return 2 if _PARTS[kind] else 3
+
+
 def _is_narrow(kind: str, capability: Capability) -> bool:
     return kind == "float32" and capability >= _LARGER
 
@@ -261,7 +266,7 @@ def gradient_configs(
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
             smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, 2 if _PARTS[kind] else 3),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, _unroll(kind)),
         )
         configs.append(config)
     return tuple(configs)
@@ -291,7 +296,7 @@ def bias_config(
         of_dk=False,
         of_dv=False,
         smem_bytes=smem_bytes(tile),
-        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, 2 if _PARTS[kind] else 3),
+        **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
     )
 
 
