@@ -191,6 +191,23 @@ def test_gpu_products_of_eight_bits() -> None:
         np.testing.assert_allclose(ours.astype(np.float32).get(), expected, atol=0.01 * np.abs(expected).max())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(1, 256), (2000, 256), (700, Config.vocabulary)])
+def test_gpu_cross_entropy(rows: int, columns: int) -> None:
+    """Of several rows for each multiprocessor, and again the same bits."""
+    rng = np.random.default_rng(0)
+    gpu = CupyOps(256)
+    logits = gpu.xp.asarray(4 * rng.standard_normal((rows, columns), np.float32)).astype(gpu.dtype)
+    targets = rng.integers(0, columns, rows).astype(np.int32)
+    expected, gradient = NumpyOps().cross_entropy(logits.astype(np.float32).get(), targets)
+    results = [gpu.cross_entropy(logits.copy(), gpu.xp.asarray(targets)) for _ in range(3)]
+    ours = [result[1].full.astype(np.float32).get() for result in results]
+    assert float(results[0][0]) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(ours[0], gradient.full, rtol=0.005, atol=1e-5 / rows)
+    for again in ours[1:]:
+        np.testing.assert_array_equal(again, ours[0])
+
+
 def trainer() -> Trainer:
     return Trainer(RUN, NumpyOps(), Text(None))
 

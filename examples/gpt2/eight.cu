@@ -22,7 +22,7 @@ constexpr int TILE = 64;  // rows and columns of a block
 // A matrix in 8 bits, by rows and by columns: a product's factors have to be contiguous along the axis that is summed.
 extern "C" __global__ void weights_to_eight(Eight* by_row, Eight* by_column, float scale, const Element* x, int rows,
                                             int columns) {
-  __shared__ alignas(unsigned) Eight tile[TILE][TILE + 4];  // by columns, read as words
+  __shared__ alignas(sizeof(unsigned)) Eight tile[TILE][TILE + 4];  // by columns, read as words
   const int first_row = blockIdx.y * TILE, first_column = blockIdx.x * TILE;
   for (int i = threadIdx.y; i < TILE; i += blockDim.y) {
     const Index at = Index(first_row + i) * columns + first_column + threadIdx.x * VECTOR;

@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.kernels import source_of
+
 from .ops import EPSILON, Array, NumpyOps, Rounded, Statistics, Weight
 from .products import Products
 
-SOURCES = ("vectors.cuh", "layers.cu", "eight.cu", "baseline.cu", "optimizer.cu")  # one text, the first one first
+SOURCES = ("vectors.cuh", "layers.cu", "loss.cu", "eight.cu", "baseline.cu", "optimizer.cu")  # in this order
 WARP, VECTOR = 32, 8  # as in vectors.cuh
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
+LOSS_THREADS, LOSS_ROWS = 512, 2  # of the loss: that compute, and from Hopper on rows in shared memory
+LOSS_BYTES = 1024  # beside them, at most
 PARTIAL_WARPS = 16  # of sum_partials
 ROWS_AT_ONCE, RUN = 4, 64  # of add_rows: at once, and in all, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
@@ -28,6 +32,12 @@ TILE = 64  # of weights_to_eight: rows and columns of a block
 # What numbers in 8 bits are multiplied by: E4M3 has 2^-6 to 448, E5M2 2^-14 to 57344. A gradient is that of a mean over
 # tokens, so that it is multiplied by their number, too.
 ACTIVATION_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 8.0, 64.0, 32.0
+
+
+def source() -> str:
+    """All kernels as one text, behind cuflash's functions of one instruction each."""
+    own = (f'#line 1 "{name}"\n{Path(__file__).with_name(name).read_text()}' for name in SOURCES)
+    return "".join((source_of("sm90/ptx.cuh", {}), *own))
 
 
 class CupyOps(NumpyOps):
@@ -59,9 +69,8 @@ class CupyOps(NumpyOps):
 
     @cached_property
     def _module(self) -> Any:
-        source = "".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
         options = ("--std=c++17", f"-DWIDTH={self.width}", f"-DEPSILON={EPSILON}f")
-        return self.xp.RawModule(code=source, options=options)
+        return self.xp.RawModule(code=source(), options=options)
 
     def _like(self, x: Array, dtype: Any) -> Array | None:
         """Room for the same in 8 bits; E5M2 numbers are in arrays of int8, E4M3 numbers of uint8."""
@@ -236,11 +245,21 @@ class CupyOps(NumpyOps):
         """See `NumpyOps`."""
         rows, columns = logits.shape
         losses = self.xp.empty(rows, np.float32)
-        threads = 512
         result, scale = Rounded(logits, self._like(logits, np.int8)), np.float32(self._gradient_scale(rows))
-        arguments = (losses, *result, scale, targets, np.int32(columns), np.float32(1 / rows))
-        self._launch("cross_entropy", (rows,), (threads,), *arguments, shared=columns * logits.itemsize)
+        arguments = (losses, *result, scale, targets, np.int32(rows), np.int32(columns), np.float32(1 / rows))
+        row_bytes = columns * logits.itemsize
+        if LOSS_ROWS * row_bytes + LOSS_BYTES <= self._hopper_bytes:
+            grid, threads = (min(rows, self._multiprocessors),), (LOSS_THREADS + WARP,)
+            self._launch("cross_entropy_sm90", grid, threads, *arguments, shared=LOSS_ROWS * row_bytes)
+        else:
+            self._launch("cross_entropy", (rows,), (LOSS_THREADS,), *arguments, shared=row_bytes)
         return losses.mean(), result
+
+    @cached_property
+    def _hopper_bytes(self) -> int:
+        """Of shared memory that a block may have, from Hopper on: others have no bulk copies into it."""
+        gpu = self.xp.cuda.Device()
+        return int(gpu.attributes["MaxSharedMemoryPerBlockOptin"]) if int(gpu.compute_capability) >= 90 else 0
 
     def causal_softmax(self, scores: Array, scale: float) -> None:
         """See `NumpyOps`."""

@@ -1,6 +1,6 @@
 // What the kernels of a GPT-2 training step share: bfloat16 in memory, float32 in registers, 16 bytes at a time. The
-// host compiles this file and those of the kernels as one text, with WIDTH, the model's width: a multiple of 256, and
-// EPSILON, of the layer norm.
+// host compiles cuflash's instructions (ptx), this file and those of the kernels as one text, with WIDTH, the model's
+// width: a multiple of 256, and EPSILON, of the layer norm.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>

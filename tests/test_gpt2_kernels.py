@@ -1,0 +1,132 @@
+"""The kernels of the GPT-2 example on the CPU test device, against NumPy's operations in float64; and none spills."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_device import device
+
+from cuflash import kernels
+from cuflash.examples.gpt2 import gpu_ops
+from cuflash.examples.gpt2.ops import EPSILON, NumpyOps
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ROUNDING = 2.0**-8  # of a bfloat16, and a little for its sums in float32
+Array = Any
+needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+
+
+class Float64(NumpyOps):
+    """What is expected."""
+
+    dtype = np.dtype(np.float64)
+
+
+class OnCpuDevice(gpu_ops.CupyOps):
+    """`CupyOps` on the CPU test device, which looks for races, too; products, which are cuBLASLt's, are NumPy's."""
+
+    def __init__(self, width: int, capability: int = 9, eight: bool = False) -> None:
+        of_numpy = {name: getattr(np, name) for name in ("asarray", "ascontiguousarray", "zeros_like")}
+        self.xp: Any = SimpleNamespace(empty=self.unwritten, empty_like=self.unwritten_like, **of_numpy)
+        self.dtype = BFLOAT16
+        self.width, self.eight = width, eight
+        self._multiprocessors = 2
+        self._hopper_bytes = device.SMEM_LIMITS[capability, 0] if capability >= 9 else 0
+        options = (f"-DWIDTH={width}", f"-DEPSILON={EPSILON}f")
+        self.module = device.compile(gpu_ops.source(), options, "gpt2", device.Check.SHARED)
+        self.launched: list[str] = []
+        self._products: Any = self.product
+
+    @staticmethod
+    def unwritten(shape: Any, dtype: Any) -> Array:
+        """NaN, or -1."""
+        x = np.empty(shape, dtype)
+        x.reshape(-1).view(np.uint8)[:] = 0xFF
+        return x
+
+    def unwritten_like(self, x: Array) -> Array:
+        """An array that nobody has written."""
+        return self.unwritten(x.shape, x.dtype)
+
+    @staticmethod
+    def product(
+        a: Array,
+        b: Array,
+        out: Array | None = None,
+        added: Array | None = None,
+        bias: Array | None = None,
+        before_gelu: Array | None = None,
+    ) -> Array:
+        """As `Products`."""
+        result = a.astype(np.float32) @ b.astype(np.float32)
+        for summand in (added, bias):
+            if summand is not None:
+                result += summand.astype(np.float32)
+        if before_gelu is not None:
+            before_gelu[...] = result
+            result *= NumpyOps._gelu_sigmoid(result)
+        if out is None:
+            return result.astype(a.dtype)
+        out[...] = result
+        return out
+
+    def _launch(self, name: str, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
+        self.launched.append(name)
+        self.module.launch(name, grid, block, arguments, shared)
+
+    def _shares_of(self, target: Array | None) -> Array | None:
+        if target is None:
+            return None
+        return self._shares[0, (target.ctypes.data - self._vectors.ctypes.data) // target.itemsize :]
+
+
+def rounded(x: Array) -> tuple[Array, Array]:
+    """In bfloat16, and the same numbers in float64."""
+    y = x.astype(np.float32).astype(BFLOAT16)
+    return y, y.astype(np.float64)
+
+
+def assert_close(ours: Array, expected: Array, relative: float, absolute: float) -> None:
+    np.testing.assert_allclose(ours.astype(np.float64), expected, rtol=relative, atol=absolute)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "columns"), [(1, 256), (3, 256), (23, 8192)])
+def test_loss(rows: int, columns: int) -> None:
+    rng = np.random.default_rng(rows)
+    logits, exact = rounded(rng.normal(size=(rows, columns)) * rng.choice([0.0, 3.0, 300.0], size=(rows, 1)) - 20)
+    targets = rng.integers(0, columns, rows).astype(np.int32)
+    expected_loss, expected = Float64().cross_entropy(exact, targets)
+    results = []
+    for capability, kernel in ((9, "cross_entropy_sm90"), (8, "cross_entropy")):
+        ops = OnCpuDevice(256, capability)
+        loss, gradient = ops.cross_entropy(logits.copy(), targets)
+        assert ops.launched == [kernel]
+        assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6, abs=1e-6)
+        assert_close(gradient.full, expected.full, ROUNDING, 2e-5 / rows)  # the lse of 1000 has so many bits
+        results.append(gradient.full)
+    np.testing.assert_array_equal(*results)
+
+
+@needs_compiler
+def test_loss_of_rows_too_long_for_two() -> None:
+    ops = OnCpuDevice(256)
+    logits, exact = rounded(np.random.default_rng(0).normal(size=(2, 60000)))
+    targets = np.array([0, 59999], np.int32)
+    expected_loss, expected = Float64().cross_entropy(exact, targets)
+    loss, gradient = ops.cross_entropy(logits, targets)
+    assert ops.launched == ["cross_entropy"]
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    assert_close(gradient.full, expected.full, ROUNDING, 1e-9)
+
+
+@pytest.mark.parametrize(("arch", "width"), [("sm_80", 768), ("sm_90", 256), ("sm_90", 768), ("sm_120", 768)])
+def test_kernels_do_not_spill(arch: str, width: int) -> None:
+    pytest.importorskip("cupy")
+    text = f"#define WIDTH {width}\n#define EPSILON {EPSILON}f\n{gpu_ops.source()}"
+    report = kernels.compile_for(arch, text, "gpt2")
+    assert report.spill_bytes == 0 and not report.warnings
