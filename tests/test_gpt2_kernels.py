@@ -124,6 +124,57 @@ def test_loss_of_rows_too_long_for_two() -> None:
     assert_close(gradient.full, expected.full, ROUNDING, 1e-9)
 
 
+@needs_compiler
+@pytest.mark.parametrize(("width", "rows"), [(256, 1), (256, 300), (768, 200)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_layer_norm_backward(width: int, rows: int, adds: bool) -> None:
+    """Blocks with more and with fewer rows than are under way, with and without a residual stream."""
+    rng = np.random.default_rng(rows)
+    ops, expected_ops = OnCpuDevice(width), Float64()
+    (x, x64), (dy, dy64), (dx, dx64) = (rounded(rng.normal(size=(rows, width))) for _ in range(3))
+    (gain, gain64), (shift, shift64) = (rounded(rng.normal(size=width)) for _ in range(2))
+    expected_y, statistics64 = expected_ops.layer_norm(x64, gain64, shift64)
+    y, statistics = ops.layer_norm(x, gain, shift)
+    assert_close(y.full, expected_y.full, ROUNDING, 1e-5)
+    vectors, expected = ops.unwritten(3 * width, np.float32), np.full((3, width), np.nan)
+    of_gain, of_shift, of_bias = vectors.reshape(3, width)
+    with ops.sums_into(vectors, rows):
+        out = (of_gain, of_shift, of_bias if adds else None)
+        result = ops.layer_norm_backward(dy, x, statistics, gain, dx if adds else None, out)
+    out64 = (expected[0], expected[1], expected[2] if adds else None)
+    expected_result = expected_ops.layer_norm_backward(
+        dy64, x64, statistics64, gain64, dx64 if adds else None, out64
+    ).full
+    assert_close(result.full, expected_result, ROUNDING, 1e-5)
+    sums = 2 + adds
+    assert_close(vectors.reshape(3, width)[:sums], expected[:sums], 1e-5, 1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [3, 32, 33, 70])
+def test_sums_over_few_rows_need_no_shares(rows: int) -> None:
+    ops = OnCpuDevice(256)
+    dx, exact = rounded(np.random.default_rng(0).normal(size=(rows, 512)))
+    sums = ops.unwritten(512, np.float32)
+    with ops.sums_into(sums, rows):
+        ops.bias_gradient(dx, sums)
+    assert_close(sums, exact.sum(axis=0), 1e-5, 1e-5)
+    assert ops.launched == (["bias_gradient"] if rows <= 32 else ["bias_gradient", "sum_partials"])
+
+
+@needs_compiler
+def test_gradient_of_gelu() -> None:
+    rng = np.random.default_rng(0)
+    ops, expected_ops = OnCpuDevice(256), Float64()
+    (dy, dy64), (z, z64) = (rounded(2 * rng.normal(size=(100, 1024))) for _ in range(2))
+    sums, expected = ops.unwritten(1024, np.float32), np.full(1024, np.nan)
+    with ops.sums_into(sums, len(dy)):
+        result = ops.gelu_backward(dy, z, sums)
+    expected_result = expected_ops.gelu_backward(dy64, z64, expected).full
+    assert_close(result.full, expected_result, ROUNDING, 1e-5)
+    assert_close(sums, expected, 1e-5, 1e-4)
+
+
 @pytest.mark.parametrize(("arch", "width"), [("sm_80", 768), ("sm_90", 256), ("sm_90", 768), ("sm_120", 768)])
 def test_kernels_do_not_spill(arch: str, width: int) -> None:
     pytest.importorskip("cupy")

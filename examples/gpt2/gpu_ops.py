@@ -24,6 +24,7 @@ WARPS = 8  # in a block that has a row a warp
 GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 LOSS_THREADS, LOSS_ROWS = 512, 2  # of the loss: that compute, and from Hopper on rows in shared memory
 LOSS_BYTES = 1024  # beside them, at most
+AHEAD = 4  # loads of a thread under way where rows are summed
 PARTIAL_WARPS = 16  # of sum_partials
 ROWS_AT_ONCE, RUN = 4, 64  # of add_rows: at once, and in all, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
@@ -191,11 +192,14 @@ class CupyOps(NumpyOps):
 
     @contextmanager
     def sums_into(self, vectors: Array, rows: int) -> Iterator[None]:
-        """See `NumpyOps`: blocks leave shares of all sums, in one order, which one kernel adds."""
-        parts = min(GRADIENT_BLOCKS * self._multiprocessors, -(-rows // WARPS))
-        self._vectors, self._shares = vectors, self.xp.empty((parts, vectors.size), np.float32)
+        """See `NumpyOps`: blocks leave shares of all sums, in one order, which one kernel adds if there are several."""
+        parts = min(GRADIENT_BLOCKS * self._multiprocessors, -(-rows // (WARPS * AHEAD)))
+        self._vectors, self._shares = vectors, vectors[None]
+        if parts > 1:
+            self._shares = self.xp.empty((parts, vectors.size), np.float32)
         yield
-        self._sum_partials(self._shares, vectors)
+        if parts > 1:
+            self._sum_partials(self._shares, vectors)
         del self._vectors, self._shares
 
     def _shares_of(self, target: Array | None) -> Array | None:
