@@ -1,7 +1,9 @@
-"""The kernels of the GPT-2 example on the CPU test device, against NumPy's operations in float64; and none spills."""
+"""The kernels of the GPT-2 example on the CPU test device, against NumPy's operations in float64; and their code."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,3 +183,16 @@ def test_kernels_do_not_spill(arch: str, width: int) -> None:
     text = f"#define WIDTH {width}\n#define EPSILON {EPSILON}f\n{gpu_ops.source()}"
     report = kernels.compile_for(arch, text, "gpt2")
     assert report.spill_bytes == 0 and not report.warnings
+
+
+def test_vectors_are_loaded_whole() -> None:
+    nvrtc = pytest.importorskip("cupy", reason="CuPy is not installed").cuda.nvrtc
+    headers = pytest.importorskip("cuda.pathfinder").find_nvidia_header_directory("cudart")
+    program = nvrtc.createProgram(gpu_ops.source(), "gpt2.cu", (), ())
+    include = () if headers is None else (f"-I{headers}",)
+    options = ("-arch=compute_90", *kernels.OPTIONS, "-DWIDTH=768", f"-DEPSILON={EPSILON}f", *include)
+    nvrtc.compileProgram(program, options)
+    text = nvrtc.getPTX(program)
+    nvrtc.destroyProgram(program)
+    loads = re.findall(r"ld\.(?:global|shared)\.\S+", text if isinstance(text, str) else text.decode())
+    assert "ld.global.v4.u32" in loads and not [load for load in loads if load.endswith("v2.u16")]

@@ -27,7 +27,8 @@ struct Vector {
   float x[VECTOR];
 };
 
-__device__ Vector unpack(const uint4& raw) {
+// By value: through a reference ptxas would load two elements at a time.
+__device__ Vector unpack(uint4 raw) {
   const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
   Vector v;
 #pragma unroll
