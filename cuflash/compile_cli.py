@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from cuflash import (
@@ -26,6 +27,7 @@ from cuflash import (
 )
 from cuflash.plan import (
     Config,
+    KernelConfig,
     capability_of,
     file_of,
     flags_of,
@@ -39,23 +41,6 @@ from cuflash.problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
 DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
-
-AnyConfig = (
-    Config
-    | plan_sm80.Config
-    | plan_sm80_backward.Config
-    | plan_sm90.Config
-    | plan_sm90_backward.Config
-    | plan_split.Config
-    | plan_wide.Config
-)
-
-
-def _hopper_table() -> Iterator[tuple[AnyConfig, str]]:
-    yield from plan_sm90.table()
-    yield from plan_sm90_backward.table()
-    yield from plan_split.table()
-    yield from plan_split.gradient_table()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,33 +81,34 @@ def run(args: argparse.Namespace) -> int:
     return _warm(args)
 
 
-def configs(args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool) -> Iterator[AnyConfig]:
+def configs(
+    args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool
+) -> Iterator[KernelConfig]:
     """The kernels that the arguments select, where a thread block has `limit` bytes."""
-    mma: list[tuple[AnyConfig, str]] = [
-        *plan_sm80.table(capability, limit),
-        *plan_sm80_backward.table(capability, limit),
-        *plan_wide.table(capability, limit),
-    ]
-    for config, dtype in (*table(limit), *mma, *(_hopper_table() if has_wgmma else ())):
+    tables: list[Iterator[tuple[KernelConfig, str]]] = [table(limit)]
+    tables += [family.table(capability, limit) for family in (plan_sm80, plan_sm80_backward, plan_wide)]
+    if has_wgmma:
+        tables += [plan_sm90.table(), plan_sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
+    for config, dtype in chain(*tables):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
 
 
-def describe(config: AnyConfig) -> str:
+def describe(config: KernelConfig) -> str:
     """One kernel in a few words."""
     dims = "/".join(str(d) for d in (config.head_dim, config.head_dim_v) if d) or "any"
     return f"{config.entry} {config.element} d{dims} {config.tile} {config.flags}"
 
 
-def _in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
-    # NVRTC loads its built-ins at its first compilation, and two threads that do so at once fail.
+def in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+    """Compile, the first alone: two threads cannot load NVRTC's built-ins at once."""
     yield from map(work, items[:1])
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(work, items[1:])
 
 
 def _check(args: argparse.Namespace) -> int:
-    def compile_one(item: tuple[str, AnyConfig]) -> kernels.Report:
+    def compile_one(item: tuple[str, KernelConfig]) -> kernels.Report:
         arch, config = item
         return kernels.compile_for(arch, kernels.source_of(file_of(config.entry), config), config.entry)
 
@@ -132,7 +118,7 @@ def _check(args: argparse.Namespace) -> int:
         for config in configs(args, capability_of(arch), smem_limit(arch), arch == "sm_90a")
     ]
     failed = 0
-    for (arch, config), report in zip(items, _in_parallel(args.jobs, compile_one, items), strict=True):
+    for (arch, config), report in zip(items, in_parallel(args.jobs, compile_one, items), strict=True):
         good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
         failed += not good
         if args.json:
@@ -157,10 +143,10 @@ def _warm(args: argparse.Namespace) -> int:
     selected = list(configs(args, device.capability, device.smem_limit, device.has_wgmma))
     start = time.perf_counter()
 
-    def load(config: AnyConfig) -> None:
+    def load(config: KernelConfig) -> None:
         kernels.get(file_of(config.entry), function_of(config.entry), config, device, config.smem_bytes)
 
-    for done, _ in enumerate(_in_parallel(args.jobs, load, selected), 1):
+    for done, _ in enumerate(in_parallel(args.jobs, load, selected), 1):
         if not args.json and sys.stderr.isatty():
             print(f"\r{done}/{len(selected)} kernels", end="", file=sys.stderr)
     seconds = time.perf_counter() - start
@@ -324,23 +310,20 @@ def _absent(name: str) -> bool:
 
 def _of_cupy(cupy: Any) -> dict[str, str]:
     """What CuPy does not find."""
-    lacks: dict[str, str] = {}
     try:
         nvrtc = cupy.cuda.nvrtc.getVersion()
     except Exception as error:  # whatever CuPy raises where a library cannot be loaded
-        lacks["NVRTC"] = (
-            f'kernels are compiled by it: pip install "cuflash[cuda13]" or "cuflash[cuda12]" ({_line(error)})'
-        )
-        return lacks
-    extra = f"cuda{nvrtc[0]}"
+        words = 'kernels are compiled by it: pip install "cuflash[cuda13]" or "cuflash[cuda12]"'
+        return {"NVRTC": f"{words} ({first_line(error)})"}
+    lacks = {}
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        lacks["GPU"] = (
-            f"none that CuPy can use ({_line(error)}); NumPy arrays run on the CPU. If there is an NVIDIA GPU, "
+        words = (
+            f"none that CuPy can use ({first_line(error)}); NumPy arrays run on the CPU. If there is an NVIDIA GPU, "
             "install or update its driver: https://www.nvidia.com/drivers; in a container, start it with the GPU"
         )
-        return lacks
+        return {"GPU": words}
     driver = cupy.cuda.runtime.driverGetVersion() // 1000
     if driver < nvrtc[0]:
         lacks["driver"] = (
@@ -358,10 +341,11 @@ def _of_cupy(cupy: Any) -> dict[str, str]:
     except Exception as error:
         lacks["cuBLAS"] = (
             "attention does not need it; CuPy's own matrix products, the demo and the benchmarks do: "
-            f'pip install "cuflash[{extra}-full]" ({_line(error)})'
+            f'pip install "cuflash[cuda{nvrtc[0]}-full]" ({first_line(error)})'
         )
     return lacks
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its message."""
     return str(error).strip().partition("\n")[0]

@@ -11,7 +11,6 @@ import importlib
 import sys
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,9 +21,8 @@ from cuflash.bench import peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
 from cuflash.bench.inputs import Inputs, Sample, arguments, limit, take_sample, worst
 from cuflash.bench.report import Result, Stopwatch
+from cuflash.compile_cli import first_line, in_parallel
 from cuflash.numpy_threads import BLAS_THREADS
-
-__all__ = ["add_arguments", "namespace", "run"]
 
 # Calls that a deterministic backward has to repeat bit by bit.
 REPEATS = 50
@@ -87,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     for direction in args.direction:
         print(f"\n{direction}, {'ms' if args.unit == 'ms' else 'TFLOP/s'}\n")
         print(report.table((r for r in results if r.direction == direction), args.unit))
-    _tell_absences(results)
+    for peer, reason in {(peer, reason): None for result in results for peer, reason in result.absent.items()}:
+        print(f"{peer}: {reason}")
     if args.picture:
         report.draw(args.picture, facts, results)
     return int(any(result.wrong or peers.US in result.absent for result in results))
@@ -162,12 +161,7 @@ def _compile(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], job
             _say(f"{cell.name}: {_reason(error)}")
 
     start = time.perf_counter()
-    cells = sorted(cells, key=lambda cell: cell.seqlen_q)
-    # The first alone: two threads cannot load NVRTC's built-ins at once.
-    for cell in cells[:1]:
-        call(cell)
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(call, cells[1:]))
+    list(in_parallel(jobs, call, sorted(cells, key=lambda cell: cell.seqlen_q)))
     xp.cuda.Device().synchronize()
     xp.get_default_memory_pool().free_all_blocks()
     _say(f"kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
@@ -193,14 +187,8 @@ def namespace(device: str | None) -> ModuleType | None:
     return None if device == "gpu" else np
 
 
-def _tell_absences(results: list[Result]) -> None:
-    reasons = {(peer, reason): None for result in results for peer, reason in result.absent.items()}
-    for peer, reason in reasons:
-        print(f"{peer}: {reason}")
-
-
 def _reason(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
+    first = first_line(error)
     return first if isinstance(error, peers.Unavailable) else f"{type(error).__name__}: {first}"
 
 

@@ -244,11 +244,6 @@ def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
     return Calls(forward, backward)
 
 
-def sdpa_flash_calls(inputs: Inputs) -> Calls:
-    """FlashAttention-2 as torch carries it."""
-    return sdpa_calls(inputs, "FLASH_ATTENTION")
-
-
 def fa3_calls(inputs: Inputs) -> Calls:
     """FlashAttention-3 for Hopper, through its module ``flash_attn_interface``."""
     fa3 = _import("flash_attn_interface")
@@ -341,7 +336,8 @@ def gpu_peers() -> dict[str, Peer]:
         "fa3": _on_equal_terms(fa3_calls),
         "cudnn": _on_equal_terms(lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"), free_order),
         "flash": _on_equal_terms(
-            lambda inputs: (torch_varlen_calls if inputs.cell.lengths else sdpa_flash_calls)(inputs), free_order
+            lambda inputs: torch_varlen_calls(inputs) if inputs.cell.lengths else sdpa_calls(inputs, "FLASH_ATTENTION"),
+            free_order,
         ),
         "efficient": _on_equal_terms(lambda inputs: sdpa_calls(inputs, "EFFICIENT_ATTENTION"), free_order),
         "naive": _on_equal_terms(naive_calls, free_order),
