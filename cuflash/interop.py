@@ -144,26 +144,20 @@ def _from_dlpack(name: str, x: Any) -> Array:
 
 
 def _adopt_any(name: str, x: Any) -> Array:
-    if hasattr(x, "__dlpack__"):
-        return _from_dlpack(name, x)
-    return _cupy(name).asarray(x)
+    return _from_dlpack(name, x) if hasattr(x, "__dlpack__") else _cupy(name).asarray(x)
 
 
 def _any_releaser(x: Any) -> Callable[[Array], Any]:
     """Back into x's library, through the array API's `from_dlpack` or Numba's view of a CUDA array."""
     root = type(x).__module__.partition(".")[0]
     if root == "numba":
-        return _release_numba
+        from numba import cuda
+
+        return cuda.as_cuda_array
     namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(root)
     from_dlpack = getattr(namespace, "from_dlpack", None)
     # Results of a bare DLPack exporter stay NumPy or CuPy arrays.
     return from_dlpack if from_dlpack is not None else _identity
-
-
-def _release_numba(x: Array) -> Any:
-    from numba import cuda
-
-    return cuda.as_cuda_array(x)
 
 
 def _identity(x: Array) -> Array:
@@ -191,16 +185,14 @@ def _adopt_torch(name: str, x: Any) -> Array:
         raise TypeError(f"{name}: expected a dtype of NumPy or bfloat16, got {dtype}")
     x = x.detach()
     if x.device.type == "cuda":
-        return _wrap_torch(_cupy(name), x)
+        return _wrap_torch(_cupy(name), x, bfloat16() if dtype == "bfloat16" else np.dtype(dtype))
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(bfloat16())
     return x.resolve_conj().resolve_neg().numpy()
 
 
-def _wrap_torch(cupy: Any, x: Any) -> Array:
+def _wrap_torch(cupy: Any, x: Any, dtype: np.dtype) -> Array:
     """Not by DLPack, whose exporter makes CuPy's current stream wait for torch's, which breaks a graph's capture."""
-    name = str(x.dtype).removeprefix("torch.")
-    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
     strides = tuple(n * dtype.itemsize for n in x.stride())
     extent = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True) if n > 0) + dtype.itemsize
     memory = cupy.cuda.UnownedMemory(x.data_ptr(), extent if x.numel() else 0, x, x.device.index)

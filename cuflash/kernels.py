@@ -10,8 +10,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -110,7 +109,6 @@ class CupyDevice:
         self.namespace = cupy
         self.index = index
         properties = cupy.cuda.runtime.getDeviceProperties(index)
-        self.name: str = properties["name"].decode()
         self.num_sms: int = properties["multiProcessorCount"]
         self.smem_limit: int = properties["sharedMemPerBlockOptin"]
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
@@ -151,8 +149,12 @@ class CupyDevice:
     def lasting(self, size: int) -> tuple[int, Any]:
         """The same for memory that is no pool's, also while a stream is captured."""
         cuda = self.namespace.cuda
-        with _allocations_allowed():
+        mode = ctypes.c_int(_RELAXED)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
             memory = cuda.MemoryPointer(cuda.Memory(size), 0)
+        finally:
+            driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         return memory.ptr, memory
 
     def pointer(self, x: Array) -> int:
@@ -260,25 +262,7 @@ def _capture_of(stream: int) -> int:
     return number.value if status.value else 0
 
 
-@contextmanager
-def _allocations_allowed() -> Iterator[None]:
-    mode = ctypes.c_int(_RELAXED)
-    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-@cache
-def _cupy_device(index: int) -> CupyDevice:
-    return CupyDevice(index)
-
-
-def _current_gpu() -> int:
-    import cupy
-
-    return cupy.cuda.runtime.getDevice()
+_cupy_device = cache(CupyDevice)
 
 
 def device_of(x: Array) -> Device:
@@ -292,7 +276,10 @@ def get(entry_file: str, entry: str, constants: Any, device: Device | None = Non
     Of the constants ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias. Launches will ask for
     `smem_bytes` of dynamic shared memory.
     """
-    device = device or _cupy_device(_current_gpu())
+    if device is None:
+        import cupy
+
+        device = _cupy_device(cupy.cuda.runtime.getDevice())
     key = (entry_file, entry, tuple(constants.items()) if isinstance(constants, Mapping) else constants, device)
     kernel = _kernels.get(key)
     if kernel is None:

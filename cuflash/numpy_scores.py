@@ -194,17 +194,14 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         view += like_scores(widen(bias), heads)
     if o.alibi_slopes is not None:
         distance = workspace.array("distance", (k.shape[1], 1, view.shape[3]), p.accum_dtype)
-        np.subtract(_aligned(tile), np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
+        aligned = np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
+        np.subtract(aligned, np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
         np.abs(distance, out=distance)
         slopes = o.alibi_slopes[tile.block.sequence.batch if len(o.alibi_slopes) > 1 else 0, heads.query]
         penalty = workspace.array("penalty", view.shape, p.accum_dtype)
         np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
         view -= penalty
     return Scores(scores, None if visible is True else visible, cut, tanh, distance)
-
-
-def _aligned(tile: Tile) -> Array:
-    return np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
 
 
 def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:
