@@ -57,10 +57,7 @@ def forward(work: Work) -> bool:
     config = plan_sm80.forward(*place) or plan_wide.forward(*place)
     if config is None:
         return False
-    arrays = work.arrays
-    if isinstance(config, plan_wide.Config) and config.parts:
-        arrays = launch_split.split(work, config)
-    work.run(Kernel(config.entry, config), arrays)
+    work.run(Kernel(config.entry, config), launch_split.split(work, config))
     return True
 
 
@@ -111,8 +108,7 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
         return grads
     if (config := plan_sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))) is None:
         return grads
-    if isinstance(config, plan_wide.Config) and config.parts:
-        work.arrays |= launch_split.split(work, config)
+    launch_split.split(work, config)
     launch.gradient_of_bias(work, grads["bias"], launch.Bias(config.entry, config), config.min_blocks)
     return {name: x for name, x in grads.items() if name != "bias"}
 
@@ -120,14 +116,5 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
 def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
-    if not configs:
-        return None
-    launch.delta(work, with_dlse)
-    work.arrays |= launch.rows_of_slopes(work, grads)
-    arrays = launch_split.split(work, configs[0]) if configs[0].parts else work.arrays
-    for config in configs:
-        names = plan_wide.KEY_KERNELS.get(config.entry, ("dq",))
-        wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
-        if wanted or (not config.of_keys and "dslope_rows" in work.arrays):
-            work.run(WideGradient(config.entry, config), arrays | wanted)
-    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
+    kernels = [WideGradient(config.entry, config) for config in configs]
+    return launch_split.run_passes(work, with_dlse, grads, kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from cuflash.problem import Array, AttentionProblem
 
 ROWS = "split_rows"
 Config = plan_split.Config | plan_wide.Config
+_KEY_KERNELS = plan_split.KEY_KERNELS | plan_wide.KEY_KERNELS
 # SplitTensor and SplitOperands of cuda_src/sm90/split_layout.cuh.
 _TENSOR = np.dtype(
     [
@@ -199,32 +201,36 @@ def forward(work: Work) -> bool:
     config = plan_split.forward(work.problem) if work.device.has_wgmma else None
     if config is None:
         return False
-    arrays = split(work, config)
-    work.run(Forward(config.entry, config), arrays)
+    work.run(Forward(config.entry, config), split(work, config))
     return True
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and the slopes' rows; return the other gradients, None if nothing is done."""
     configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
-    if not configs:
+    return run_passes(work, with_dlse, grads, [Gradient(config.entry, config) for config in configs])
+
+
+def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:
+    """`backward` by these kernels, that for dq and the slopes' rows first."""
+    if not kernels:
         return None
     launch.delta(work, with_dlse)
-    of_rows = launch.rows_of_slopes(work, grads)
-    by_entry = {config.entry: of_rows | ({"dq": grads["q"]} if "q" in grads else {}) for config in configs[:1]}
-    for entry, names in plan_split.KEY_KERNELS.items():
-        by_entry[entry] = {name: grads[name[1:]] for name in names if name[1:] in grads}
-    if any(by_entry[config.entry] for config in configs):
-        arrays = split(work, configs[0])
-        for config in configs:
-            if by_entry[config.entry]:
-                work.run(Gradient(config.entry, config), arrays | by_entry[config.entry])
-    work.arrays |= of_rows
+    work.arrays |= launch.rows_of_slopes(work, grads)
+    arrays: Arrays = {}
+    for kernel in kernels:
+        names = _KEY_KERNELS.get(kernel.entry, ("dq",))
+        wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
+        if wanted or (not kernel.of_keys and "dslope_rows" in work.arrays):
+            arrays = arrays or split(work, kernel.config)
+            work.run(kernel, arrays | wanted)
     return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
 
 
-def split(work: Work, config: Config) -> Arrays:
-    """Write the operands' parts if none are there; return the arrays for kernels that read them."""
+def split(work: Work, config: Any) -> Arrays:
+    """The arrays for a kernel; writes the operands' parts if it takes parts and none are there."""
+    if not getattr(config, "parts", 0):
+        return work.arrays
     size = WorkSpace(work.problem, config, work.device).size
     if "work_space" not in work.arrays or work.arrays["work_space"].size != size:  # of as many columns
         work.arrays["work_space"] = work.empty((size,), np.uint8)
