@@ -346,7 +346,8 @@ def _wgmma(columns: int, kind: str, swizzle: int, trans_a: int, trans_b: int, ex
 
 def _warpgroup_products() -> list[Case]:
     cases = [_wgmma(64, "bf16", s, ta, tb, True) for s in (128, 64, 32, 0) for ta in (0, 1) for tb in (0, 1)]
-    cases += [_wgmma(n, "bf16", 128, 0, n // 16 % 2, True) for n in range(16, 257, 16) if n != 64]
+    widths = (16, 32, 48, 80, 96, 112, 128, 192, 256)
+    cases += [_wgmma(n, "bf16", 128, 0, n // 16 % 2, True) for n in widths]
     return [*cases, _wgmma(128, "bf16", 128, 0, 1, False), _wgmma(128, "f16", 128, 0, 0, False)]
 
 
