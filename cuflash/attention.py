@@ -1,7 +1,7 @@
 """The public functions: attention, its gradient, and both for packed sequences.
 
 Every function checks its arguments' metadata (`problem`), hands the arrays to the backend of their library, and
-returns arrays of the caller's kind. The keyword options are those of `problem.Options`, the same everywhere.
+returns arrays of the caller's kind.
 """
 
 from __future__ import annotations

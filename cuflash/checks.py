@@ -1,7 +1,6 @@
 """Checks from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value.
 
-Those of options return what the problem holds of them, if anything. Arrays that are to be written have no memory in
-common with what is read meanwhile.
+Those of options return what the problem holds of them, if anything.
 """
 
 from __future__ import annotations

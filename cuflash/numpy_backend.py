@@ -1,10 +1,9 @@
 """The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
 
 Each worker walks the keys of one block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). 16-bit
-inputs are widened tile by tile and computed in float32. Every result has the same bits whatever the number of cores:
-backward, a task owns some rows of a few heads; it writes their dq, and its share of every sum over tasks (dk, dv and
-the extras) is added in the order of the tasks.
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Every result has the same bits whatever the number
+of cores: backward, a task owns some rows of a few heads; it writes their dq, and its share of every sum over tasks (dk,
+dv and the extras) is added in the order of the tasks.
 """
 
 from __future__ import annotations
@@ -164,8 +163,6 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
-    """The pass that makes every gradient but a summed matrix dbias."""
-
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
         self.tiling = call.tiling

@@ -277,8 +277,7 @@ def keep_tile(
     """Which of (heads, keys, rows), half-open ranges, of batch index `batch` dropout keeps.
 
     A pure function of the element, the same as the kernels': with key = seed and counter = (i without bit 3, j without
-    bit 3, query head, batch) element (i, j) takes word ``2 * bit3(i) + bit3(j)``, so the four elements {i, i^8} x
-    {j, j^8} share one call.
+    bit 3, query head, batch) element (i, j) takes word ``2 * bit3(i) + bit3(j)``.
     """
     # Whole groups of 16 on both axes hold all four elements of each call.
     first_row, first_key = rows[0] // 16 * 16, keys[0] // 16 * 16

@@ -36,7 +36,6 @@ _THREAD_FUNCTIONS = (
 
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """These two; None if it is none that we know."""
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
     # What the module links to is found through it, but on Windows a file has only its own functions.
     found = [] if sys.platform == "win32" else [Path(extension)]

@@ -1,7 +1,4 @@
-"""What launches pass to kernels: AttentionParams of cuda_src/params.cuh, its layout and its values, and tensor maps.
-
-These say what TMA, the copy engine of Hopper, has to know of an array in global memory.
-"""
+"""What launches pass to kernels: AttentionParams of cuda_src/params.cuh, its layout and values, and maps for TMA."""
 
 from __future__ import annotations
 

@@ -133,23 +133,29 @@ FORWARD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
-    """One kernel of this family."""
+class MmaConfig(KernelConfig):
+    """One kernel of either pass."""
 
     num_warps: int
     stages: int
     min_blocks: int
-    key_warps: int
     product_depth: int  # of one mma.sync
     async_copies: bool  # cp.async, else through registers
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
-    plain_scores: bool  # a score is a product of q and k times a positive scale
-    has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
+    plain_scores: bool  # a score is a product of q and k times a scale, forward a positive one
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.num_warps * WARP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MmaConfig):
+    """One kernel of this family."""
+
+    key_warps: int
+    has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
 
 
 def dtypes(capability: Capability) -> tuple[str, ...]:

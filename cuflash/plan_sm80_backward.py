@@ -12,13 +12,12 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    KernelConfig,
     are_products,
     capability_of,
     flags_of,
     smem_limit,
 )
-from cuflash.plan_sm80 import ANY, MORE, SMEM_BESIDE_TILES, WARP, Capability, Row, constants, dtypes, fits
+from cuflash.plan_sm80 import ANY, MORE, SMEM_BESIDE_TILES, Capability, MmaConfig, Row, constants, dtypes, fits
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -182,32 +181,20 @@ BIAS = "bias_sm80"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
+class Config(MmaConfig):
     """One kernel of a backward pass."""
 
-    num_warps: int
     dq_fragments: int
-    stages: int
-    min_blocks: int
     score_stages: int
     query_warps: int
     query_parts: int
-    product_depth: int  # of one mma.sync
-    async_copies: bool  # cp.async, else through registers
     vector_adds: bool  # four floats are added in memory at once
     bulk_adds: bool  # `Tile`
     dq_buffer: bool
-    aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
-    plain_scores: bool  # a score is a product of q and k times a scale
     computes_dk: bool  # and dq
     computes_dv: bool
     deterministic: bool  # tiles of keys add to dq in an order
     turns: int = 8  # of a tile of queries then: one for each warp at most
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_warps * WARP
 
 
 def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:

@@ -5,15 +5,14 @@ A *primitive* is a plain function on arrays that returns its result together wit
     out, backward = primitive_vjp(*arrays, **options)
     dx, dy, ... = backward(dout)          # one gradient for each array, None for a constant
 
-``backward`` is the vector-Jacobian product: it turns the gradient of the loss with respect to ``out`` into the
-gradients with respect to the inputs, and keeps in its closure whatever of the forward pass it needs. As
-``cuflash.attention_vjp`` has exactly this form, attention joins the tape in one line::
+``backward`` is the vector-Jacobian product: it turns the gradient of ``out`` into those of the inputs, and keeps what
+it needs in its closure. ``cuflash.attention_vjp`` has this form, so attention joins the tape in one line::
 
     attention = primitive(cuflash.attention_vjp)
 
-``primitive`` lifts such a function to :class:`Variable` operands: it computes the result and writes one record on the
-tape. :meth:`Tape.gradient` then reads the tape from its end to its beginning and applies the chain rule record by
-record. Called on plain arrays a lifted function records nothing, so the same model code trains and infers.
+``primitive`` lifts such a function to :class:`Variable` operands: each call leaves one record on the tape, to which
+:meth:`Tape.gradient` applies the chain rule, the last record first. Called on plain arrays a lifted function records
+nothing, so the same model code trains and infers.
 
 CuPy arrays work as well: NumPy's functions hand foreign arrays to their own library.
 """
@@ -59,8 +58,7 @@ class Tape:
     def gradient(self, loss: Variable, sources: Sequence[Variable]) -> list[Array]:
         """Gradients of the scalar ``loss`` with respect to ``sources`` (made by :meth:`variable`).
 
-        Every record's inputs were made before its output. So when the reversed walk meets a record, all uses of its
-        output have been met already and the gradient of that output is complete.
+        All uses of an output come behind it: when the reversed walk meets its record, its gradient is complete.
         """
         grads: dict[Variable, Array] = {loss: np.ones_like(loss.value)}
         for output, inputs, backward in reversed(self._records):

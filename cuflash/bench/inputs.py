@@ -126,7 +126,8 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
     if "softcap" in cell.options:
         given["softcap"] = SOFTCAP
     if "alibi" in cell.options:
-        given["alibi_slopes"] = xp.asarray(_slopes(cell.num_heads_q))
+        exponents = -8.0 * np.arange(1, cell.num_heads_q + 1) / cell.num_heads_q  # as in the ALiBi paper
+        given["alibi_slopes"] = xp.asarray((2.0**exponents).astype(np.float32))
     if "bias" in cell.options:
         given["bias"] = inputs.normal((1, 1, *scores))
     if "dbias" in cell.options:
@@ -145,11 +146,6 @@ def backward_arguments(inputs: Inputs) -> dict[str, Any]:
     options = inputs.cell.options
     grads = ("q", "k", "v", "bias") if "dbias" in options else ("q", "k", "v")
     return {"deterministic": True if "deterministic" in options else None, "grads": grads}
-
-
-def _slopes(heads: int) -> np.ndarray:
-    """The geometric slopes of the ALiBi paper."""
-    return (2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)).astype(np.float32)
 
 
 class Scores(NamedTuple):
