@@ -373,7 +373,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   sync_pair();
 
   Rings rings(shared);
-  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  const int warpgroup = own_warpgroup();
   if (warpgroup == 0) {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     for_each_tile<weigh_queries>(p, shared, rings);

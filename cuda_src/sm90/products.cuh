@@ -11,6 +11,8 @@ constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (HEAD_DIM_V + 
 constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;
 constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BYTES * PANELS_V;
 
+// Uniform, and known to be.
+DEVICE int own_warpgroup() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
 // First row of the thread's warp within its warpgroup.
 DEVICE int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 

@@ -1,6 +1,5 @@
 // Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh. A
-// fragment's rows are what stays, so gradients need no exchange between warps. The next header takes its constants from
-// this one.
+// fragment's rows are what stays, so gradients need no exchange between warps.
 #include "products.cuh"
 
 constexpr int PAIR = 1;  // no clusters
@@ -118,10 +117,7 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
         rings.rows.advance();
         first = false;
       }
-      rings.columns_v.acquire();
-      rings.columns_v.expect();
-      ptx::tma_load(rings.columns_v.buffer(), OF_KEYS ? dout_map : v_map, rings.columns_v.full(), 0, row, 0, image);
-      rings.columns_v.advance();
+      load(rings.columns_v, OF_KEYS ? dout_map : v_map, row, image);
     }
   }
   rings.work.acquire();
@@ -313,7 +309,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   __syncthreads();
 
   const Rings rings(shared);
-  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  const int warpgroup = own_warpgroup();
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == CONSUMERS * WARPGROUP)

@@ -106,15 +106,6 @@ struct Rings {
         factors(shared.factors, shared.factor_barriers) {}
 };
 
-// From `row` on of an image (batch, head): all panels of all parts.
-template <class AnyRing>
-DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
-  ring.acquire();
-  ring.expect();
-  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
-  ring.advance();
-}
-
 // The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
@@ -319,7 +310,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   __syncthreads();
 
   const Rings rings(shared);
-  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  const int warpgroup = own_warpgroup();
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);

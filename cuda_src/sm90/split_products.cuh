@@ -8,6 +8,15 @@ static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "flo
 
 DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
+// From `row` on of an image (batch, head): all panels of all parts.
+template <class AnyRing>
+DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
+  ring.acquire();
+  ring.expect();
+  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
+  ring.advance();
+}
+
 // x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
 // rows of a tile b, both DEPTH columns wide, of which `steps` steps from `begin` on count.
 template <int DEPTH, int ROWS, int N>
