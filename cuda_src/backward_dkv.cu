@@ -67,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
       const u8* seen = masked ? shared.seen : nullptr;
       if constexpr (HAS_DV) {
         write_transposed(shared.factor, dropped);
-        if (masked) __syncthreads();  // `seen` is complete
+        if (masked) __syncthreads();
         multiply_rows<BLOCK_M>(dv, buffers, shared.factor, dout_chunk, tile.dout, first_row, seen, next_dk);
       }
       if constexpr (HAS_DK) {
         softcap.apply(ds);
-        __syncthreads();  // dv has read P, and `seen` is complete
+        __syncthreads();  // dv has read P
         write_transposed(shared.factor, ds);
         multiply_rows<BLOCK_M>(dk, buffers, shared.factor, query_chunk, tile.q, first_row, seen, next_tile);
       }

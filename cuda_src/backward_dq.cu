@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
     if (p.dq.data == nullptr) continue;
     softcap.apply(ds);
     write_transposed(shared.ds, ds);
-    if (masked) __syncthreads();  // `seen` is complete
+    if (masked) __syncthreads();
     multiply_rows<BLOCK_N>(dq, buffers, shared.ds, key_chunk, tile.k, first_key, masked ? shared.seen : nullptr,
                            next_tile);
   }

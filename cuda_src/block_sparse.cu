@@ -1,6 +1,6 @@
-// Block-sparse masks on the device: a bool array becomes the canonical store (slots and bits, cuflash/block_store.py),
-// and the store becomes, for tiles of any size, the lists of tiles that a kernel visits. One warp per block or list and
-// no atomics, so the results are the same in every run. The host writes CANONICAL, HIDDEN and VISIBLE in front.
+// Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/block_store.py), and the store,
+// for tiles of any size, the lists of tiles that a kernel visits. No atomics: the same results in every run. The host
+// writes CANONICAL, HIDDEN and VISIBLE in front.
 
 namespace {
 

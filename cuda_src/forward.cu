@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
       });
     }
     write_transposed(shared.weights, x);
-    if (masked) __syncthreads();  // `seen` is complete
+    if (masked) __syncthreads();
     multiply_rows<BLOCK_N>(out, buffers, shared.weights, value_chunk, v, first_key, masked ? shared.seen : nullptr,
                            [&] {
                              if (!blocks.done()) score_chunks.fetch(q, first_row, k, blocks.block * BLOCK_N, 0);

@@ -127,7 +127,7 @@ DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len,
   }
 }
 
-// The same for a sum whose rows have units; half_tile.cuh has narrower overloads of this and the next.
+// The same for a sum whose rows have units.
 template <class Units, class... Arguments>
 DEVICE void write_in_units(const Units& units, Arguments&&... arguments) {
   const Accum unit[2] = {units.at(0), units.at(1)};

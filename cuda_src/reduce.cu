@@ -85,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
                row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
 }
 
-// delta = rowsum(dout * out) - dlse: what gradients subtract in every row (FlashAttention-2, Algorithm 2, line 4, with
-// the gradient through the returned lse).
+// delta = rowsum(dout * out) - dlse: FlashAttention-2, Algorithm 2, line 4, with the gradient through the returned lse.
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;

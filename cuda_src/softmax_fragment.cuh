@@ -199,7 +199,6 @@ DEVICE void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
 
 // The softmax of scores that softcap bounds: their powers and sums of them stay finite as they are, and 16 bits of
 // bfloat16 hold them as exactly as any others. So no maximum is looked for, and nothing is ever rescaled.
-// With functions of FragmentSoftmax's names; the reference of every row is 0.
 struct BoundedSoftmax {
   // The unit for tanh and powers is left to powers: below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 of itself as
   // the instruction is. The smallest are as they are: an error that all have in common would be one of lse.

@@ -1,6 +1,5 @@
-// Before and behind the gradients. Before: lse and delta = rowsum(dout * out) - dlse of every query (FlashAttention-2,
-// Algorithm 2, line 4, with the gradient through the returned lse) as backward.cu loads them, and zeros for sums of dq
-// whose first part is added, too, and for what is not visited of dbias.
+// Before and behind the gradients. Before: lse and delta of every query (reduce.cu) as backward.cu loads them, and
+// zeros for sums of dq whose first part is added, too, and for what is not visited of dbias.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "../fragment.cuh"

@@ -1,5 +1,5 @@
-// What the passes over queries and the one over keys share: numbered tiles of BLOCK_M queries with their lse and delta,
-// and the sum of dq, in the order of the fragments that are added to it.
+// Numbered tiles of BLOCK_M queries with their lse and delta, and the sum of dq, in the order of the fragments that are
+// added to it.
 #pragma once
 #include "products.cuh"
 

@@ -107,7 +107,7 @@ struct FragmentBits {
 };
 
 // Scores in the accumulators of tensor cores (16-bit inputs) stand in units: score = unit * x. The unit comes with the
-// conversion to base 2, so plain products, and those of softcap, cost no multiplication of their own.
+// conversion to base 2.
 struct UnitScore {
   float unit, slope;  // the slope is in units
   float factor;       // of a product
