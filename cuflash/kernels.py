@@ -1,7 +1,7 @@
 """Constants + headers + entry -> one source text -> a loaded module -> launch. Nothing else compiles or launches.
 
-A kernel's source is self-contained: every header is inlined once, behind a `#line` that keeps the real file name in
-messages. CuPy's disk cache, keyed by source text and options, is then right.
+Every header is inlined once, behind a `#line` that keeps the real file name in messages: CuPy's disk cache, keyed by
+source text and options, is then right.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from cuflash.problem import MOST_KEPT
 
 Array = Any
 OPTIONS = ("--std=c++17",)
-# wgmma is only in the architecture's own set, which CuPy would not ask for.
+# With wgmma, which CuPy would not ask for.
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
-# NVRTC before this version takes CuPy's -arch beside ours for an error.
+# Before, NVRTC takes CuPy's -arch beside ours for an error.
 OWN_ARCH_SINCE = (12, 9)
 # Set, Hopper takes the kernels of other GPUs, for tests and measurements.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
 _PRELUDE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#define DEVICE __device__ __forceinline__\n"
-# What every kernel may use unasked.
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # CUlaunchAttributeID, and the first driver that captures such a launch.
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
@@ -138,8 +137,7 @@ class CupyDevice:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        # The RawKernel would look for its device at each launch.
-        return CupyKernel(cupy, self.index, kernel.kernel)
+        return CupyKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them."""
@@ -178,7 +176,7 @@ class CupyDevice:
 
 
 class CupyKernel:
-    """A kernel of a module that CuPy has loaded on a device."""
+    """A kernel that CuPy has loaded on a device."""
 
     def __init__(self, cupy: Any, index: int, function: Any) -> None:
         self._cupy, self._index, self._function = cupy, index, function
@@ -340,7 +338,6 @@ def source_of(entry_file: str, constants: Any) -> str:
     """A kernel's source text."""
     files = entry_file if "." in entry_file else f"{entry_file}.cu"
     text = _PRELUDE + _constants_text(constants) + inlined(files)
-    # Host and device must agree on the parameter struct.
     return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
 
 

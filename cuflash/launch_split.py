@@ -32,7 +32,7 @@ _TENSOR = np.dtype(
 )
 _OPERANDS = np.dtype([*((name, _TENSOR) for name in ("q", "k", "v", "dout")), ("lse", "i8"), ("delta", "i8")])
 _SPACE_WORD = word_of("work_space")
-# Of split_rows.cu: threads of a block, elements of a vector, and the most lanes of a row.
+# Of split_rows.cu: threads of a block, elements of a vector, most lanes of a row.
 _THREADS = 256
 _VECTOR = 4
 _LANES = 32
@@ -97,8 +97,7 @@ class WorkSpace:
 class OnOperands(Further):
     """What a kernel takes that uses a work space: the operands' places, and what changes from call to call.
 
-    `with_space`: the work space's address is an argument of its own, too. `boxes` are the rows of the tiles that TMA
-    reads of each operand.
+    `with_space`: the work space's address, too. `boxes` are the rows of the tiles that TMA reads of each operand.
     """
 
     def __init__(

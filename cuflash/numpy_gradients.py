@@ -30,7 +30,7 @@ from cuflash.numpy_tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 
-# exp(score - lse) is off by eps * |lse|: rows where that exceeds so many roundings of the inputs' type are put right.
+# exp(score - lse) is off by eps * |lse|: beyond so many roundings of the inputs' type, rows are put right.
 MAX_LSE_ROUNDINGS = 32
 # finfo knows no bfloat16.
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -114,8 +114,8 @@ class Backward:
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
         """What makes a row's probabilities sum to 1 where its lse is too large to do so.
 
-        In the extreme a row whose scores are all finfo.min has lse = finfo.min too, and exp(score - lse) = 1 at every
-        key. A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
+        Where all scores are finfo.min, so is lse, and exp(score - lse) = 1 at every key. A sum that the rounding of lse
+        does not explain is left alone: the lse of a merge counts other keys, too.
         """
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)

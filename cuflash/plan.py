@@ -16,7 +16,7 @@ from cuflash.problem import MAX_HEAD_DIM, MOST_KEPT, AttentionProblem, accum_of
 HALF_BYTES, FLOAT_BYTES = 2, 4
 # Of Hopper's blocks: barriers, the running tiles, and which keys are seen, in shared memory beside the tiles.
 SMEM_BESIDE_TILES = 1024
-# What heads that are computed together share is to stay in L2, of which Hopper has 50 MB.
+# Of Hopper's 50 MB, for what heads that are computed together share.
 L2_BYTES = 32 << 20
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 _SIZES = {"float32": 4, "float64": 8}
@@ -119,7 +119,7 @@ PORTABLE: dict[tuple[str, str, int], Row] = {
     ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8, 4)),
 }
-# Kilobytes of shared memory that a thread block may use, by compute capability (CUDA C++ programming guide).
+# Kilobytes of shared memory that a thread block may use (CUDA C++ programming guide).
 _SMEM_KILOBYTES = {
     "70": 96,
     "75": 64,
@@ -225,7 +225,7 @@ def head_dim_class(head_dim: int) -> int:
 
 
 def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: int) -> int:
-    """Shared memory of SharedStorage in cuda_src/<entry>.cu, which asserts that it is enough."""
+    """Of SharedStorage in cuda_src/<entry>.cu, which asserts that it is enough."""
     size = _SIZES[accum]
     pad = _PAD_BYTES // size
     widest = max(head_dim, head_dim_v)

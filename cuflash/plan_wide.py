@@ -22,7 +22,7 @@ from cuflash.plan_sm80 import Config as NarrowConfig
 from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
-# float16 parts of values and dout by kind of products; float64 has whole elements, and kernels of its own.
+# float16 parts of values and dout by kind of products; float64 has whole elements.
 _PARTS = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
 _PRODUCTS = {
     "float32": "float16 parts, float32's error",

@@ -163,7 +163,7 @@ def repeated(call: Metadata | None) -> list[Array | None] | None:
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """Whether all are multiples of `ALIGNMENT`, on which the choice of kernels depends, too."""
+    """Whether all are multiples of `ALIGNMENT`, by which kernels are chosen, too."""
     bits = 0
     for address in addresses:
         bits |= address

@@ -55,7 +55,7 @@ class Config:
 class Corpus:
     """The help texts that come with Python, as character numbers; the last tenth is held out for validation.
 
-    Some chapters contain others whole. Each paragraph is kept once, so that no held-out one was trained on.
+    Each paragraph is kept once, as some chapters contain others whole.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ def orthogonalised(x: Array) -> Array:
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Linear warm-up over the first twentieth of the training, then a cosine to 5%; `progress` is in 0..1."""
+    """Linear warm-up, then a cosine; `progress` is in 0..1."""
     warm_up, final = 0.05, 0.05
     return min(1.0, progress / warm_up) * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
@@ -230,7 +230,7 @@ def learning_rate_factor(progress: float) -> float:
 def train(model: CharGPT, characters: Array, max_seconds: float = float("inf")) -> Iterator[Array]:
     """Train on random windows of `characters`; yields each step's loss, still on the model's device.
 
-    Ends after the configured steps or after `max_seconds`; the learning rate is brought down in time either way.
+    The learning rate is brought down in time whether the configured steps or `max_seconds` end it.
     """
     config, xp = model.config, model.xp
     rng = np.random.default_rng(config.seed)

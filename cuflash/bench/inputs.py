@@ -3,8 +3,8 @@
 ``bias`` and ``mask`` are one for all batches and heads; ``dbias`` is a bias of the scores' whole shape, and its
 gradient; ``blocks`` the cell's window as a block mask.
 
-Results are checked by a few rows of out and dq, and a few keys of dk and dv, against float64. A key of dk and dv needs
-all queries: their out and lse are cuflash's own, which were checked on the sampled rows.
+Results are checked by a few rows and keys, against float64. Keys need all queries: their out and lse are cuflash's own,
+which were checked on the sampled rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SAMPLES = 32
 # Of shorter sequences every row and key is taken: mean errors are those of a whole head.
 SMALL = 1024
 # Largest error over the largest value, in roundings of the dtype and of float32's accumulation: several times what
-# right kernels show on N(0, 1) inputs, and far less than a wrong index gives.
+# right kernels show, and far less than a wrong index gives.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The dtype of a name, bfloat16 included."""
+    """Of a name."""
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
