@@ -220,11 +220,11 @@ class TileCounter:
 
 
 class _Counters:
-    """Counters in a device's memory that are 0 between launches."""
+    """Pairs of counters in a device's memory that are 0 between launches."""
 
     def __init__(self, device: kernels.Device) -> None:
         xp = device.namespace
-        self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint32)
+        self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint64)
         if xp is not np:
             # Once per process and device: other streams may use the zeros, too.
             xp.cuda.get_current_stream().synchronize()
@@ -237,8 +237,8 @@ class _Counters:
         """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
         if self._capture(stream):
             number = next(self._captured)
-            return 0 if number >= _NUM_CAPTURED else self._address + 4 * (_NUM_COUNTERS + number)
-        return self._address + 4 * (next(self._launches) % _NUM_COUNTERS)
+            return 0 if number >= _NUM_CAPTURED else self._address + 8 * (_NUM_COUNTERS + number)
+        return self._address + 8 * (next(self._launches) % _NUM_COUNTERS)
 
 
 _counters: dict[kernels.Device, _Counters] = {}

@@ -57,6 +57,7 @@ class Tile:
     early_eighths: int = 0
     exact: bool = False
     stages: int = 2
+    teams: int = 1  # of warpgroups
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ class Row:
     many_windowed: Tile | None = None
     narrow_window: Tile | None = None
     few_queries: Tile | None = None
+    with_blocks: Tile | None = None  # block mask
     exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
 
 
+_TEAMS = Tile(128, 64, ping_pong=False, teams=2)
 # The first row that is wide enough is taken.
 FORWARD = (
     Row(
@@ -101,6 +104,7 @@ FORWARD = (
         many_windowed=Tile(192, 128, exact=True),
         narrow_window=Tile(256, 64),
         few_queries=Tile(64, 128, ping_pong=False, stages=3),
+        with_blocks=_TEAMS,
     ),
     Row(
         96,
@@ -112,6 +116,7 @@ FORWARD = (
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
+        with_blocks=_TEAMS,
     ),
     Row(
         128,
@@ -127,6 +132,7 @@ FORWARD = (
         many_windowed=Tile(192, 80),
         narrow_window=Tile(192, 64),
         few_queries=Tile(64, 64, ping_pong=False, stages=3),
+        with_blocks=_TEAMS,
     ),
     Row(
         192,
@@ -186,6 +192,7 @@ class Config(KernelConfig):
     staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
     bias_stages: int
     consumers: int  # warpgroups that compute
+    teams: int
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
@@ -227,14 +234,17 @@ def forward_config(
         tile = row.with_score
     elif options == {"has_dropout"}:
         tile = row.with_dropout
+    elif options == {"has_block_mask"} and row.with_blocks:
+        tile = row.with_blocks
     elif len(options) == 1:
         tile = row.with_mask if "has_bias" not in options else row.with_bias if bias_tiles else row.with_more
     else:
         tile = row.with_more
-    consumers = tile.block_m // ROWS_OF_WARPGROUP
+    consumers = tile.block_m // ROWS_OF_WARPGROUP + tile.teams - 1
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
+    most_bytes = SMEM_BYTES // tile.teams
     queries = tile.block_m * row_bytes
     smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     if plain_scores and options == {"has_alibi"}:
@@ -243,16 +253,16 @@ def forward_config(
     bias_stages = 1
     if bias_tiles:
         row_bytes = whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype])
-        bias_stages = 2 if smem_bytes + 2 * tile.block_m * row_bytes <= SMEM_BYTES else 1
+        bias_stages = 2 if smem_bytes + 2 * tile.block_m * row_bytes <= most_bytes else 1
         smem_bytes += bias_stages * tile.block_m * row_bytes
     # With room for it results leave through shared memory, and the next tile's queries come early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
-    staging_panels = int(smem_bytes + staging_bytes <= SMEM_BYTES)
+    staging_panels = int(smem_bytes + staging_bytes <= most_bytes)
     smem_bytes += staging_panels * staging_bytes
-    query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
+    query_stages = 2 if smem_bytes + queries <= most_bytes else 1
     smem_bytes += (query_stages - 1) * queries
     panels = row_bytes_v // SWIZZLE_BYTES
-    while 0 < staging_panels < panels and smem_bytes + staging_bytes <= SMEM_BYTES:
+    while 0 < staging_panels < panels and smem_bytes + staging_bytes <= most_bytes:
         staging_panels += 1
         smem_bytes += staging_bytes
     return Config(
@@ -269,7 +279,7 @@ def forward_config(
         has_bias_tiles=bias_tiles,
         bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
-        smem_bytes=smem_bytes,
+        smem_bytes=tile.teams * smem_bytes,
         **common(Config, dtype, bias_dtype, flags, row, tile),
     )
 

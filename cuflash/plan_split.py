@@ -152,6 +152,7 @@ class Config(KernelConfig):
     producer_registers: int
     consumer_registers: int
     ping_pong: bool
+    teams: int = 1
     plain_scores: bool  # a score is a product of q and k times a positive scale
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import devices
@@ -183,6 +184,60 @@ def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
     blocks = RNG.random((3, 6)) < 0.4
     block_mask = cuflash.BlockMask.from_blocks(blocks, 300, 700, block_size=(128, 128))
     both(place, q, k, v, block_mask=block_mask, kv_lengths=np.array([690], np.int32))
+
+
+def assert_two_teams() -> None:
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel.config, plan_sm90.Config)
+    assert only.kernel.config.teams == 2
+
+
+TEAMS_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (250, 20)},
+    {"kv_lengths": np.array([480, 1000], np.int32), "q_lengths": np.array([450, 70], np.int32)},
+    {"sink": np.array([0.5, -1, 2, 0], np.float32)},
+]
+
+
+@pytest.mark.parametrize("options", TEAMS_OPTIONS, ids=lambda options: "-".join(options) or "none")
+@pytest.mark.parametrize(("head_dim", "size"), [(128, 64), (96, 128), (40, 64)])
+def test_teams_leave_out_what_only_others_see(place: Device, options: dict[str, Any], head_dim: int, size: int) -> None:
+    """Some warpgroups see a tile of keys, others of their tile do not; keys that nobody sees hold NaN."""
+    q, k, v = (normal(2, n, 4, head_dim) for n in (450, 1290, 1290))
+    blocks = RNG.random((2, 1, -(-450 // size), -(-1290 // size))) < 0.4
+    blocks[..., 3] = blocks[:, :, 1] = False
+    blocks[:, :, 2, 8:] = True
+    block_mask = cuflash.BlockMask.from_blocks(blocks, 450, 1290, block_size=(size, size))
+    both(place, q, k, v, slice(3 * size, 4 * size), block_mask=block_mask, **options)
+    assert_two_teams()
+
+
+@pytest.mark.parametrize("tiles", [1, 7, 9, 23])
+def test_every_strip_has_one_team(place: Device, tiles: int) -> None:
+    """Results are poisoned; the last tile has one strip."""
+    seqlen = 128 * tiles - 70
+    mask = cuflash.BlockMask.sliding_window(seqlen, seqlen, 100, 30)
+    q, k, v = (normal(1, seqlen, 1, 64) for _ in range(3))
+    both(place, q, k, v, block_mask=mask)
+    assert_two_teams()
+
+
+def test_block_masks_of_packed_sequences(place: Device) -> None:
+    cu_seqlens = np.array([0, 300, 310, 600], np.int32)
+    q, k, v = (normal(600, 2, 64) for _ in range(3))
+    block_mask = cuflash.BlockMask.random(300, 300, 0.4, 1, block_size=(64, 64))
+    devices.forget_launches()
+    with place.active():
+        there = place.put({"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens})
+        out = place.get([cuflash.attention_varlen(**there, block_mask=block_mask)])[0]
+    assert_two_teams()
+    for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+        own = (x[None, begin:end].astype(np.float64) for x in (q, k, v))
+        blocks = block_mask.to_dense()[..., : end - begin, : end - begin]
+        expected = cuflash.attention(*own, block_mask=cuflash.BlockMask.from_dense(blocks))
+        np.testing.assert_allclose(out[begin:end], expected[0], atol=4e-3, rtol=4e-3)
 
 
 def test_strides(place: Device) -> None:

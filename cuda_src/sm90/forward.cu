@@ -6,12 +6,11 @@
 #include "forward_loader.cuh"
 
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
-constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && !HAS_OPTIONS;
-// Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too. A single
-// copy takes half as long to compile, and is up to a tenth slower.
+constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && !HAS_OPTIONS);
+// Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
-static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
+static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && 2 * BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0, those before
 // first_row() are none. out_map has boxes of 16 rows, row_map of one: before and behind a sequence are others' rows.
@@ -21,10 +20,10 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
   constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
   const Sequence& s = work.sequence;
-  u32 own_thread = threadIdx.x;
+  u32 own_thread = thread_of_team();
   ptx::forget(own_thread);  // what follows from it would occupy registers all along
   const int thread = static_cast<int>(own_thread % WARP);
-  const int warp_rows = static_cast<int>(own_thread) / WARP * ROWS_OF_WARP, row = work.tile * BLOCK_M + warp_rows;
+  const int warp_rows = static_cast<int>(own_thread) / WARP * ROWS_OF_WARP, row = work.first_of_rows() + warp_rows;
   const bool used[2] = {row + thread / 4 < s.len_q, row + thread / 4 + 8 < s.len_q};
   const int from_row = thread % ROWS_OF_WARP, from_chunk = thread / ROWS_OF_WARP;
   const u32 staged = staging + warp_rows * ROW_BYTES;
@@ -82,7 +81,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       continue;
     }
     const Sequence& s = work.sequence;
-    const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
+    const int strip = warpgroup + work.first_strip();
+    const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
@@ -93,7 +93,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr || work.part > 0 ? -infinity() : p.sink[work.head];
+    const float sink = p.sink == nullptr || (TEAMS == 1 && work.part > 0) ? -infinity() : p.sink[work.head];
     // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
     const GivenBlocks all(work, work.keys);
     GivenBlocks blocks = all;
@@ -116,14 +116,14 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       turns.take();
       turns.pass();
     };
+    inverse[0] = inverse[1] = 0;
+    lse[0] = lse[1] = sink;
     rings.q.wait();
     pass_turn(true);
     pass_over(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
       pass_turn(false);
       rings.q.release();
-      inverse[0] = inverse[1] = 0;
-      lse[0] = lse[1] = sink;
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
       const bool careful = HIDES_ANYWHERE && work.careful;
@@ -131,6 +131,13 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       bool last, next_masked;
       const auto needs_mask = [&] {
         return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
+      const auto slots = [&]() -> const int (&)[BLOCKS_OF_ROW] {
+        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
+      };
+      const auto take = [&] {
+        blocks.take(rings.k, shared.blocks, slots());
+        if constexpr (TEAMS > 1) blocks.hidden &= !careful;
       };
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
@@ -141,12 +148,15 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const auto prepare = [&](int first_key, bool masked) {
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
-        if constexpr (HAS_BLOCK_MASK) {
-          next_masked = careful || blocks.next_masked;
-        } else if (!last) {
-          blocks.take(rings.k, shared.blocks);
+        if (!HAS_BLOCK_MASK && !last) {
+          blocks.take(rings.k, shared.blocks, slots());
           next_masked = needs_mask();
         }
+      };
+      const auto release_keys = [&] {
+        if constexpr (TEAMS > 1) __syncwarp();  // as turns do
+        rings.k.release();
+        if (EARLY_QUERIES && (TEAMS > 1 ? blocks.done() : last)) rings.q.release();
       };
       // From products to scores in bounds.
       const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked) {
@@ -171,12 +181,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       // The next scores beside the product of the last weights and their values, if there are any.
       const auto step = [&](bool masked, bool first) {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
-        if constexpr (HAS_BLOCK_MASK) {
-          blocks.take(rings.k, shared.blocks);
-          if (COPIES == 1) masked = needs_mask();
-        }
         const int first_key = blocks.block * BLOCK_N;
-        if (masked) scores.fetch(bits, row, first_key, shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[warpgroup]);
+        if (masked) scores.fetch(bits, row, first_key, slots());
         rings.k.wait();
         turns.take();
         multiply(x, first_key, masked);
@@ -192,8 +198,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         slope.leave_out(shift, first_key, masked);
         ptx::wgmma_wait_group<1>();
         keep(x);
-        rings.k.release();
-        if (EARLY_QUERIES && last) rings.q.release();
+        release_keys();
         if (masked) cap(softmax, x);
         const bool grown = bound(x, shift, first_key, masked);
         if constexpr (EARLY_POWERS > 0) {
@@ -210,7 +215,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, masked);
           pack(weights, x);
         } else {
-          // A branch, or the assembler puts the wait for the product in front of all that does not need it.
+          // A branch for the same reason.
           if (BOUNDED_SCORES && last) rings.q.release();
           softmax.weigh<0, BLOCK_N / 2>(x, shift, masked);
           scores.drop(x, row, first_key);
@@ -222,61 +227,79 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         if (masked) hidden.clear(rings.v, first_key, careful);
       };
 
-      if constexpr (COPIES < 3) {
-        if constexpr (!HAS_BLOCK_MASK) {
-          blocks.take(rings.k, shared.blocks);
+      take();
+      // For each run of tiles that it sees.
+      do {
+        while (blocks.hidden) {
+          release_keys();
+          hidden.clear(rings.v, blocks.block * BLOCK_N, false);
+          rings.v.wait();
+          rings.v.release();
+          if (blocks.done()) break;
+          take();
+        }
+        if (blocks.hidden) break;
+        if constexpr (COPIES < 3) {
           next_masked = needs_mask();
-        }
-        bool first = true;
-        do {
-          if (COPIES == 1 || first || next_masked) {
-            step(COPIES == 2 || next_masked, first);
-          } else {
-            step(false, false);
+          bool first = true;
+          do {
+            if (COPIES == 1 || first || next_masked) {
+              step(COPIES == 2 || next_masked, first);
+            } else {
+              step(false, false);
+            }
+            first = false;
+            if (HAS_BLOCK_MASK && !last) {
+              take();
+              next_masked = needs_mask();
+            }
+          } while (!last);
+        } else {
+          float x[BLOCK_N / 2], shift[2] = {0, 0};
+          const int first_key = blocks.block * BLOCK_N;
+          const bool masked = needs_mask();
+          if (masked) scores.fetch(bits, row, first_key, slots());
+          rings.k.wait();
+          turns.take();
+          multiply(x, first_key, masked);
+          turns.pass();
+          prepare(first_key, masked);
+          slope.leave_out(shift, first_key, masked);
+          ptx::wgmma_wait_group<0>();
+          keep(x);
+          release_keys();
+          cap(softmax, x);  // as if masked, so that it is the same code either way
+          const bool grown = bound(x, shift, first_key, masked);
+          if (TEAMS > 1 && grown) rescale_rows(out, rescale);
+          if (BOUNDED_SCORES && last) rings.q.release();
+          softmax.weigh<0, BLOCK_N / 2>(x, shift, true);
+          scores.drop(x, row, first_key);
+          pack(weights, x);
+          if (masked) hidden.clear(rings.v, first_key, careful);
+          while (!last) {
+            if constexpr (HAS_BLOCK_MASK) {
+              take();
+              if (blocks.hidden) break;
+              next_masked = needs_mask();
+            }
+            if (next_masked) {
+              step(true, false);
+            } else {  // the commonest has a loop of its own; where all may be masked it is not worth the code
+              do step(false, false);
+              while (!HIDES_ANYWHERE && !last && !next_masked);
+            }
           }
-          first = false;
-        } while (!last);
-      } else {
-        float x[BLOCK_N / 2], shift[2] = {0, 0};
-        blocks.take(rings.k, shared.blocks);
-        const int first_key = blocks.block * BLOCK_N;
-        const bool masked = needs_mask();
-        if (masked) scores.fetch(bits, row, first_key, shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[warpgroup]);
-        rings.k.wait();
+        }
+        rings.v.wait();
         turns.take();
-        multiply(x, first_key, masked);
+        multiply_values(out, weights, rings.v.buffer());
         turns.pass();
-        prepare(first_key, masked);
-        slope.leave_out(shift, first_key, masked);
+        if (!EARLY_QUERIES && !BOUNDED_SCORES) rings.q.release();
+        softmax.finish(sink, inverse, lse);
         ptx::wgmma_wait_group<0>();
-        keep(x);
-        rings.k.release();
-        if (EARLY_QUERIES && last) rings.q.release();
-        cap(softmax, x);  // as if masked, so that it is the same code either way
-        bound(x, shift, first_key, masked);
-        if (BOUNDED_SCORES && last) rings.q.release();
-        softmax.weigh<0, BLOCK_N / 2>(x, shift, true);
-        scores.drop(x, row, first_key);
-        pack(weights, x);
-        if (masked) hidden.clear(rings.v, first_key, careful);
-        while (!last) {
-          if (next_masked) {
-            step(true, false);
-          } else {  // the commonest has a loop of its own; where all may be masked it is not worth the code
-            do step(false, false);
-            while (!HIDES_ANYWHERE && !last && !next_masked);
-          }
-        }
-      }
-      rings.v.wait();
-      turns.take();
-      multiply_values(out, weights, rings.v.buffer());
-      turns.pass();
-      if (!EARLY_QUERIES && !BOUNDED_SCORES) rings.q.release();
-      softmax.finish(sink, inverse, lse);
-      ptx::wgmma_wait_group<0>();
-      keep(out);
-      rings.v.release();
+        keep(out);
+        rings.v.release();
+      } while (TEAMS > 1 && blocks.hidden);
       pass_over(blocks.end, all.end);
       if (HIDES_ANYWHERE && !careful && HiddenValues::spoil(out, row, s.len_q)) {
         shared.spoiled[rings.work.stage] = 1;
@@ -316,14 +339,18 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                  const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap out_map,
                  const __grid_constant__ ptx::TensorMap row_map) {
-  VIEW_SHARED_STORAGE(shared);
-  if (threadIdx.x == 0) {
-    constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
-    shared.work_barriers.init(WARPS + 1);
-    shared.q_barriers.init(WARPS);
-    shared.k_barriers.init(WARPS);
-    shared.v_barriers.init(WARPS);
-    shared.bias_barriers.init(WARPS);
+  static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
+  VIEW_SHARED_STORAGE(all_shared);
+  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // two warps of each team
+  const Team team = {TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, behind < 0 ? is_alone() : behind / (2 * WARP), 0)};
+  SharedStorage& shared = (&all_shared)[team.number];
+  if (threadIdx.x == team.number * FIRST_ALONE) {
+    const int warps = threads_of_team() / WARP;
+    shared.work_barriers.init(warps + 1);
+    shared.q_barriers.init(warps);
+    shared.k_barriers.init(warps);
+    shared.v_barriers.init(warps);
+    shared.bias_barriers.init(warps);
     for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
   }
@@ -334,10 +361,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARPGROUP) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map}.load_all();
-    if (threadIdx.x == CONSUMERS * WARPGROUP + WARP) schedule_tiles(p, shared, rings);
+    const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
+    if (threadIdx.x == first) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map}.load_all();
+    if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, shared, rings, warpgroup, &out_map, &row_map);
+    attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
   }
 }

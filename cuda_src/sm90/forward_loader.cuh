@@ -6,10 +6,33 @@
 #include "schedule.cuh"
 #include "unit_fragment.cuh"
 
+// A tile has strips of 64 queries, a warpgroup each. With a block mask there may be two teams, with shared memory and
+// loading threads of their own: one for tiles, and a warpgroup for strips of others, beside whose products they end.
+constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
+static_assert(STRIPS + TEAMS - 1 == CONSUMERS, "a warpgroup has 64 queries");
+
+struct Team {
+  static constexpr u32 TILES = 16, ALONE = 5;  // of these: with a third, strips end last
+  int number;
+
+  // How many of `tiles` or strips the team has, and which.
+  DEVICE u32 units(u32 tiles) const {
+    const u32 alone = TEAMS == 1 ? 0 : tiles * ALONE / TILES;
+    return number == 0 ? tiles - alone : alone * STRIPS;
+  }
+  DEVICE u32 tile(u32 unit) const {
+    if (TEAMS == 1) return unit;
+    return number == 0 ? unit * TILES / (TILES - ALONE) : unit / STRIPS * TILES / ALONE + (TILES - 1) / ALONE;
+  }
+};
+
 // Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
 // attention of its own, and reduce.cu makes one of them.
 struct PartialWork : Work {
-  int part;  // of its keys
+  int part;  // of its keys; of teams, the first strip
+
+  DEVICE int first_strip() const { return TEAMS == 1 ? 0 : part; }
+  DEVICE int first_of_rows() const { return tile * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP; }
 };
 
 DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLIT ? p.splits : 1; }
@@ -87,14 +110,10 @@ struct GivenWork : PartialWork {
 constexpr int NO_WORK = -2;  // in place of a tile
 
 // Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
-// tile of keys which one it is, whether to mask it, and what comes next.
+// tile of keys which one it is, whether it is the last, and whether to mask it.
 struct GivenBlocks {
   int block, next, end;
-  bool masked = false, next_masked = false;
-
-  static DEVICE int entry(int block, bool masked, bool last, bool next_masked) {
-    return block << 3 | next_masked << 2 | last << 1 | masked;
-  }
+  bool masked = false, hidden = false;
 
   DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
       : next(HAS_BLOCK_MASK ? 0 : keys.begin), end(HAS_BLOCK_MASK ? !work.empty : keys.end) {}
@@ -102,14 +121,19 @@ struct GivenBlocks {
   DEVICE bool done() const { return next >= end; }
 
   template <class KeyRing>
-  DEVICE void take(const KeyRing& keys, const int* entries) {
+  DEVICE void take(const KeyRing& keys, const int* entries, const int (&slots)[BLOCKS_OF_ROW]) {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
       const int entry = entries[keys.stage];
-      block = entry >> 3;
-      next_masked = entry >> 2 & 1;
+      block = entry >> 2;
       next = entry >> 1 & 1;
       masked = entry & 1;
+      hidden = TEAMS > 1;
+#pragma unroll
+      for (int slot : slots) {
+        masked |= slot != VISIBLE_SLOT;
+        hidden &= slot == HIDDEN_SLOT;
+      }
     } else {
       block = next++;
     }
@@ -119,16 +143,16 @@ struct GivenBlocks {
 // Of a tile of keys with a block mask: the blocks of its store that each warpgroup's queries have there. Found by the
 // loading thread, so that no warp waits for one read to begin the next.
 struct GivenSlots {
-  alignas(16) int of[CONSUMERS][BLOCKS_OF_ROW];
+  alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
 
   // Of an entry of a list.
   DEVICE void find(const AttentionParams& p, const Work& work, int entry) {
 #pragma unroll
-    for (int i = 0; i < CONSUMERS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
+    for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
     if ((entry & 1) == 0) return;
     const Mask mask(p, work.sequence, work.head);
 #pragma unroll
-    for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
+    for (int warpgroup = 0; warpgroup < STRIPS; warpgroup++) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
         of[warpgroup][i] =
@@ -196,7 +220,7 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
 }
 
 // The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
-DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings) {
+DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
   // The tile, behind those that come round again to the stage that it takes.
   const auto hand_on = [&](const PartialWork& work) {
     bool careful;
@@ -218,7 +242,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       rings.work.publish();
     } while (careful);
   };
-  const u32 parts = number_of_parts(p), total = p.num_tiles * num_images(p) * parts;
+  const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
   u32 index = blockIdx.x;
   // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
   int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
@@ -227,10 +251,12 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       hand_on({{{}, 0, NO_WORK}, 0});
       continue;
     }
-    const PartialWork work = {work_at(p, index / parts), static_cast<int>(index % parts)};
-    if (work.tile * BLOCK_M < work.sequence.rows_q) hand_on(work);
+    const u32 tile = team.tile(index);
+    const PartialWork work = {work_at(p, tile / parts),
+                              static_cast<int>(team.number > 0 ? index % STRIPS : tile % parts)};
+    if (work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
-    index = next_index(p, index, total);
+    index = next_index(p, index, total, gridDim.x, team.number);
   }
   rings.work.acquire();
   shared.work[rings.work.stage].tile = NO_TILE;
@@ -242,7 +268,6 @@ struct Listed {
   const int* next;       // entry
   int left, end;         // entries, of tiles
   int entry, following;  // the current one, the one behind it
-  bool masked;
   GivenSlots slots;
 };
 
@@ -277,10 +302,9 @@ struct Loader {
     if (HAS_BLOCK_MASK && !last) {
       listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
-      listed.masked = needs_mask(listed.entry, work);
     }
     int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
-    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.tile * BLOCK_M, work.head, batch);
+    load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.first_of_rows(), work.head, batch);
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
@@ -304,16 +328,13 @@ struct Loader {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;
       const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
-      const bool next_masked = !last && needs_mask(listed.following, work);
-      const int entry = GivenBlocks::entry(block, listed.masked, last, next_masked);
       rings.k.acquire();
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
-      shared.blocks[rings.k.stage] = entry;
+      shared.blocks[rings.k.stage] = block << 2 | last << 1 | needs_mask(block, work);
       shared.slots[rings.k.stage] = listed.slots;
       rings.k.expect();
       rings.k.advance();
       listed.left = last ? 0 : listed.left - 1;
-      listed.masked = next_masked;
       return block;
     } else {
       const int block = blocks.block;
@@ -323,11 +344,11 @@ struct Loader {
     }
   }
 
-  // Whether some warpgroup has to mask the tile of keys of an entry.
-  DEVICE bool needs_mask(int entry, const Work& work) const {
-    if (HAS_MASK || HAS_ALIBI || (entry & 1)) return true;
+  // Of visible blocks.
+  DEVICE bool needs_mask(int block, const Work& work) const {
+    if (HAS_MASK || HAS_ALIBI) return true;
     const Mask mask(p, work.sequence, work.head);
-    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, (entry >> 1) * BLOCK_N, BLOCK_N);
+    return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, block * BLOCK_N, BLOCK_N);
   }
 
   DEVICE void load_bias(const Work& work, int block) {

@@ -13,6 +13,13 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
+// The last warpgroup of two teams (forward_loader.cuh) has tiles of keys of its own.
+constexpr int FIRST_ALONE = (CONSUMERS + 1 - TEAMS) * WARPGROUP;
+DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }
+DEVICE u32 thread_of_team() { return threadIdx.x - is_alone() * FIRST_ALONE; }
+DEVICE int threads_of_team() { return is_alone() ? WARPGROUP : FIRST_ALONE; }
+DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + is_alone(), threads_of_team()); }
+
 // All warpgroups find a tile masked, or careful, and clear its rows together.
 struct HiddenValues {
   SeenKeys& seen;
@@ -21,8 +28,9 @@ struct HiddenValues {
 
   DEVICE explicit HiddenValues(SeenKeys& seen) : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
     if (HIDES_ANYWHERE) {
-      for (int i = threadIdx.x; i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP) seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
-      sync_consumers();
+      for (int i = thread_of_team(); i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP)
+        seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
+      sync_team();
     }
   }
 
@@ -55,14 +63,14 @@ struct HiddenValues {
       u8* flags = seen.flags[parity];
       parity ^= 1;
       v.wait();
-      sync_consumers();
+      sync_team();
       clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return flags[row] == 0; });
-      if (threadIdx.x < BLOCK_N) flags[threadIdx.x] = 0;
+      if (thread_of_team() < BLOCK_N) flags[thread_of_team()] = 0;
     } else {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
-      sync_consumers();  // others may still read these rows for their scores
+      sync_team();  // others may still read these rows for their scores
       clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }
@@ -71,7 +79,7 @@ struct HiddenValues {
   template <u32 BYTES, class Hidden>
   static DEVICE void clear_rows(u32 values, Hidden hidden) {
 #pragma unroll 1
-    for (int row = threadIdx.x; row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
+    for (int row = thread_of_team(); row < BLOCK_N; row += CONSUMERS * WARPGROUP) {
       if (!hidden(row)) continue;
 #pragma unroll 1
       for (u32 at = row * ROW_BYTES; at < BYTES; at += BLOCK_N * ROW_BYTES) {  // in each panel
@@ -81,6 +89,6 @@ struct HiddenValues {
       }
     }
     ptx::fence_async_shared();
-    sync_consumers();
+    sync_team();
   }
 };

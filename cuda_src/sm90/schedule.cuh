@@ -128,9 +128,6 @@ struct Turns {
   }
 };
 
-// Waits for all warpgroups that compute.
-DEVICE void sync_consumers() { ptx::barrier_sync(1 + CONSUMERS, CONSUMERS * WARPGROUP); }
-
 // Heads of all sequences; packed sequences are one.
 DEVICE u32 num_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
@@ -156,19 +153,21 @@ DEVICE Work work_at(const AttentionParams& p, u32 index) {
 }
 
 // Thread blocks take tiles in order as they become free. Every tile is followed by one ticket, so the last of `total`
-// tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt.
-DEVICE u32 take_ticket(const AttentionParams& p) {
-  return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter, 1u);
+// tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt. Each of two teams has its
+// own.
+DEVICE u32 take_ticket(const AttentionParams& p, int team = 0) {
+  return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter + team, 1u);
 }
 
-DEVICE u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total, u32 takers = gridDim.x) {
+DEVICE u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total, u32 takers = gridDim.x,
+                           int team = 0) {
   if (p.tile_counter == nullptr) return index + takers;
-  if (ticket + 1 == total) *p.tile_counter = 0;
+  if (ticket + 1 == total) p.tile_counter[team] = 0;
   return takers + ticket;
 }
 
-DEVICE u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x) {
-  return index_of_ticket(p, take_ticket(p), index, total, takers);
+DEVICE u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x, int team = 0) {
+  return index_of_ticket(p, take_ticket(p, team), index, total, takers, team);
 }
 
 constexpr int WORK_STAGES = 2;
