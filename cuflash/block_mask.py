@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from cuflash.block_store import (
     check_block_size,
     check_count,
     count_visible,
+    find_window,
     intersect,
     list_tiles,
     make_store,
@@ -228,6 +230,14 @@ class BlockMask(Patterns):
         with interop.on_stream_of(library, cells):
             made = OnDevice(cupy, lambda: pack_on_device(cupy, kernels.get, cells, cell_size, seqlen_q, seqlen_k))
         return cls(shape, block_size, made, cells.device.id, library.release)
+
+    @cached_property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
+
+        Without lengths and packed sequences such a mask is computed as that window: no block of it needs a look.
+        """
+        return find_window(self._store, *self.shape[2:]) if self._home == _HOST else None
 
     @property
     def density(self) -> float:

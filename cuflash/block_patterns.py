@@ -23,6 +23,7 @@ from cuflash.block_store import (
     words_between,
     words_from_block_rows,
     words_from_bools,
+    words_of_window,
 )
 from cuflash.checks import check_number
 
@@ -75,14 +76,7 @@ class Patterns:
         """
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
         left, right = _check_side("left", left), _check_side("right", right)
-
-        def words_of(b: int, h: int, first: int, last: int) -> Words:
-            rows = np.arange(first, last)
-            center = rows + (seqlen_k - seqlen_q)
-            start = np.zeros_like(rows) if left is None else center - left
-            stop = np.full_like(rows, seqlen_k) if right is None else center + right + 1
-            return words_between(start, stop, seqlen_k)
-
+        words_of = words_of_window(seqlen_q, seqlen_k, left, right)
         return cls._from_words(words_of, seqlen_q, seqlen_k, heads, block_size, causal)
 
     @classmethod

@@ -166,6 +166,41 @@ def words_between(start: NDArray[np.int64], stop: NDArray[np.int64], columns: in
     return words_below(stop, columns) & ~words_below(start, columns)
 
 
+def words_of_window(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> WordsOf:
+    """The words of ``window=(left, right)``."""
+
+    def words_of(b: int, h: int, first: int, last: int) -> Words:
+        center = np.arange(first, last) + (seqlen_k - seqlen_q)
+        start = np.zeros_like(center) if left is None else center - left
+        stop = np.full_like(center, seqlen_k) if right is None else center + right + 1
+        return words_between(start, stop, seqlen_k)
+
+    return words_of
+
+
+def find_window(store: Store, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None] | None:
+    """The `window` that shows what every batch entry and head of the store shows, if there is one."""
+    slots, table = store
+    if slots.size == 0 or (np.count_nonzero(np.diff(slots[0, 0] != HIDDEN), axis=1) > 2).any():
+        return None  # random blocks, say: told at once
+
+    def seen(row: int) -> NDArray[np.intp]:
+        words = table[slots[0, 0, row // CANONICAL], row % CANONICAL]
+        return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=seqlen_k, bitorder="little"))
+
+    first, last = seen(0), seen(seqlen_q - 1)
+    if not first.size or not last.size or first[-1] < seqlen_k - seqlen_q:
+        return None
+    left = seqlen_k - 1 - int(last[0]) if last[0] > 0 else None
+    right = int(first[-1]) - (seqlen_k - seqlen_q) if first[-1] < seqlen_k - 1 else None
+    expected = pack((1, 1, seqlen_q, seqlen_k), words_of_window(seqlen_q, seqlen_k, left, right))
+    partial = expected.slots[0, 0] >= 0
+    same = (np.minimum(slots, 0) == np.minimum(expected.slots, 0)).all() and (
+        table[slots[..., partial]] == expected.table[expected.slots[..., partial]]
+    ).all()
+    return (left, right) if same else None
+
+
 def words_from_block_rows(
     rows_of: Callable[[int, int, int, int], NDArray[np.bool_]], block_size: tuple[int, int], seqlen_k: int
 ) -> WordsOf:

@@ -77,7 +77,7 @@ class Call:
         self.problem = checked.problem
         self.library = library or checked.library
         self.inputs = _arrays(inputs, keywords)
-        self.operands = make_operands(self.inputs, Options(**keywords))
+        self.operands = make_operands(checked.problem, self.inputs, Options(**keywords))
         self._is_repeatable = checked.is_repeatable
         self._own = inputs
         self._options = {name: self.inputs[name] for name in keywords if name in self.inputs}
@@ -212,8 +212,8 @@ def _signature(x: Any) -> tuple[Any, ...]:
         return kind, x.shape, x.strides, x.dtype, x.data.device_id
     if kind is bool or kind is float or x is None:
         return kind, x
-    # The text tells (1, 0) from (1.0, False); a BlockMask counts by its shape.
-    return kind, getattr(x, "shape", None) or repr(x)
+    # The text tells (1, 0) from (1.0, False); a BlockMask counts by its shape and as a window.
+    return kind, getattr(x, "shape", None) or repr(x), getattr(x, "window", None)
 
 
 def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:

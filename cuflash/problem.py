@@ -188,6 +188,14 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         "(num_heads_q,) or (batch, num_heads_q)",
     )
     checks.check_block_mask(o.block_mask, score_shape)
+    block_mask = o.block_mask
+    # Lengths move a window, and no mask.
+    if block_mask is not None and block_mask.window and not packed and o.q_lengths is None and o.kv_lengths is None:
+        left, right = (
+            min((x for x in pair if x is not None), default=None)
+            for pair in zip((left, right), block_mask.window, strict=True)
+        )
+        block_mask = None
     dropout_p = checks.check_dropout_p(o.dropout_p)
     checks.check_deterministic(o.deterministic)
     checks.check_precision(o.precision)
@@ -213,7 +221,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         sink=o.sink is not None,
         q_lengths=o.q_lengths is not None,
         kv_lengths=o.kv_lengths is not None,
-        block_mask=o.block_mask is not None,
+        block_mask=block_mask is not None,
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         # Only float32 has products that TF32 could stand in for.
@@ -221,7 +229,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     )
 
 
-def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
+def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: Options) -> Operands:
     """Bring checked arrays to the full rank of `Operands`; copies only where a last axis is not contiguous.
 
     The seed is checked here: it changes from call to call, the problem does not.
@@ -246,7 +254,7 @@ def make_operands(arrays: dict[str, Array], options: Options) -> Operands:
         contiguous("cu_seqlens_q"),
         contiguous("cu_seqlens_k"),
         seed if options.dropout_p > 0 else None,
-        options.block_mask,
+        options.block_mask if problem.block_mask else None,
     )
 
 

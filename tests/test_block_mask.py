@@ -207,6 +207,29 @@ def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask])
     np.testing.assert_array_equal(other.to_dense(), bm.to_dense())
 
 
+@pytest.mark.parametrize("beside", [{}, {"causal": True}, {"window": (20, None), "dropout_p": 0.3, "dropout_seed": 4}])
+def test_a_window_as_a_block_mask_is_that_window(device: Device, beside: dict[str, Any]) -> None:
+    """The same bits, forward and backward; with lengths, which move a window, the mask stays where it is."""
+    rng = np.random.default_rng(0)
+    sizes = {"q": (2, 90, 2, 16), "k": (2, 150, 2, 16), "v": (2, 150, 2, 16), "dout": (2, 90, 2, 16)}
+    x = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    bm = BlockMask.sliding_window(90, 150, 30, 7)
+    window = {"window": (20, 7) if "window" in beside else (30, 0 if beside else 7)}
+    lengths = {"q_lengths": np.array([70, 90], np.int32), "kv_lengths": np.array([150, 100], np.int32)}
+
+    def results(**options: Any) -> list[Any]:
+        arrays = device.put({**x, **options})
+        dout, q, k, v = (arrays.pop(name) for name in ("dout", "q", "k", "v"))
+        out, backward = cuflash.attention_vjp(q, k, v, **arrays)
+        return [device.get(y) for y in (out, *backward(dout))]
+
+    for ours, same in zip(results(**beside, block_mask=bm), results(**{**beside, **window}), strict=True):
+        np.testing.assert_array_equal(ours, same)
+    moved = results(**beside, **lengths, block_mask=bm)
+    for ours, same in zip(moved, results(**beside, **lengths, mask=bm.to_dense()), strict=True):
+        np.testing.assert_allclose(ours, same, rtol=1e-5, atol=1e-5)
+
+
 def test_heads_of_equal_patterns_share_their_bits() -> None:
     one, many = (BlockMask.strided(1000, 10, 7, heads=heads) for heads in (1, 32))
     assert many.arrays(np)[1].nbytes == one.arrays(np)[1].nbytes

@@ -37,6 +37,50 @@ def test_sliding_window(
     expect(BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, **options), dense, **options)
 
 
+@examples(200)
+@given(
+    seqlen_q=LENGTHS,
+    seqlen_k=LENGTHS,
+    left=st.one_of(st.none(), st.integers(0, 210)),
+    right=st.one_of(st.none(), st.integers(0, 210)),
+    heads=st.integers(1, 3),
+    seed=SEEDS,
+)
+def test_a_window_is_found(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, heads: int, seed: int
+) -> None:
+    """Whatever the mask was made from; and a mask that differs in one element of one head is none."""
+    dense = BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, heads=heads).to_dense()
+    window = BlockMask.from_dense(dense).window
+    if not dense[..., :1, :].any() or not dense[..., -1:, :].any():
+        assert window is None
+        return
+    assert window is not None
+    np.testing.assert_array_equal(BlockMask.sliding_window(seqlen_q, seqlen_k, *window, heads=heads).to_dense(), dense)
+    at = tuple(np.random.default_rng(seed).integers(0, dense.shape))
+    dense[at] = not dense[at]
+    other = BlockMask.from_dense(dense).window
+    if other is not None:  # an element in a corner, and one head
+        np.testing.assert_array_equal(
+            BlockMask.sliding_window(seqlen_q, seqlen_k, *other).to_dense()[0, 0], dense[0, 0]
+        )
+        assert heads == 1
+
+
+def test_other_masks_are_no_windows() -> None:
+    n = 200
+    others = {
+        "shifted": BlockMask.from_function(lambda b, h, i, j: (i + 5 < j) & (j < i + 50) | (i == n - 1), n, n),
+        "before the diagonal": BlockMask.from_function(lambda b, h, i, j: (j < i) | (i == 0) & (j == 0), n, n),
+        "documents": BlockMask.fixed(n, 50, 0),
+        "random": BlockMask.random(n, n, 0.5, 0, block_size=(16, 16)),
+        "two bands": BlockMask.from_function(lambda b, h, i, j: abs(i - j) % 100 < 3, n, n),
+        "nothing": BlockMask.from_blocks(np.zeros((2, 2), bool), n, n),
+        "no queries": BlockMask.sliding_window(0, n, 5, 5),
+    }
+    assert {name: bm.window for name, bm in others.items()} == dict.fromkeys(others)
+
+
 def test_sliding_window_of_any_size() -> None:
     wide, unbounded = (BlockMask.sliding_window(5, 7, left, 0).to_dense() for left in (2**70, None))
     assert np.array_equal(wide, unbounded)
