@@ -25,6 +25,7 @@ CELLS = [
     dataclasses.replace(PLAIN, name="sparse", batch=1, seqlen_q=300, seqlen_k=300, density=0.5),
     dataclasses.replace(PLAIN, name="packed", seqlen_q=90, seqlen_k=90, batch=3, lengths=(50, 1, 39), causal=True),
     dataclasses.replace(PLAIN, name="window as blocks", causal=True, window_left=5, options=("blocks",)),
+    dataclasses.replace(PLAIN, name="but one pair", causal=True, window_left=50, options=("blocks", "hole")),
     *(
         dataclasses.replace(PLAIN, name=option, options=(option,))
         for option in ("softcap", "alibi", "bias", "dbias", "mask", "dropout")

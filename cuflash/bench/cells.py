@@ -87,7 +87,13 @@ class Cell:
         if self.density is not None:
             slots = block_mask(self).arrays(np)[0][0, 0]  # no block is partial
             seen &= slots[np.ix_(rows // CANONICAL, keys // CANONICAL)] == VISIBLE
+        if "hole" in self.options:
+            seen &= self.but_one(rows[:, None], keys)
         return seen
+
+    def but_one(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """All pairs but that of the middle query and its own key: with such a hole a window is none."""
+        return (i != self.seqlen_q // 2) | (j != self.seqlen_q // 2)
 
     @property
     def plain(self) -> Cell:
@@ -113,7 +119,11 @@ class Cell:
 def block_mask(cell: Cell) -> BlockMask:
     """Random blocks of 128 x 128, or the cell's window as a block mask."""
     if cell.density is None:
-        return BlockMask.sliding_window(cell.seqlen_q, cell.seqlen_k, cell.window_left, 0 if cell.causal else None)
+        sizes = cell.seqlen_q, cell.seqlen_k
+        mask = BlockMask.sliding_window(*sizes, cell.window_left, 0 if cell.causal else None)
+        if "hole" in cell.options:
+            mask &= BlockMask.from_function(lambda b, h, i, j: cell.but_one(i, j), *sizes)
+        return mask
     return BlockMask.random(cell.seqlen_q, cell.seqlen_k, cell.density, seed=0)
 
 
@@ -162,12 +172,13 @@ def _dense(grid: Grid) -> list[Cell]:
 
 
 def _window(grid: Grid) -> list[Cell]:
-    """Causal windows; the second as a block mask, too, which is to cost no more."""
+    """Causal windows; the second as a block mask, too, known as a window or not, which is to cost no more."""
     cells = [
         _square(f"window {left} d128 n16k", grid.dtype, 1, 16, 16384, 128, causal=True, window_left=left)
         for left in (127, 1023, 4095)
     ]
-    return [*cells, replace(cells[1], name="window 1023 as blocks", options=("blocks",))]
+    names = {"window 1023 as blocks": ("blocks",), "window 1023 but one pair": ("blocks", "hole")}
+    return [*cells, *(replace(cells[1], name=name, options=options) for name, options in names.items())]
 
 
 def _sparse(grid: Grid) -> list[Cell]:

@@ -27,7 +27,7 @@ Array = Any
 SOFTCAP = 30.0
 DROPOUT_P, DROPOUT_SEED = 0.1, 5
 # Peers compute these, too.
-WITH_PEERS = ("blocks", "deterministic", "tf32")
+WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 # By the result's name: max, mean, and max relative to the largest value.
 Errors = dict[str, dict[str, float]]
 

@@ -207,28 +207,25 @@ def _errors(direction: str) -> list[Bar]:
 
 def _window(direction: str, limit: float) -> list[Bar]:
     what = f"{direction}: window (1023, 0), n 16k d128 h16"
+    forms = {
+        "window 1023 d128": "",
+        "window 1023 as blocks": ", as a block mask",
+        "window 1023 but one pair": ", as a block mask that lacks one pair",
+    }
     return [
-        Bar(
-            what,
-            "window",
-            direction,
-            limit,
-            milliseconds,
-            _named("window 1023 d128"),
-            at_most=True,
-            unit=" ms",
-            digits=3,
-        ),
-        Bar(
-            what + ", as a block mask",
-            "window",
-            direction,
-            limit,
-            milliseconds,
-            _named("window 1023 as blocks"),
-            at_most=True,
-            unit=" ms",
-            digits=3,
+        *(
+            Bar(
+                what + form,
+                "window",
+                direction,
+                limit,
+                milliseconds,
+                _named(name),
+                at_most=True,
+                unit=" ms",
+                digits=3,
+            )
+            for name, form in forms.items()
         ),
         Bar(
             f"{direction}: random blocks, time over dense time over density, down to 2%",
