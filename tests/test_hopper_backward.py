@@ -206,6 +206,29 @@ def test_grouped_heads_walk_many_queries_together() -> None:
     both(normal(1, 1100, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128), causal=True)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tail", [1, 300])
+def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> None:
+    """Where it begins there is no tile of queries: dq was not written, and other memory was."""
+    q, k, v, dout = (normal(n, 2, 64) for n in (9, 512 + tail, 512 + tail, 9))
+    cu_seqlens = (np.array([0, 8], np.int32), np.array([0, 512], np.int32))
+    exact_q, exact_k, exact_v = wide(q[None, :8]), wide(k[None, :512]), wide(v[None, :512])
+    expected_out, lse = cuflash.attention(exact_q, exact_k, exact_v, return_lse=True)
+    expected = cuflash.attention_backward(wide(dout[None, :8]), exact_q, exact_k, exact_v, expected_out, lse)
+    out = np.zeros_like(q)
+    out[:8] = expected_out[0]
+    all_lse = np.full((2, 9), -np.inf, np.float32)
+    all_lse[:, :8] = lse[0]
+    grads = tuple(np.full_like(x, np.nan) for x in (q, k, v))
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        cuflash.attention_varlen_backward(
+            dout, q, k, v, out, all_lse, *cu_seqlens, deterministic=deterministic, out=grads
+        )
+    for x, ref in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(x[: ref.shape[1]], ref[0], atol=8e-3, rtol=8e-3)
+        assert not x[ref.shape[1] :].any()
+
+
 @needs_compiler
 @pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_sm90_backward.table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:

@@ -268,7 +268,8 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     if (lane() == 0) {
       work.unseen = walk.done();
       if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
-      if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr) {
+      // Padding behind packed keys is no image's.
+      if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * (p.num_heads_q / p.num_heads_kv);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
       }
