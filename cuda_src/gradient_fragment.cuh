@@ -7,7 +7,7 @@
 #include "sm80/ptx.cuh"
 
 constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
-// lse is in base 2 except beside a bias: that may be finfo.min, whose product with log2(e) overflows.
+// lse is in base 2 except beside a bias (softmax_fragment.cuh).
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;

@@ -12,8 +12,8 @@ constexpr int CANONICAL = 64;                 // blocks of a BlockMask's own sto
 constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of such a block
 constexpr int HIDDEN_SLOT = -1, VISIBLE_SLOT = -2;
 
-// One bit for each of 4 bytes, whether it is not 0, in the lowest (weights 0x08040201) or the other (0x80402010) half
-// of a byte, 7 bits up; added to `sum`.
+// Adds to `sum` a bit for each of 4 bytes, whether it is not 0: 7 bits up, in the lowest (weights 0x08040201) or the
+// other (0x80402010) half of a byte.
 DEVICE u32 add_bits(u32 bytes, u32 weights, u32 sum) {
   const u32 set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
   return __dp4a(set, weights, sum);

@@ -16,7 +16,7 @@ DEVICE double sum_of_block(double x) {
   return sums[0];
 }
 
-// Packed rows before the first sequence and behind the last one hold anything.
+// Packed rows outside every sequence hold anything.
 struct SequenceRows {
   i64 begin, end;
 

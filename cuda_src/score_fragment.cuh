@@ -95,7 +95,6 @@ struct ScoreFragment {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
           const u32 kept = dropout.keep(row, first_key + fragment_column() + column_offset(e + side));
-          // Words are numbered by row, then column, fragments the other way round.
           if (!(kept & 1)) weights[e + side] = 0;
           if (!(kept & 4)) weights[e + 2 + side] = 0;
           if (!(kept & 2)) weights[e + 4 + side] = 0;

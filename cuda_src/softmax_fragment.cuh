@@ -5,7 +5,7 @@
 #include "softmax.cuh"
 
 // Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
-// weights up to 256 are as exact, and most steps need no rescaling. Decided per row, so rows stay independent.
+// weights up to 256 are as exact. Decided per row, so rows stay independent.
 constexpr float MAX_GROWTH = 8;
 
 // a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.
@@ -197,8 +197,8 @@ DEVICE void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }
 
-// The softmax of scores that softcap bounds: their powers and sums of them stay finite as they are, and 16 bits of
-// bfloat16 hold them as exactly as any others. So no maximum is looked for, and nothing is ever rescaled.
+// The softmax of scores that softcap bounds: their powers and sums of them stay finite as they are, and bfloat16 holds
+// them as exactly as any others. So no maximum is looked for, and nothing is ever rescaled.
 struct BoundedSoftmax {
   // The unit for tanh and powers is left to powers: below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 of itself as
   // the instruction is. The smallest are as they are: an error that all have in common would be one of lse.

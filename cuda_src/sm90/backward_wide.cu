@@ -114,7 +114,7 @@ DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
-  ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
+  ptx::keep(scale);  // converted once, as in backward.cu
   if (!work.unseen) {
     rings.k.wait();
     for (bool last = false; !last;) {

@@ -72,8 +72,7 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   return work;
 }
 
-// Thread blocks that wait for each other take even their first tile when they run: then the first taken of all tiles
-// under way waits for none.
+// Thread blocks that wait for each other take even their first tile when they run: the first taken then waits for none.
 DEVICE u32 first_key_index(const AttentionParams& p) {
   return p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
 }
@@ -128,9 +127,9 @@ struct QueryWalk {
 };
 static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
 
-// The same tiles, where query heads share keys: some rows of all heads before the next rows, as all heads are more than
-// L2 holds. Tiles that begin together walk from the last queries, those that follow from the first, so that they meet;
-// each begins with another head and row, so that few add to the same sum.
+// The same tiles, where query heads share keys: some rows of all heads before the next, as L2 does not hold all heads.
+// Tiles that begin together walk from the last queries, those that follow from the first, so that they meet; each
+// begins with another head and row, so that few add to the same sum.
 struct GroupedWalk {
   static constexpr int ROWS = 16;
   const Sequence& sequence;

@@ -46,10 +46,10 @@ DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
 }
 
 // Scores: with three parts all that float32 would keep, as without it a score of 100 is off by 1e-5; middle * middle,
-// too, which has one sign where a channel is the same in all rows. Where all scores of a row are large, so is its lse,
-// and what the tensor cores cut off step by step does not average out. So no sum takes more than two steps of the
-// largest product: the first two follow the small ones into x, the others leave sums of their own and are added. What
-// is still cut off split_rows.cu has put in before.
+// too, which has one sign where a channel is the same in all rows. Where all scores of a row are large, what the tensor
+// cores cut off step by step does not average out. So no sum takes more than two steps of the largest product: the
+// first two follow the small ones into x, the others leave sums of their own. What is still cut off split_rows.cu puts
+// in.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
 using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];

@@ -3,9 +3,8 @@
 #include "../score_fragment.cuh"
 #include "products.cuh"
 
-// ---- Alibi by tensor cores. On one side of the diagonal it is slope * column but for what depends on the row alone,
-// and that is one more step of 16 in the product of queries and keys, in place of one and a half instructions for each
-// score.
+// ---- Alibi by tensor cores. On one side of the diagonal it is slope * column but for what depends on the row alone:
+// one more step of 16 in the product of queries and keys, in place of one and a half instructions a score.
 
 constexpr bool SLOPE_BY_PRODUCT = HAS_ALIBI && PLAIN_SCORES && NUM_OPTIONS == 1;
 
