@@ -25,7 +25,7 @@ from cuflash.block_store import (
     words_from_bools,
     words_of_window,
 )
-from cuflash.checks import check_number
+from cuflash.checks import check_number, check_window
 
 if TYPE_CHECKING:
     from cuflash.block_mask import BlockMask
@@ -315,8 +315,7 @@ class Patterns:
     ) -> BlockMask:
         """The mask of a pattern; heads that do not differ share the bits of one."""
         heads, block_size = check_count("heads", heads, 1), check_block_size(block_size)
-        if not isinstance(causal, (bool, np.bool_)):
-            raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+        check_window(causal, None)
         shape = (1, heads if heads_differ else 1, seqlen_q, seqlen_k)
         slots, table = pack(shape, _causal(words_of, seqlen_q, seqlen_k) if causal else words_of)
         if not heads_differ:

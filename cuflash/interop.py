@@ -119,6 +119,11 @@ def bfloat16() -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def dtype_of(name: str) -> np.dtype:
+    """NumPy's dtype of a name, bfloat16 included."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
 def _cupy(name: str) -> Any:
     try:
         import cupy
@@ -185,7 +190,7 @@ def _adopt_torch(name: str, x: Any) -> Array:
         raise TypeError(f"{name}: expected a dtype of NumPy or bfloat16, got {dtype}")
     x = x.detach()
     if x.device.type == "cuda":
-        return _wrap_torch(_cupy(name), x, bfloat16() if dtype == "bfloat16" else np.dtype(dtype))
+        return _wrap_torch(_cupy(name), x, dtype_of(dtype))
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(bfloat16())
     return x.resolve_conj().resolve_neg().numpy()

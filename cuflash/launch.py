@@ -49,7 +49,7 @@ class Kernel:
     @property
     def of_keys(self) -> bool:
         """Whether its tiles stay with keys and walk queries."""
-        return False
+        return getattr(self.config, "of_keys", self.entry in KEY_KERNELS)
 
     @property
     def threads(self) -> int:
@@ -201,9 +201,8 @@ class Work:
         self.arrays = inputs | arrays
         self._block_mask = operands.block_mask
         seed: Any = operands.dropout_seed
-        is_number = seed is None or isinstance(seed, (int, np.integer))
-        self._seed = None if seed is None or not is_number else int(seed)
-        self._seed_array = {} if is_number else {"dropout_seed": seed}
+        self._seed = int(seed) if isinstance(seed, (int, np.integer)) else None
+        self._seed_array = {} if seed is None or self._seed is not None else {"dropout_seed": seed}
         self._stream = device.stream()
         self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
 
@@ -269,11 +268,6 @@ class Tiles(Kernel):
     """A kernel with a thread block for each tile of queries or keys."""
 
     orders_bits = False
-
-    @property
-    def of_keys(self) -> bool:
-        """Whether its tiles stay with keys and walk queries."""
-        return self.entry in KEY_KERNELS
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,6 @@ class Gradient(Kernel):
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
-@dataclass(frozen=True)
-class WideGradient(Kernel):
-    """A gradient kernel on float64, or float32 in parts."""
-
-    config: plan_wide.GradientConfig
-    orders_bits = False
-
-    @property
-    def of_keys(self) -> bool:
-        """By its configuration."""
-        return self.config.of_keys
-
-
 def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
     """What plans choose by, of a kernel that copies these arrays."""
     return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
@@ -116,5 +103,5 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
 def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
-    kernels = [WideGradient(config.entry, config) for config in configs]
+    kernels = [launch.Tiles(config.entry, config) for config in configs]
     return launch_split.run_passes(work, with_dlse, grads, kernels)

@@ -177,11 +177,6 @@ class Gradient(Kernel):
     config: plan_split.GradientConfig
     orders_bits = False
 
-    @property
-    def of_keys(self) -> bool:
-        """By its configuration."""
-        return self.config.of_keys
-
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
         heads_together = (plan_sm90_backward if self.of_keys else plan_sm90).heads_together

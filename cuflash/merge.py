@@ -7,6 +7,7 @@ With the weight ``w_i = exp(lse_i - lse)`` of each part, ``out = sum_i w_i out_i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -49,14 +50,10 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
     dtype = _common_dtype(parts) if out_dtype is None else _dtype_of(out_dtype)
     xp = _namespace(parts[0])
     with interop.on_stream_of(library, parts[0]), np.errstate(all="ignore"):
-        top = part_lses[0]
-        for lse in part_lses[1:]:
-            top = xp.maximum(top, lse)
+        top = reduce(xp.maximum, part_lses)
         top = xp.where(top == -np.inf, 0, top).astype(top.dtype)
         weights = [xp.exp(lse - top) for lse in part_lses]
-        total = weights[0]
-        for weight in weights[1:]:
-            total = total + weight
+        total = reduce(xp.add, weights)
         divisor = xp.where(total == 0, 1, total)
         merged = xp.zeros(parts[0].shape, _work_dtype(*parts, part_lses[0]))
         for out, lse, weight in zip(parts, part_lses, weights, strict=True):
@@ -155,7 +152,7 @@ def _dtype_of(dtype: Any) -> np.dtype:
         name = str(dtype).rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(f"out_dtype: expected None, {', '.join(DTYPES)}, got {dtype!r}")
-    return interop.bfloat16() if name == "bfloat16" else np.dtype(name)
+    return interop.dtype_of(name)
 
 
 def _common_dtype(arrays: list[Array]) -> Any:

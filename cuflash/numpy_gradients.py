@@ -33,7 +33,7 @@ Array = NDArray[Any]
 # exp(score - lse) is off by eps * |lse|: beyond so many roundings of the inputs' type, rows are put right.
 MAX_LSE_ROUNDINGS = 32
 # finfo knows no bfloat16.
-_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 class Rows(NamedTuple):
@@ -106,8 +106,8 @@ class Backward:
             lse = np.where(empty, np.inf, lse).astype(lse.dtype, copy=False)
         q_transposed, dout_transposed = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, dout))
         rows = Rows(q * tiling.problem.softmax_scale, dout, q_transposed, dout_transposed, delta, lse, None)
-        error = _EPS[tiling.problem.accum_dtype] * np.abs(np.where(empty, 0, lse))
-        if error.max() > MAX_LSE_ROUNDINGS * _EPS[tiling.problem.dtype]:
+        error = EPS[tiling.problem.accum_dtype] * np.abs(np.where(empty, 0, lse))
+        if error.max() > MAX_LSE_ROUNDINGS * EPS[tiling.problem.dtype]:
             return rows._replace(norm=self._norm(block, rows, error, workspace))
         return rows
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.bench.cells import Cell, block_mask, default_scale
-from cuflash.interop import bfloat16
+from cuflash.interop import dtype_of
+from cuflash.numpy_gradients import EPS
 from cuflash.numpy_scores import philox4x32
+from cuflash.problem import accum_of
 
 Array = Any
 
@@ -39,11 +41,6 @@ SMALL = 1024
 ROUNDINGS, ACCUMULATIONS = 8, 256
 
 
-def numpy_dtype(name: str) -> np.dtype:
-    """Of a name."""
-    return bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
 # Positions in the pool are multiples of this: TMA wants arrays aligned.
 ALIGNED_ELEMENTS = 128
 
@@ -51,7 +48,7 @@ ALIGNED_ELEMENTS = 128
 @lru_cache(maxsize=2)
 def _normal_numbers(xp: ModuleType, dtype: str, count: int) -> Array:
     numbers = np.random.default_rng(0).standard_normal(count, np.float32)
-    return xp.asarray(numbers.astype(numpy_dtype(dtype)))
+    return xp.asarray(numbers.astype(dtype_of(dtype)))
 
 
 class Inputs:
@@ -205,9 +202,7 @@ def _kept(batch: int, head: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarr
 
 def limit(dtype: str) -> float:
     """The error above which a result counts as wrong."""
-    accum = np.finfo(np.float64 if dtype == "float64" else np.float32).eps
-    bits = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}[dtype]  # of the mantissa
-    return float(ROUNDINGS * 2.0**-bits + ACCUMULATIONS * accum)
+    return ROUNDINGS * EPS[dtype] + ACCUMULATIONS * EPS[accum_of(dtype)]
 
 
 @dataclass
@@ -310,8 +305,7 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
 
 def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:
     # A tf32 score is as far off as its products are.
-    dtype = "float16" if "tf32" in cell.options else "float64" if cell.dtype == "float64" else "float32"
-    tolerance = limit(dtype)
+    tolerance = limit("float16" if "tf32" in cell.options else accum_of(cell.dtype))
     if not np.allclose(lse, truth, rtol=tolerance, atol=tolerance):
         raise ArithmeticError(f"{cell.name}: lse is wrong by {np.abs(lse - truth).max():.3g}")
 
