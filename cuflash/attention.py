@@ -332,7 +332,6 @@ def _backward(
     out: Sequence[Array | None] | None,
     grads: Sequence[str] | None,
 ) -> Gradients:
-    """The gradients, from dout, the result, lse and dlse."""
     known = None
     if out is None or (isinstance(out, (tuple, list)) and out):
         known = metadata(f"backward, {grads!r}", (*further, *inputs), options, out or ())

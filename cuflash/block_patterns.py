@@ -313,7 +313,7 @@ class Patterns:
         causal: bool,
         heads_differ: bool = False,
     ) -> BlockMask:
-        """The mask of a pattern; heads that do not differ share the bits of one."""
+        """Heads that do not differ share the bits of one."""
         heads, block_size = check_count("heads", heads, 1), check_block_size(block_size)
         check_window(causal, None)
         shape = (1, heads if heads_differ else 1, seqlen_q, seqlen_k)

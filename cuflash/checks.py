@@ -256,7 +256,6 @@ class Distances(NamedTuple):
 
 
 def _extent(x: Array) -> tuple[int, int]:
-    """The bytes that an array covers, from its address on."""
     reaches = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
     return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + x.dtype.itemsize
 

@@ -309,7 +309,6 @@ def _absent(name: str) -> bool:
 
 
 def _of_cupy(cupy: Any) -> dict[str, str]:
-    """What CuPy does not find."""
     try:
         nvrtc = cupy.cuda.nvrtc.getVersion()
     except Exception as error:  # whatever CuPy raises where a library cannot be loaded

@@ -176,7 +176,6 @@ def _train_with_progress(model: CharGPT, corpus: Corpus) -> _History:
 
 
 def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
-    """On the first layer's q, k and v of one long text."""
     indices = model.xp.asarray(corpus.validation[None, :COMPARED_SEQLEN])
     w = model.parameters
     q, k, v = model.heads(w, 0, model.embed(w, indices), indices.shape)

@@ -34,7 +34,6 @@ class Gradient(Kernel):
 
 
 def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
-    """What plans choose by, of a kernel that copies these arrays."""
     return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
 
 

@@ -156,7 +156,6 @@ def _dtype_of(dtype: Any) -> np.dtype:
 
 
 def _common_dtype(arrays: list[Array]) -> Any:
-    """The dtype that holds the values of all."""
     dtypes = {x.dtype.name: x.dtype for x in arrays}
     if len(dtypes) == 1:
         return arrays[0].dtype

@@ -229,7 +229,6 @@ def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:
 
 
 def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspace) -> tuple[Visible, Cut | None]:
-    """What of a tile is visible, and `Scores.cut`."""
     o, heads = tiling.operands, tile.block.heads
     cut = _cut(tiling, tile, workspace) if tile.is_cut else None
     if cut is not None and cut.visible is None:

@@ -213,7 +213,6 @@ class Tiling:
                     yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
 
     def _seeing_rows(self, block: Block, key: int, key_stop: int) -> Block:
-        """Those that by position see one of the keys."""
         if block.heads.stop - block.heads.first > 1:
             return block
         p, diagonal = self.problem, block.sequence.diagonal
@@ -253,7 +252,6 @@ class Tiling:
 
 
 def _packed(cu_seqlens: Any, total: int) -> tuple[list[int], list[int]]:
-    """Starts and sizes, clamped to the array."""
     edges = np.clip(cu_seqlens.astype(np.int64), 0, total)
     return edges[:-1].tolist(), np.maximum(np.diff(edges), 0).tolist()
 

@@ -255,7 +255,6 @@ def of_rows(config: Config, entry: str) -> Config:
 
 
 def _is_short(problem: AttentionProblem) -> bool:
-    """Whether a tile of keys walks few queries, on average."""
     rows = problem.seqlen_q // max(problem.batch, 1) if problem.packed else problem.seqlen_q
     walked = rows // 2 if problem.window_right is not None else rows
     return walked * problem.group_size <= _SHORT

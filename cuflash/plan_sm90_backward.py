@@ -340,7 +340,6 @@ def _seen(problem: AttentionProblem) -> int:
 
 
 def _has_short_walks(problem: AttentionProblem) -> bool:
-    """Whether the steps of a diagonal count."""
     return "has_window" in flags_of(problem) and _seen(problem) <= _SHORT
 
 

@@ -150,7 +150,7 @@ def _repeats(call: Any) -> int:
 
 
 def _compile(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
-    """Call cuflash once on every cell, so that nothing is compiled while others are timed."""
+    """So that nothing is compiled while others are timed."""
 
     def call(cell: Cell) -> None:
         try:

@@ -130,7 +130,6 @@ def naive_calls(inputs: Inputs) -> Calls:
 
 
 def _products(xp: ModuleType) -> Callable[..., Array]:
-    """Products of stacks of matrices: on a GPU by cuBLAS in the matrices' own dtype."""
     if xp is np:
         return np.matmul
     try:
@@ -198,7 +197,6 @@ def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> A
 
 
 def _orientation(cublas: Any, x: Array) -> tuple[int, int]:
-    """Whether cuBLAS has to transpose, and the distance between rows (or columns)."""
     rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
     return (cublas.CUBLAS_OP_N, rows) if columns == 1 else (cublas.CUBLAS_OP_T, columns)
 

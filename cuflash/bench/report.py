@@ -110,7 +110,7 @@ class Stopwatch:
         return times
 
     def _count(self, call: Call) -> tuple[int, bool]:
-        """How many calls fill the budget, and whether they are too short to be launched one by one."""
+        """Calls that fill the budget, and whether they are too short to be launched one by one."""
         call()  # compiles, and fills caches
         once = min(self._times(call, 2, False))
         return int(np.clip(self.budget_ms / once, MIN_CALLS, MAX_CALLS)), once < SHORT_MS
@@ -162,7 +162,6 @@ def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> d
 
 
 def _commit() -> str | None:
-    """Of this checkout, marked if it was changed since."""
     here = str(Path(__file__).parent)
     return _first_line("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
