@@ -1,5 +1,5 @@
-// One thread block owns a tile of dbias and walks all scores that it was added to. The walk may be split over blocks,
-// whose parts `reduce_bias` adds in order. What stands before has said how the sums of a tile grow: BiasTile.
+// A block owns a tile of dbias and walks all scores that it was added to, or a part of them: `reduce_bias` adds parts
+// in order. What stands before has said how the sums of a tile grow: BiasTile.
 #include "mask.cuh"
 
 constexpr int SUMS_STRIDE = BLOCK_N + 1;  // rows in different banks

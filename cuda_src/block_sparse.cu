@@ -7,8 +7,8 @@ namespace {
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WORDS = CANONICAL / WARP;  // 32-bit words in one row of a block
-constexpr int UNNUMBERED = 0;            // the slot of a partial block before it has its number
-constexpr int ROWS_PER_VOTE = 8;         // rows that are read before a vote
+constexpr int UNNUMBERED = 0;            // a partial block
+constexpr int ROWS_PER_VOTE = 8;
 constexpr int SCAN_THREADS = 1024;
 constexpr int SCAN_ITEMS = 8;  // slots that one thread numbers per round
 static_assert(CANONICAL % WARP == 0 && SCAN_THREADS % WARP == 0);
@@ -177,11 +177,10 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
 }
 
 // The bits of the partial blocks in the order of fragments: a word for each thread of four warps, a bit for each
-// element of its fragment of 64 queries x 64 keys or, where tiles stay with keys, 64 keys x 64 queries. One warp per 32
-// words.
+// element of its fragment of 64 queries x 64 keys or, where tiles stay with keys, the reverse. One warp per 32 words.
 extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, int rows_are_queries,
                                       unsigned* key_bits) {
-  constexpr int WARPS = CANONICAL / 16;  // of a warpgroup, each with 16 rows
+  constexpr int WARPS = CANONICAL / 16;
   const long long warp = warp_in_grid();
   if (warp >= num_partial * WARPS) return;
   const int lane = lane_in_warp(), first_row = static_cast<int>(warp % WARPS) * 16 + lane / 4;

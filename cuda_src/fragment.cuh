@@ -1,4 +1,4 @@
-// Where the elements of a warp's accumulators stand: 16 rows of mma.sync, or a warp's 16 of the 64 rows of wgmma.
+// Where the elements of a warp's accumulators stand: 16 rows of mma.sync, or of the 64 of wgmma.
 // Element e of N / 2 is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
 #pragma once
 #include "params.cuh"

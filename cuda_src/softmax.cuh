@@ -22,7 +22,7 @@ DEVICE Accum max_of_row(Accum x) {
 // The weight of score s in a row whose maximum (or lse) is `reference`.
 DEVICE Accum weight(Accum s, Accum reference) { return exp_2((s - reference) * LOG2_E); }
 
-// State of ROWS rows, each shared by THREADS threads; every thread keeps its own part of the sum.
+// ROWS rows, each shared by THREADS threads, which keep parts of the sum.
 template <int ROWS, int THREADS>
 struct OnlineSoftmax {
   Accum maximum[ROWS], sum[ROWS];

@@ -11,8 +11,8 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
-// So many that those of a head are some steps apart, as they add to a tile of queries one after the other. Queries are
-// walked from the last, which all tiles of keys see under a diagonal.
+// So many that those of a head, which add to a tile of queries one after the other, are some steps apart. Queries are
+// walked from the last, which all see under a diagonal.
 constexpr u32 TILES_IN_TURN = 1024;
 constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.

@@ -1,6 +1,6 @@
 // Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries; keys and
-// values are copied to shared memory while the tile before them is computed. KEY_WARPS warps have the same queries,
-// each some of a tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
+// values are copied while the tile before them is computed. KEY_WARPS warps have the same queries, each some of a
+// tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
 //
 // What stands before says how: Weights, pack, multiply_*, write_results, and what direct.cuh has.
 #pragma once

@@ -44,8 +44,8 @@ DEVICE void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
   }
 }
 
-// The same for all fragments of a warp, which goes on while the warp does. Half of them wait at `first`, half at
-// `second`, where shared memory has room for all warps'.
+// The same for all fragments of a warp, while it goes on. Half of them wait at `first`, half at `second`, where shared
+// memory has room for all warps'.
 DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
   constexpr int GROUPS = DQ_COLUMNS / 8, HALF = OWN_SUM / 2;
   first += threadIdx.x / WARP * HALF;

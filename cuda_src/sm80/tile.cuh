@@ -8,8 +8,7 @@ constexpr int NUM_THREADS = NUM_WARPS * WARP;
 constexpr int STEP = 16;  // depth of a product
 constexpr u32 VECTOR_BYTES = 16;
 
-// Copies are asynchronous where the GPU has such: complete for a thread behind wait_for_copies, for all behind a
-// barrier.
+// Complete for a thread behind wait_for_copies, for all behind a barrier.
 DEVICE void copy_float(float* to, const float* from) {
   if constexpr (ASYNC_COPIES) {
     ptx::cp_async_4(ptx::shared_address(to), from, sizeof(float));
@@ -254,9 +253,8 @@ DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, cons
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// Results by way of shared memory, so that lanes side by side store whole lines: writes a warp's accumulators, columns
-// from `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0. The rows of `staging`, or
-// those columns of them, are the warp's own.
+// Results by way of shared memory, so that lanes side by side store whole lines: a warp's accumulators, columns from
+// `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0. These of `staging` are its own.
 template <class T, int FRAGMENTS, int N>
 DEVICE void write_through(const T& staging, int column, Element* data, i64 row_stride, int row, int len, int rows,
                           int head_dim, const float (&out)[FRAGMENTS][N]) {

@@ -5,7 +5,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../fragment.cuh"
 #include "gradient_rows.cuh"
 
-// Tiles of dout and out come by TMA; the warpgroups take them in turn, so that each has buffers of its own.
+// Tiles of dout and out come by TMA; the warpgroups take turns, so that each has buffers of its own.
 constexpr int GROUPS = DOUT_STAGES < CONSUMERS ? DOUT_STAGES : CONSUMERS;
 static_assert(DOUT_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;

@@ -5,8 +5,8 @@
 #include "bias_tile.cuh"
 #include "gradient_schedule.cuh"
 
-// ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys, each hidden, visible or partial;
-// of a partial one each thread reads the bits of its own fragment in one word.
+// ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys; of a partial one each thread
+// reads the bits of its own fragment in one word.
 
 constexpr int BLOCKS_M = (BLOCK_M + CANONICAL - 1) / CANONICAL, BLOCKS_N = BLOCK_N / CANONICAL;
 constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: keys, then queries
@@ -263,8 +263,8 @@ struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
 
-// A mask of bytes, rows of which are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and then asks
-// others for those of its own elements.
+// A mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and asks others for its own
+// elements.
 struct MaskBits {
   static_assert(!HAS_MASK_VECTORS || BLOCK_M == 2 * WARP, "two queries a lane");
   static constexpr int KEYS = sizeof(uint4);

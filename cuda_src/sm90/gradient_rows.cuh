@@ -48,8 +48,7 @@ DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
 
 // dq of one head is written while tiles of keys of others are under way.
 constexpr bool DQ_BY_HEADS = PING_PONG;
-// How many of them have come to the end of a tile of keys, DQ_PARTS to each, of the KV head whose queries have a tile
-// of this number.
+// How many have come to the end of a tile of keys, DQ_PARTS to each, of the KV head whose queries have this tile.
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
   const i64 images = num_images(p);
   const u32 image = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);

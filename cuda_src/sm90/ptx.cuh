@@ -60,7 +60,7 @@ DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;"
 
 // ---- Kernels that begin before the one before them has ended
 
-// Waits until it has, and all that it wrote is there.
+// Waits until all that it wrote is there.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may begin when all thread blocks have come here, as far as there is room.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

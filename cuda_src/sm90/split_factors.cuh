@@ -54,8 +54,7 @@ DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
   }
 }
 
-// What turns products of split operands into products of rows. Plain scores keep the part of the rows, which comes with
-// what they are multiplied with anyway.
+// What turns products of split operands into products of rows. Plain scores take the part of the rows with their scale.
 struct ScoreFactors {
   // Beside rows this small others may be so large that the product with their factors alone overflows.
   static constexpr float SMALL = 0x1p-34f, RELIEF = 0x1p-60f;

@@ -7,8 +7,8 @@ constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // that sh
 constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // of a lane
 constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 
-// Exponent fields of float32. Rows below 2^-112 all take its factor: their subnormal elements are exact in a pair, and
-// factors and their inverses stay normal.
+// Exponent fields of float32. Rows below 2^-112 take its factor: their subnormal elements are exact in a pair, and
+// factors and their inverses normal.
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
 constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
 constexpr int MANTISSA_BITS = 23;
