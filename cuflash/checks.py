@@ -191,7 +191,7 @@ _MAX_WORK: Any = 1_000_000
 
 
 def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
-    """ValueError unless it can be written beside all `inputs` that are in use, other targets included."""
+    """ValueError unless it can be written beside all `inputs`, other targets included."""
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
     if target.size == 0:
@@ -221,7 +221,7 @@ def share_memory(a: Array, b: Array) -> bool:
 
 
 class _Addresses:
-    """A device array's addresses for NumPy to reason about; nothing reads them."""
+    """A device array for NumPy to reason about; nothing reads it."""
 
     def __init__(self, x: Array) -> None:
         self.__array_interface__ = {

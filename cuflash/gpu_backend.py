@@ -1,4 +1,4 @@
-"""The GPU path: the first family of kernels that takes a problem enqueues it on the current stream."""
+"""The GPU path: the first family of kernels that takes a problem enqueues it."""
 
 from __future__ import annotations
 

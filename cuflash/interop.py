@@ -1,7 +1,4 @@
-"""Which library an array is from: any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out.
-
-Nothing is copied: all goes through DLPack, or for bfloat16 in NumPy through a 16-bit view.
-"""
+"""Any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out, all without a copy."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ Array = Any
 class Library:
     """How arrays of one library come in, and how results go out.
 
-    `name` is for imports. ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release`
-    the way back.
+    ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release` the way back.
     """
 
     def __init__(self, name: str, adopt: Callable[[str, Any], Array], release: Callable[[Array], Any]) -> None:
@@ -86,7 +82,7 @@ _HERE: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def on_stream_of(library: Library, x: Array) -> AbstractContextManager[Any]:
-    """Make the caller's current device and stream CuPy's current ones while work on `x` is enqueued."""
+    """Make the caller's current device and stream CuPy's while work on `x` is enqueued."""
     if isinstance(x, np.ndarray):
         return _HERE
     import cupy

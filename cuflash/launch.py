@@ -99,7 +99,7 @@ class Further:
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Tiles of one head; packed: tile slots for every sequence and the padding beside (work_of in params.cuh)."""
+    """Tiles of one head; packed: tile slots (work_of in params.cuh)."""
     return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
 
 
@@ -152,7 +152,7 @@ class Launch:
             kernel.smem_bytes,
             kernel.begins_early,
         )
-        # A thread that launches takes one and puts it back; a list does each at once.
+        # A thread that launches takes one and puts it back, each at once.
         self._free: list[_Arguments] = []
 
     def enqueue(
@@ -179,10 +179,7 @@ _launches: dict[Any, Launch] = {}
 
 
 class Work:
-    """One pass: its arrays, and the launches and scratch memory that families ask for.
-
-    `arrays` are given to every kernel beside the operands, `others` to some.
-    """
+    """One pass: `arrays` are given to every kernel beside the operands, `others` to some."""
 
     # The operands that are plain arrays stand first.
     _INPUTS = Operands._fields[: Operands._fields.index("dropout_seed")]
@@ -291,7 +288,7 @@ class Bias(Kernel):
         return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
 
     def splits(self, problem: AttentionProblem, at_once: int) -> int:
-        """Parts of each sum, so that the long walks of a small dbias fill a GPU that has so many blocks at once."""
+        """Parts of each sum, so that a small dbias fills a GPU that has so many blocks at once."""
         tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
         return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
 

@@ -1,7 +1,6 @@
 """Workers of the CPU path: one thread a core, each with single-threaded BLAS and its own scratch memory.
 
-BLAS's own threads would fight them, and split sums by their number; so they are set to one until the last concurrent
-call ends.
+BLAS's own threads would fight them, and split sums by their number: there is one until the last concurrent call ends.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class _BlasThreads:
 
     @contextlib.contextmanager
     def single(self) -> Iterator[int]:
-        """Single-threaded BLAS within; gives the number of workers that the caller may run instead."""
+        """Single-threaded BLAS within; gives how many workers may run instead."""
         functions = _blas_functions()
         if functions is None:
             yield os.cpu_count() or 1
@@ -87,7 +86,7 @@ _MAX_REMEMBERED = 16
 
 
 class Workspace:
-    """Scratch arrays of one worker, by name; an array's contents last until its name is asked for again."""
+    """Scratch arrays of one worker, which last until their name is asked for again."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}

@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A range of query heads, whole groups or a part of one, and the KV heads that they read."""
+    """Query heads, whole groups or a part of one, and the KV heads that they read."""
 
     first: int
     stop: int
@@ -182,7 +182,7 @@ class Tiling:
         ]
 
     def blocks(self) -> list[Block]:
-        """Every block of real rows; the last rows, which see most keys when causal, come first."""
+        """Blocks of real rows; the last, which see most keys when causal, come first."""
         return [
             Block(sequence, heads, row, min(row + self.block_rows, sequence.rows))
             for sequence in self.sequences

@@ -135,7 +135,7 @@ def word_of(name: str) -> int:
 
 
 def layout_asserts() -> str:
-    """C++ that fails to compile unless the device's struct has this very layout."""
+    """C++ that asserts this layout of the device's struct."""
     assert PARAMS.names is not None
     assert PARAMS.fields is not None
     lines = [
@@ -147,7 +147,7 @@ def layout_asserts() -> str:
 
 
 def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
-    """The struct of a launch on arrays of these shapes and strides, without pointers and seed."""
+    """The struct of a launch on such arrays, without pointers and seed."""
     params = np.zeros(1, PARAMS)
     p = params[0]
     for name in TENSORS:

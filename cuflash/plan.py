@@ -1,6 +1,6 @@
 """Problem and device -> kernels, tile sizes, shared memory: THE table of kernel configurations. Pure, no CuPy.
 
-What the configurations of all families have in common stands here, too; the other tables are `plan_<family>`.
+The other families' tables are `plan_<family>`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Config(KernelConfig):
         return _SIDE * _SIDE
 
 
-# Entries in a file of another name, or in a body behind the header that says how it multiplies.
+# Entries in a file of another name, or behind the header that says how it multiplies.
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",

@@ -23,7 +23,7 @@ from cuflash.plan import (
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 WARP = 32
-# Which keys of a tile are seen, and the alignment of what stands before.
+# Which keys are seen, and the alignment before.
 SMEM_BESIDE_TILES = 256
 # What the driver takes of a multiprocessor's shared memory for each thread block.
 _RESERVED_SMEM = 1024

@@ -177,7 +177,7 @@ def backward_config(
         of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
     # Additions of dq are what wide heads wait for. A pair needs room for the keys of both, and for gradients of scores
-    # from the other block and for it.
+    # of the other block.
     of_other = row.block_n * (row_bytes + (row.ds_stages + 1) * row.block_m * HALF_BYTES)
     pair = 1
     if row in BACKWARD and row.entry == WIDE and not deterministic:
@@ -251,8 +251,8 @@ def backward(
 ) -> Config | None:
     """The Hopper kernels for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
-    The arrays are those that are read: their addresses are multiples of 16 bytes. Results may lie anywhere. `bias`,
-    `dbias` where it is wanted, and `mask` are given if their addresses are such multiples, too.
+    The arrays are those that are read: their addresses are multiples of 16 bytes, and those of `bias`, `mask` and a
+    wanted `dbias`, if they are given. Results may lie anywhere.
     """
     if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
         return None

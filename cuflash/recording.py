@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 Array = Any
 Addresses = list[int]
-# Where the GPU path runs on NumPy arrays: the tests' device.
+# The tests' device, whose arrays are NumPy's.
 host_device: Device | None = None
 _VALUES = (bool, int, float, str, type(None))
 
 
 class Launch(Protocol):
-    """A kernel with all of its launch that does not change from call to call."""
+    """What does not change of a kernel's launch from call to call."""
 
     pointer_words: tuple[int, ...]
 
     def enqueue(self, addresses: Addresses, places: Iterable[tuple[int, int]], seed: int | None, stream: int) -> None:
-        """Enqueue it; `places` are pairs: where a pointer stands among the parameters, and in `addresses`."""
+        """`places` are pairs: where a pointer stands among the parameters, and in `addresses`."""
 
 
 class Metadata(NamedTuple):
-    """A call's arguments: all that the checks look at as a key, and what may differ beside it."""
+    """A call's arguments: as a key all that is checked, and what may differ beside it."""
 
     key: tuple[Any, ...]
     addresses: Addresses
@@ -185,8 +185,8 @@ _free: dict[tuple[int, int], list[Block]] = {}
 def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
     """A block of at least `size` bytes for a call that is captured.
 
-    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left, and
-    that is for arrays of the caller.
+    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left, for
+    the caller's arrays.
     """
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]
@@ -252,8 +252,8 @@ class Recording:
     ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
-        `arguments` are the arrays whose addresses `call` has, in their order; `targets` are as there. A result that is
-        not wanted, or a target that was not given, is None.
+        `arguments` are the arrays whose addresses `call` has, in their order; `targets` are as there. What is not
+        wanted or not given is None.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]

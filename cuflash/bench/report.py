@@ -1,4 +1,4 @@
-"""What a run measures and leaves behind: times, where it ran, a table, JSON and a picture."""
+"""What a run leaves behind: times, where it ran, a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Stopwatch:
 
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
-    """By which command, where and with what a run is made; `commit` if given, else that of the checkout."""
+    """How and where a run is made; `commit` if given, else that of the checkout."""
     facts: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
