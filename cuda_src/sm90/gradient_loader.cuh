@@ -6,8 +6,8 @@
 #include "gradient_rows.cuh"
 #include "gradient_schedule.cuh"
 
-// Rows that must not count become 0 in shared memory, as 0 * NaN would count: padded queries, and keys that no query sees.
-// Beyond the end of an array TMA has written zeros.
+// Rows that must not count become 0 in shared memory, as 0 * NaN would count: padded queries, and keys that no query
+// sees. Beyond the end of an array TMA has written zeros.
 
 // Rows [begin, end) of a tile count.
 struct CountedRows {
