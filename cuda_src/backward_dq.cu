@@ -1,4 +1,4 @@
-// dq, and each row's part of the slopes' gradient: one thread block walks the keys that BLOCK_M queries see.
+// dq, and each row's part of the slopes' gradient: a block walks the keys that BLOCK_M queries see.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM / SIDE;

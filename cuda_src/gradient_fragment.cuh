@@ -64,8 +64,7 @@ struct NoMoreBits {
   static constexpr bool HIDES = false;
 };
 
-// 16 keys from first_key on and queries from first_row on. What options need is read where it is used: registers are
-// scarce.
+// 16 keys from first_key on and queries from first_row on. Options are read where they are used: registers are scarce.
 struct GradientFragment {
   const AttentionParams& p;
   const Sequence& s;

@@ -77,10 +77,8 @@ constexpr Accum LOG2_E = 1.4426950408889634;
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes)
 
 // NVRTC has no offsetof; its front end has a constant address instead.
-#ifdef __CUDACC_RTC__
+#ifndef OFFSET_OF
 #define OFFSET_OF(type, member) (u64)(__INTADDR__(&((type*)0)->member))
-#else
-#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
 #endif
 
 // An array (batch, seqlen, num_heads, head_dim) whose last axis is contiguous; packed: batch stride 0.

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
 }
 
 // One attention from its parts over disjoint keys: out = sum of w out_parts with w = exp(lse_part - lse) (Dao et al.
-// 2022, section 3.1). One block a row, one thread a column; the order is that of the parts.
+// 2022, section 3.1). One block a row, one thread a column.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
   const Work work = work_of<false>(p, 1, p.num_heads_q, false);
   const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;

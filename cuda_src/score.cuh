@@ -1,5 +1,4 @@
-// From q.k to the score of an element, and back: the order is scale, softcap, bias, alibi. And which weights dropout
-// keeps.
+// From q.k to the score of an element, and back: scale, softcap, bias, alibi. And which weights dropout keeps.
 #pragma once
 #include "params.cuh"
 #include "sm80/ptx.cuh"

@@ -127,9 +127,8 @@ struct FragmentSoftmax {
     }
   }
 
-  // The same in two halves, for scores of which shift[r] has been left out in row r, so that weights can be found a few
-  // at a time. First, whether earlier results are to be multiplied: EVERY growth of the maximum is followed, or only
-  // large ones.
+  // The same in two halves, for scores without shift[r], so that weights can be found a few at a time. First, whether
+  // earlier results are to be multiplied: EVERY growth of the maximum is followed, or only large ones.
   template <bool EVERY>
   DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2] = {x[0], x[2]};

@@ -185,8 +185,8 @@ struct ChunkPair {
   }
 };
 
-// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights. The caller
-// has fetched the first chunk; `next` starts what is needed behind this product, when the last one has arrived.
+// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]: scores, and the gradient of the weights. The first
+// chunk is fetched; `next` starts what is needed behind this product, when the last one has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
                                 ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a, const Rows& b,

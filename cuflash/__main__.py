@@ -10,7 +10,7 @@ from importlib import import_module
 
 from cuflash import __version__
 
-# Modules with add_arguments(parser) and run(args) -> exit status or, by the ending, add_info_arguments and run_info.
+# Modules with add_arguments(parser) and run(args) -> exit status; names may have an ending.
 _COMMANDS = {
     "info": (
         "cuflash.compile_cli",

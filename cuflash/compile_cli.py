@@ -1,4 +1,4 @@
-"""``python -m cuflash compile`` and ``info``: which kernels there are, what they need, and which a problem takes."""
+"""``python -m cuflash compile`` and ``info``: what kernels need, and which a problem takes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every kernel compiled, without spills where that can be seen; 1 if not; 2 if something is missing."""
+    """Return 0 if every kernel compiled, without spills where these show; 1 if not; 2 if something is missing."""
     try:
         import cupy
     except ImportError:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def configs(
     args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool
 ) -> Iterator[KernelConfig]:
-    """The kernels that the arguments select, where a thread block has `limit` bytes."""
+    """The kernels that the arguments select; a thread block has `limit` bytes."""
     tables: list[Iterator[tuple[KernelConfig, str]]] = [table(limit)]
     tables += [family.table(capability, limit) for family in (plan_sm80, plan_sm80_backward, plan_wide)]
     if has_wgmma:

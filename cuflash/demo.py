@@ -52,7 +52,7 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and report; 1 if the validation loss missed its mark, 2 if something needed is not there."""
+    """Train and report; 1 if the validation loss missed its mark, 2 if something is missing."""
     try:
         import matplotlib  # noqa: F401  # fail now, not after the training
         import tqdm  # noqa: F401
@@ -186,7 +186,7 @@ def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
 
 
 def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
-    """Causal attention of (batch, seqlen, heads, dim) arrays with whole seqlen x seqlen matrices in memory."""
+    """Causal attention of (batch, seqlen, heads, dim) arrays with whole matrices in memory."""
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     position = np.arange(q.shape[2], like=q)
@@ -208,7 +208,7 @@ def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
 def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
     """Greatest errors of out, dq, dk and dv against float64, and the peak of memory in bytes, by name.
 
-    Arrays are (batch, seqlen, heads, dim). The gradient that flows back is the output itself.
+    The gradient that flows back is the output itself.
     """
     out, backward = naive_attention_vjp(*(x.astype("float64") for x in (q, k, v)))
     dout = out.astype(q.dtype)

@@ -10,7 +10,7 @@ from cuflash.recording import Recording
 
 
 def _by_halves(work: Work) -> bool:
-    """Write out half of its columns at a time; False where no kernel takes as many."""
+    """Write out by halves of its columns; False where no kernel takes these."""
     half = of_half(work.problem).head_dim_v
     parts = work.of_values(slice(half)), work.of_values(slice(half, None))
     return all(launch_split.forward(part) or launch_sm80.forward(part) for part in parts)

@@ -149,7 +149,7 @@ def _adopt_any(name: str, x: Any) -> Array:
 
 
 def _any_releaser(x: Any) -> Callable[[Array], Any]:
-    """Back into x's library, through the array API's `from_dlpack` or Numba's view of a CUDA array."""
+    """Back into x's library, through its `from_dlpack` or Numba's view of a CUDA array."""
     root = type(x).__module__.partition(".")[0]
     if root == "numba":
         from numba import cuda

@@ -26,7 +26,7 @@ OPTIONS = ("--std=c++17",)
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # Before, NVRTC takes CuPy's -arch beside ours for an error.
 OWN_ARCH_SINCE = (12, 9)
-# Set, Hopper takes the kernels of other GPUs, for tests and measurements.
+# Set, Hopper takes the kernels of other GPUs, for tests.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
@@ -74,7 +74,7 @@ class Device(Protocol):
         """Describe an array for TMA: `params.encode_tensor_map`."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Array:
-        """An uninitialised array in C order, in `memory` of `scratch` if that is given."""
+        """An uninitialised array, in `memory` of `scratch` if that is given."""
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
@@ -303,7 +303,7 @@ class Report:
 
 
 def compile_for(arch: str, source: str, name: str) -> Report:
-    """Compile a source text for `arch` (``"sm_90a"``, ...) by NVRTC alone; RuntimeError with the log if it fails."""
+    """Compile for `arch` (``"sm_90a"``, ...) by NVRTC alone; RuntimeError with the log if it fails."""
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
@@ -362,7 +362,7 @@ def _constants_text(constants: Any) -> str:
 
 
 def inlined(paths: str) -> str:
-    """The text of one or several cuda_src/<path>, every quoted include inlined where it is first met."""
+    """The text of some cuda_src/<path>, every quoted include inlined where it is first met."""
     seen: set[str] = set()
     return "".join(_inlined(path, seen) for path in paths.split())
 

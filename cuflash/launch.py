@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def begins_early(self) -> bool:
-        """Whether it may begin before the kernel before it has ended, for which it waits by itself."""
+        """Whether it may begin before the one before it has ended, for which it waits by itself."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class Further:
         self.values = tuple(values)  # as they are at first
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Bring a launch's arguments up to date: those at `begins`, and members of the struct."""
+        """Bring arguments up to date: those at `begins`, and members of the struct."""
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
@@ -356,7 +356,7 @@ def delta(work: Work, arrays: Arrays) -> None:
 
 
 def gradients(work: Work, grads: Arrays) -> None:
-    """Write the gradients in `grads`; delta is there, and perhaps each row's part of the slopes'."""
+    """Write `grads`; delta is there, and perhaps each row's part of the slopes'."""
     problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
     by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
     if "q" in grads:

@@ -1,4 +1,4 @@
-"""Both passes by mma.sync; backward with kernels before and behind, or (float64, float32) without."""
+"""Both passes by mma.sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of Hopper's float32 kernels: work space with operands in float16 parts, and maps of it."""
+"""Hopper's float32 kernels: work space with operands in float16 parts, and maps of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LANES = 32
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 _ROW_ALIGNMENT = 4
 _COLUMN_CLASSES = (64, 128, 256)
-# Factors of a whole tile of keys are copied, also beyond the last row.
+# Factors of whole tiles of keys are copied.
 _FACTOR_ROWS = 128
 
 
@@ -65,7 +65,7 @@ class WorkSpace:
         for name, (rows, heads), head_dim, parts in tensors:
             panels = math.ceil(head_dim / _PANEL)
             if problem.packed:
-                # Sequences, and the padding before and behind them, begin at multiples: split_begin.
+                # Sequences and the padding beside them begin at multiples: split_begin.
                 rows = (rows // _ROW_ALIGNMENT + problem.batch + 3) * _ROW_ALIGNMENT
             factor_rows = (math.ceil(rows / _FACTOR_ROWS) + 1) * _FACTOR_ROWS
             count = images(problem, heads)

@@ -169,7 +169,7 @@ class _Main:
         self.grads = grads
         self.order = InOrder()
         self.kv_sums: dict[str, Array] = {}
-        # Few numbers, sums of many: kept in float64.
+        # Few numbers, sums of many.
         self.head_sums: dict[str, Array] = {
             name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
         }

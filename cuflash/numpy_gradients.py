@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """The gradients of a tile of scores, in scratch memory, and the operands of what follows from them.
+    """The gradients of a tile of scores, in scratch memory, and the operands of what follows.
 
     What is hidden from all rows or keys is 0 in the operands: NaN would come through a product with 0.
     """

@@ -30,7 +30,7 @@ Visible = Array | Literal[True] | None
 
 
 class Cut(NamedTuple):
-    """What causal and a window leave of a tile, kept for the next tile of the same place."""
+    """What causal and a window leave of a tile, for the next one of the same place."""
 
     visible: Visible  # (1, keys, 1, rows)
     rows: slice  # where something is hidden
@@ -170,7 +170,7 @@ def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
 
 
 def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
-    """The scores of a tile; None if all of them are hidden, those that are hidden else hold anything.
+    """The scores of a tile, of which hidden ones hold anything; None if all are hidden.
 
     k is (KV heads, keys, head_dim), q (KV heads, head_dim, query heads of each * rows).
     """

@@ -19,11 +19,11 @@ from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
 
-# A tile of scores stays in the last cache, and threads seldom wait for the interpreter's lock. No powers of 2: rows of
-# scores would share cache sets.
+# A tile of scores stays in the last cache, and threads seldom wait for the interpreter's lock. Powers of 2 would share
+# cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
-# Where causal or a window cuts through, narrower tiles take only the rows that see some of their keys.
+# Where causal or a window cuts through, tiles take only the rows that see some of their keys.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads, unless that leaves fewer tasks than this for the cores.
 MIN_TASKS = 32
@@ -241,7 +241,7 @@ class Tiling:
             yield max(start, run_first * CANONICAL), min(stop, run_stop * CANONICAL)
 
     def of_sequence(self, x: Array, sequence: Sequence, is_kv: bool = False) -> Array:
-        """The part of an array like q (or k) from a sequence's first row (or key) on: (rows, heads, dim)."""
+        """An array like q (or k) from a sequence's first row (or key) on: (rows, heads, dim)."""
         if not self.problem.packed:
             return x[sequence.batch]
         return x[sequence.first_key :] if is_kv else x[sequence.first_row :]

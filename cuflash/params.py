@@ -14,7 +14,7 @@ import numpy as np
 from cuflash.problem import Array, AttentionProblem
 
 Arrays = dict[str, Array]
-# Bytes of a swizzled row in shared memory, and what addresses and strides are multiples of.
+# Bytes of a swizzled row, and what addresses and strides are multiples of.
 SWIZZLE_BYTES = 128
 ALIGNMENT = 16
 

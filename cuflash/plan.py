@@ -38,7 +38,7 @@ class KernelConfig:
     element: str  # C++ type of q, k, v
     accum: str
     bias_element: str
-    head_dim: int  # class: accumulators are this wide; 0 where the kernel does not depend on it
+    head_dim: int  # class: accumulators are this wide; 0 where it does not matter
     head_dim_v: int
     block_m: int  # queries of a tile
     block_n: int  # keys
@@ -280,7 +280,7 @@ def config_of(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """Whether the scale may be folded into the conversion to base 2 without overflows of its own."""
+    """Whether the scale may join the conversion to base 2 without overflows of its own."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
@@ -329,7 +329,7 @@ TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", 
 
 
 def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype: each row plain, with visibility options and with all flags."""
+    """Every kernel for a GPU, with its dtype: rows plain, with visibility options and with all flags."""
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):

@@ -25,7 +25,7 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 WARP = 32
 # Which keys are seen, and the alignment before.
 SMEM_BESIDE_TILES = 256
-# What the driver takes of a multiprocessor's shared memory for each thread block.
+# What the driver takes of shared memory for each thread block.
 _RESERVED_SMEM = 1024
 
 

@@ -247,7 +247,7 @@ def configs(
 
 
 def of_rows(config: Config, entry: str) -> Config:
-    """Of the kernel before or behind: the same for all options. In larger blocks the former's reads wait for others."""
+    """Of the kernel before or behind, for all options. In larger blocks the former's reads wait for others."""
     of_all: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
     of_all |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps

@@ -74,10 +74,7 @@ CAPABILITIES: dict[str, tuple[Capability, ...]] = {
 
 @dataclass(frozen=True)
 class GradientRow:
-    """Tiles for head dims up to this, whose rows stay with a thread block and whose columns it walks.
-
-    Plain or with a window, and with other options.
-    """
+    """Tiles for head dims up to this, whose rows stay with a block: plain or with a window, and with other options."""
 
     head_dim: int
     key_kernels: tuple[str, ...]

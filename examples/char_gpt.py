@@ -77,7 +77,7 @@ class Corpus:
         return "".join(self.characters[i] for i in numbers)
 
     def unigram_loss(self) -> float:
-        """Entropy in nats of the held-out characters: the least loss of any model that ignores the context."""
+        """Entropy in nats of the held-out characters: the least loss without the context."""
         counts = np.bincount(self.validation)
         p = counts[counts > 0] / len(self.validation)
         return float(-np.sum(p * np.log(p)))
@@ -153,7 +153,7 @@ class CharGPT:
         return cross_entropy(self(parameters, windows[:, :-1]), windows[:, 1:])
 
     def validate(self, characters: Array) -> float:
-        """Mean loss over all of `characters`, in windows of the context's length that start without a past."""
+        """Mean loss over `characters`, in windows of the context's length."""
         context, batch = self.config.context, self.config.batch
         count = (len(characters) - 1) // context
         starts = np.arange(count)[:, None] * context
@@ -211,7 +211,7 @@ class Optimizer:
 
 
 def orthogonalised(x: Array) -> Array:
-    """Roughly U V^T of the singular value decomposition x = U S V^T, by Muon's quintic Newton-Schulz iteration."""
+    """Roughly U V^T of x = U S V^T, by Muon's quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315  # chosen there to lift small singular values fast
     wide = x if x.shape[0] <= x.shape[1] else x.T
     y = wide / (np.linalg.norm(wide) + 1e-7)

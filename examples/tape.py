@@ -14,7 +14,7 @@ it needs in its closure. ``cuflash.attention_vjp`` has this form, so attention j
 :meth:`Tape.gradient` applies the chain rule, the last record first. Called on plain arrays a lifted function records
 nothing, so the same model code trains and infers.
 
-CuPy arrays work as well: NumPy's functions hand foreign arrays to their own library.
+CuPy arrays work, too: NumPy's functions hand them to their own library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Operands as they lie in their arrays. split_tile.cuh says the same of those that come in parts.
+// Operands as they lie in their arrays; split_tile.cuh has those in parts.
 #pragma once
 #include "../params.cuh"
 #include "tile.cuh"

@@ -1,5 +1,4 @@
-// Tiles of queries by their numbers, and the sum of dq: numbered tiles of BLOCK_M queries whose elements have the order
-// of the fragments that are added to them.
+// The sum of dq: numbered tiles of BLOCK_M queries whose elements have the order of the fragments that are added.
 #pragma once
 #include "../params.cuh"
 #include "../sm90/ptx.cuh"
@@ -68,8 +67,8 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
   }
 }
 
-// With an order, that of the keys, a warp adds its part of a tile when those of all tiles of keys before are there.
-// Before all turns it is counted how many blocks have begun.
+// With an order, that of the keys, a warp adds its part of a tile when all before are there. In front of all turns
+// stands how many blocks have begun.
 static_assert(NUM_WARPS <= TURNS, "each has a turn");
 DEVICE int* dq_turn_at(const AttentionParams& p, i64 tile) {
   return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;

@@ -28,8 +28,8 @@ DEVICE void finish_copies() {
   __syncthreads();
 }
 
-// ROWS x COLUMNS elements at a shared address, row by row. Vectors of 16 bytes trade places within 128 bytes (less
-// where rows are no multiples of that), so that the eight rows of a matrix of ldmatrix lie in different banks.
+// ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes (less where rows are
+// no multiples of that), so that the eight rows of a matrix of ldmatrix lie in different banks.
 template <int ROWS, int COLUMNS>
 struct Tile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;

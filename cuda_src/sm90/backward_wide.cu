@@ -37,8 +37,8 @@ struct SharedStorage {
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
-// The blocks of a pair compute dq for the keys of both in every other step and send each other what that takes: half as
-// much is added in memory, for which all wait.
+// The blocks of a pair compute dq for the keys of both in every other step: half as much is added in memory, for which
+// all wait.
 DEVICE bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
 struct Rings {

@@ -1,5 +1,4 @@
-// A bias in tiles that TMA brings: panels of 128 bytes, each with its rows one after the other in the 128-byte swizzle.
-// One that is the same for all queries has one row.
+// A bias in tiles that TMA brings (products.cuh). One that is the same for all queries has one row.
 #pragma once
 #include "../fragment.cuh"
 #include "products.cuh"

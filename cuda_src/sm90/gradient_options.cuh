@@ -1,5 +1,4 @@
-// Options as the gradients meet them, with few registers: masks as bits, a bias in tiles that TMA brings, softcap's
-// derivative.
+// Options as the gradients meet them, with few registers: masks as bits, a bias in tiles, softcap's derivative.
 #pragma once
 #include "../gradient_fragment.cuh"
 #include "bias_tile.cuh"

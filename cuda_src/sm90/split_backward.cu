@@ -1,5 +1,4 @@
-// Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh. A
-// fragment's rows are what stays, so gradients need no exchange between warps.
+// Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh.
 #include "products.cuh"
 
 constexpr int PAIR = 1;  // no clusters

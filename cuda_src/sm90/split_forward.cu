@@ -24,7 +24,7 @@ struct SplitSoftmax {
     }
   }
 
-  // Turns scores into weights; rescale[r] is what earlier results of row r are to be multiplied with.
+  // As OnlineSoftmax::step.
   DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -24,7 +24,7 @@ from cuflash.bench.report import Result, Stopwatch
 from cuflash.compile_cli import first_line, in_parallel
 from cuflash.numpy_threads import BLAS_THREADS
 
-# Calls that a deterministic backward has to repeat bit by bit.
+# Calls whose bits a deterministic backward repeats.
 REPEATS = 50
 GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
@@ -175,7 +175,7 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[
 
 
 def namespace(device: str | None) -> ModuleType | None:
-    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if that is not what was asked for."""
+    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if that was not asked for."""
     if device == "cpu":
         return np
     try:

@@ -34,10 +34,10 @@ WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 Errors = dict[str, dict[str, float]]
 
 SAMPLES = 32
-# Of shorter sequences every row and key is taken: mean errors are those of a whole head.
+# Of shorter sequences every row and key is taken.
 SMALL = 1024
-# Largest error over the largest value, in roundings of the dtype and of float32's accumulation: several times what
-# right kernels show, and far less than a wrong index gives.
+# Largest error over the largest value, in roundings of the dtype and of float32's accumulation: several times those of
+# right kernels, far less than a wrong index gives.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 
 

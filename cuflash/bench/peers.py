@@ -209,7 +209,7 @@ def _free_memory(xp: ModuleType) -> int:
 
 
 def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
-    """torch.nn.functional.scaled_dot_product_attention with one of its backends, or its own choice on the CPU."""
+    """torch.nn.functional.scaled_dot_product_attention with one of its backends, or its own choice."""
     torch = _import("torch")
     _import("torch.nn.attention")
     cell = inputs.cell
@@ -243,7 +243,7 @@ def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
 
 
 def fa3_calls(inputs: Inputs) -> Calls:
-    """FlashAttention-3 for Hopper, through its module ``flash_attn_interface``."""
+    """FlashAttention-3 for Hopper."""
     fa3 = _import("flash_attn_interface")
     torch = _import("torch")
     cell = inputs.cell
@@ -285,7 +285,7 @@ def _fa3_packed_calls(torch: Any, inputs: Inputs) -> Calls:
 
 
 def torch_varlen_calls(inputs: Inputs) -> Calls:
-    """FlashAttention-2 over packed sequences as torch carries it."""
+    """FlashAttention-2 over packed sequences, torch's."""
     torch = _import("torch")
     varlen = _import("torch.nn.attention.varlen")
     cell = inputs.cell

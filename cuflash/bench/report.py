@@ -23,12 +23,12 @@ from cuflash.bench.peers import PLAIN, US
 from cuflash.compile_cli import versions
 from cuflash.kernels import WITHOUT_WGMMA
 
-# A median beyond so many times the least time is no property of the kernel.
+# A median beyond so many times the least is no property of the kernel.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 # The host fills the queue behind so much work: no call waits for its launch.
 HEAD_START_BYTES = 1 << 30
-# A GPU call shorter than this may take less time than its launch.
+# Shorter GPU calls may take less time than their launch.
 SHORT_MS = 0.25
 MIN_CALLS, MAX_CALLS = 3, 100
 
@@ -92,7 +92,7 @@ class Result:
 
 
 class Stopwatch:
-    """Times calls on `xp`'s device: by events on a GPU, by the clock on the CPU."""
+    """Times calls: by events on a GPU, by the clock on the CPU."""
 
     def __init__(self, xp: ModuleType, budget_ms: float) -> None:
         self.xp = xp

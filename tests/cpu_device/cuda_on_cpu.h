@@ -37,6 +37,7 @@
 #define __restrict__ __restrict
 #undef __align__
 #define __align__(n) alignas(n)
+#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
 
 #define threadIdx (::cpu_device::current->thread_index)
 #define blockIdx (::cpu_device::current->block_index)
