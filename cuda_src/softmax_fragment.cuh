@@ -19,8 +19,7 @@ DEVICE Accum natural_log(Accum x) {
   return log_e(x);
 }
 
-// The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score, of no
-// value row.
+// The end of a row whose largest score is `top`; `sum` is the thread's part of the sum. A sink is one more score.
 DEVICE void finish_row(Accum top, Accum sum, Accum sink, Accum& inverse, Accum& lse) {
   Accum total = sum_of_row<4>(sum);
   Accum own = 1;

@@ -132,7 +132,7 @@ struct Chunk {
     }
   }
 
-  // Rows that no element of the tile sees count as 0: they may hold anything, and 0 * NaN is NaN.
+  // Rows that no element of the tile sees count as 0, also where they hold NaN.
   DEVICE void commit(Accum* to, int k, const u8* seen) const {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(f'{error}; install it with: pip install "cuflash[demo]"', file=sys.stderr)
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    # Each shard of a batch has its thread; BLAS's own would take the cores from these.
+    # Each shard of a batch has a thread; BLAS's own would take its core.
     with threadpool_limits(1, user_api="blas"):
         return _demonstrate(config, xp, args.out)
 

@@ -56,7 +56,7 @@ def widen(x: Array) -> Array:
 
 
 def _widen_float16(x: Array) -> Array:
-    """``x.astype(float32)`` in half the time: NumPy widens float16 number by number."""
+    """``x.astype(float32)`` in half the time."""
     bits = x.view(np.int16).astype(np.int32)  # the sign bit fills the upper half
     bits <<= 13  # exponent and mantissa are in place, the sign still is
     bits &= np.uint32(0x8FFFE000).view(np.int32)
@@ -106,7 +106,7 @@ def column_sums(scores: Array) -> Array:
 
 def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
     """Replace hidden elements, NaN and inf too, by 0, in place."""
-    # On the bits: NumPy's selections branch on every element, ten times as long.
+    # On the bits: NumPy's selections take ten times as long.
     bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
     np.multiply(bits, visible, out=bits)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 
-# (get, set) of NumPy's BLAS: of its own wheels (64-bit integers or not), then OpenBLAS and MKL of distributions.
+# (get, set) of NumPy's BLAS: of its own wheels, then OpenBLAS and MKL of distributions.
 _THREAD_FUNCTIONS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -36,7 +36,7 @@ _THREAD_FUNCTIONS = (
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    # What the module links to is found through it, but on Windows a file has only its own functions.
+    # What the module links to is found through it, but not on Windows.
     found = [] if sys.platform == "win32" else [Path(extension)]
     for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
         try:
@@ -137,7 +137,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def worker() -> None:
         workspace = Workspace()
-        # Hidden elements may overflow or be NaN; errstate holds for one thread only.
+        # Of hidden elements; it holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
                 with lock:

@@ -132,7 +132,7 @@ class Repeat:
             assert call.block_mask is not None
             addresses += call.block_mask.addresses(tiles, device)
         stream = device.stream()
-        # One by one, as recorded: under graph capture the pool can only give what it has given before.
+        # One by one, as recorded: under graph capture the pool only gives what it has given before.
         scratch = []
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:

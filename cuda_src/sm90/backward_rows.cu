@@ -1,5 +1,5 @@
-// Before and behind the gradients. Before: lse and delta of every query (reduce.cu) as backward.cu loads them, and
-// zeros for sums of dq whose first part is added, too, and for what is not visited of dbias.
+// Before the gradients: lse and delta of every query (reduce.cu) as backward.cu loads them, and zeros for sums of dq
+// whose first part is added, too, and for what is not visited of dbias. Behind them: dq from its sums.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "../fragment.cuh"
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Behind: dq from its sums, which have the order of fragments, a warpgroup a part.
+// Behind: dq, a warpgroup a part.
 constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
 constexpr int CHUNK = 16;  // parts
 

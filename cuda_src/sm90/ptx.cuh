@@ -173,10 +173,10 @@ template <int PENDING>
 DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// No instruction: keeps the compiler from moving accesses to registers across it.
+// Keeps the compiler from moving accesses to registers across it.
 DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
-// Nor does it know x any longer: what is computed from it is computed again instead of held in registers.
+// Nor does it know x any longer: what follows from it is computed again instead of held in registers.
 DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.

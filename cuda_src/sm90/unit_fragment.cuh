@@ -91,7 +91,7 @@ struct SlopeProduct<false> {
 constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
 constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // of a row
 constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's elements
-// With other options or wide results registers are too scarce to hold a mask's bytes beside the products.
+// With other options or wide results registers are too scarce for a mask's bytes beside the products.
 constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
 static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
 // Blocks of a block mask's store that a tile of keys may lie in: it begins at a multiple of 32 in the first one.
