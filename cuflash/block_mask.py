@@ -307,7 +307,8 @@ class BlockMask(Patterns):
         made = self._on_device.get(device)
         if made is None:
             slots, bits = self._store.slots, self._store.bits
-            made = self._on_device[device] = OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits)))
+            # Threads that come at once use the same, or one's memory would be free while others read it.
+            made = self._on_device.setdefault(device, OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits))))
         return made.get()
 
     def tile_lists(
@@ -328,9 +329,8 @@ class BlockMask(Patterns):
         lists = self._lists.get(key)
         if lists is None:
             slots, bits = self.arrays(xp)
-            lists = self._lists[key] = OnDevice(
-                xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, of_keys)
-            )
+            made = OnDevice(xp, lambda: list_tiles(xp, launch, slots, bits, *self.shape[2:], block_m, block_n, of_keys))
+            lists = self._lists.setdefault(key, made)  # as above
         return lists.get()
 
     def addresses(self, tiles: tuple[tuple[int, int, bool | None], ...], device: Device) -> list[int]:

@@ -280,14 +280,15 @@ class OnDevice(Generic[Made]):
 
     def get(self) -> Made:
         """The arrays, ready for use on the current stream."""
-        if self._complete is not None:
+        complete = self._complete  # another thread may find it done meanwhile
+        if complete is not None:
             stream = self._stream_of()
             # A capture may neither ask for nor wait on work outside of it: what it needs was made before it began.
             if not stream.is_capturing():
-                if self._complete.done:
+                if complete.done:
                     self._complete = None
                 else:
-                    stream.wait_event(self._complete)
+                    stream.wait_event(complete)
         return self._made
 
 

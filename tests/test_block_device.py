@@ -233,6 +233,35 @@ def test_other_streams_wait_for_the_arrays_and_the_host_does_not() -> None:
     assert capture.waited_for == third.waited_for == []
 
 
+def test_another_thread_may_find_the_arrays_complete_first() -> None:
+    class Interrupted(Stream):
+        def is_capturing(self) -> bool:
+            cupy.current = Stream()
+            made.get()
+            return False
+
+    cupy = Namespace(Stream())
+    made = block_store.OnDevice(cupy, lambda: "arrays")
+    event: Any = made._complete
+    event.done = True
+    cupy.current = Interrupted()
+    assert made.get() == "arrays"
+    assert made.is_complete
+
+
+def test_threads_that_list_tiles_at_once_use_the_same_lists() -> None:
+    mask = BlockMask.from_dense(np.ones((100, 100), bool))
+    of_others: list[Any] = []
+
+    def get_kernel(*_: Any) -> Any:
+        if not of_others:
+            of_others.append(None)
+            of_others[0] = mask.tile_lists(64, 64, get_kernel, np)
+        return lambda *_: None
+
+    assert mask.tile_lists(64, 64, get_kernel, np) is of_others[0]
+
+
 def test_a_first_use_inside_of_a_capture_is_an_error() -> None:
     def make() -> None:
         pytest.fail("nothing may be enqueued")
