@@ -4,7 +4,7 @@
 #include "fragment.cuh"
 #include "score.cuh"
 
-constexpr int FRAGMENT_COLUMNS = OF_KEYS ? BLOCK_M : BLOCK_N, FRAGMENT = FRAGMENT_COLUMNS / 2;
+constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
 struct ScoreGradient {
   Score score;

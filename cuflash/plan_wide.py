@@ -88,10 +88,13 @@ class GradientRow:
 
 
 _TOGETHER, _APART = ("dkv",), ("dk", "dv")  # where both do not fit the registers
+_SHARED = Tile(64, 32, 8, key_warps=2)  # or fewer rows, as many as fit
 BACKWARD = {
     "float32": (
         GradientRow(64, _TOGETHER, Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)),
         GradientRow(128, _APART, Tile(64, 48, 4), Tile(64, 32, 4)),
+        GradientRow(192, _APART, *2 * (_SHARED,)),
+        GradientRow(256, _APART, *2 * (_SHARED,)),
     ),
     "tf32": (
         GradientRow(64, _TOGETHER, Tile(64, 48, 4, 2, 2), Tile(64, 32, 4, 2, 2)),
@@ -243,8 +246,9 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
-    if _is_narrow(kind, capability) and not is_plain:
+    if _is_narrow(kind, capability) and not is_plain and tile.key_warps == 1:
         tile = replace(tile, block_n=16)
+    limit = smem_limit("sm_{}{}".format(*capability))
     # The wider product takes registers.
     takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
     configs = []
@@ -252,9 +256,13 @@ def gradient_configs(
     for name in ("dq", *row.key_kernels):
         entry = f"{_family(kind)}_{name}"
         wanted = KEY_KERNELS.get(entry, ())
-        turned = replace(tile, block_m=tile.block_n, block_n=tile.block_m) if wanted else tile
         row_bytes = row.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
         column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
+        columns_bytes = tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES
+        own = tile
+        while tile.key_warps > 1 and own.block_m * row_bytes + columns_bytes > limit:
+            own = replace(own, block_m=own.block_m - 16, num_warps=own.num_warps - tile.key_warps)
+        turned = replace(own, block_m=own.block_n, block_n=own.block_m) if wanted else own
         config = GradientConfig(
             entry=entry,
             head_dim_v=row.head_dim_v,
@@ -262,7 +270,7 @@ def gradient_configs(
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
-            smem_bytes=tile.block_m * row_bytes + tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES,
+            smem_bytes=own.block_m * row_bytes + columns_bytes,
             **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, _unroll(kind)),
         )
         configs.append(config)

@@ -47,7 +47,8 @@ def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dims"), [((8, 0), (64, 64)), ((8, 0), (33, 47)), ((8, 0), (128, 128)), ((10, 0), (128, 128))]
+    ("capability", "dims"),
+    [((8, 0), (64, 64)), ((8, 0), (33, 47)), ((8, 0), (128, 128)), ((10, 0), (128, 128)), ((8, 0), (256, 256))],
 )
 def test_float32_in_parts(capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True), capability)
@@ -83,6 +84,20 @@ def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
         for key, x in OPTIONS[name].items()
     }
     agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options), capability)
+
+
+# Beyond head dim 128 two warps share rows, and tell each other what either found.
+SHARED: dict[str, dict[str, Any]] = {
+    "many": {"softcap": 2.0, "alibi_slopes": OPTIONS["softcap and slopes"]["alibi_slopes"].astype("f"), "mask": MASK}
+    | OPTIONS["dropout"],
+    "block mask": OPTIONS["block mask"],
+}
+
+
+@pytest.mark.parametrize(("capability", "dims"), [((8, 0), (192, 150)), ((10, 0), (250, 256))])
+@pytest.mark.parametrize("name", SHARED)
+def test_warps_that_share_rows(name: str, capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, **SHARED[name]), capability)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

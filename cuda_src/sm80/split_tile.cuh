@@ -38,16 +38,28 @@ struct SplitTile {
 
   DEVICE Panel panel(int part, int number) const { return {address + (part * PANELS + number) * Panel::BYTES}; }
   DEVICE void load(const OperandRows& rows, int first_row, int begin = 0) const {
+    if constexpr (KEY_WARPS > 1) {  // rows may be no multiple of warps
 #pragma unroll 1
-    for (int i = 0; i < COUNT * PANELS; i++) {
-      const Rows from(rows.panels + i * rows.panel_stride, SPLIT_PANEL / 2, rows.num_rows, SPLIT_PANEL / 2);
-      panel(0, i).load(from, first_row, begin);
+      for (int i = threadIdx.x; i < COUNT * PANELS * ROWS * Panel::PER_ROW; i += NUM_THREADS) {
+        const int row = i / Panel::PER_ROW, vector = i % Panel::PER_ROW, source = first_row + row % ROWS;
+        const float* from = rows.panels + row / ROWS * rows.panel_stride + source * (SPLIT_PANEL / 2);
+        ptx::cp_async_16(address + Panel::offset(row, vector), from + vector * VECTOR,
+                         source >= begin && source < rows.num_rows ? VECTOR_BYTES : 0);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < COUNT * PANELS; i++) {
+        const Rows from(rows.panels + i * rows.panel_stride, SPLIT_PANEL / 2, rows.num_rows, SPLIT_PANEL / 2);
+        panel(0, i).load(from, first_row, begin);
+      }
     }
   }
   DEVICE void clear_row(int row) const {
 #pragma unroll 1
     for (int i = 0; i < COUNT * PANELS; i++) panel(0, i).clear_row(row);
   }
+  // The last part, which of queries and keys only scores need.
+  DEVICE float* last() const { return static_cast<float*>(__cvta_shared_to_generic(panel(COUNT - 1, 0).address)); }
   DEVICE SplitTile from_row(int row) const { return {address + row * Panel::ROW_BYTES}; }
 };
 template <int ROWS, int COLUMNS>
@@ -70,12 +82,12 @@ struct Factors {
 };
 // What products of parts are in truth; `row` is the thread's first.
 template <int N, class Rows, class Columns>
-DEVICE void take_scores(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer) {
-  ScoreFactors(rows.of_keyed(0)[row], rows.of_keyed(0)[row + 8]).apply(x, columns.of_keyed(buffer), true);
+DEVICE void take_scores(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer, int begin = 0) {
+  ScoreFactors(rows.of_keyed(0)[row], rows.of_keyed(0)[row + 8]).apply(x, columns.of_keyed(buffer) + begin, true);
 }
 template <int N, class Rows, class Columns>
-DEVICE void take_values(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer) {
-  multiply_columns(x, columns.of_valued(buffer), 1);
+DEVICE void take_values(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer, int begin = 0) {
+  multiply_columns(x, columns.of_valued(buffer) + begin, 1);
   const float factor[2] = {rows.of_valued(0)[row], rows.of_valued(0)[row + 8]};
   rescale_rows(x, factor);
 }
@@ -166,7 +178,7 @@ DEVICE void pack(SplitFragment<2 * N>& weights, const float (&x)[N]) {
 // x += weights b. TF32's sums, of one part, may stay where they are; others take two of either.
 template <int ROWS, int COLUMNS, int FRAGMENTS, int N>
 DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
-                            const SplitTile<1, ROWS, COLUMNS>& b) {
+                            const SplitTile<1, ROWS, COLUMNS>& b, int = 0) {
   multiply_ahead<ROWS / STEP>(
       x, [&](u32(&to)[4], int f, int step) { copy_words(to, &weights[f].high[4 * step]); },
       [&](u32(&to)[4], int block, int step) {
@@ -175,7 +187,7 @@ DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> 
 }
 template <int COUNT, int ROWS, int COLUMNS, int FRAGMENTS, int N>
 DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
-                            const SplitTile<COUNT, ROWS, COLUMNS>& b) {
+                            const SplitTile<COUNT, ROWS, COLUMNS>& b, int begin = 0) {
   static_assert(FRAGMENTS == 1, "as above");
   constexpr int CHUNK = SUM_COLUMNS / 2;
 #pragma unroll
@@ -191,7 +203,7 @@ DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> 
       copy_words(low, &weights[0].low[4 * step]);
 #pragma unroll
       for (int block = 0; block < CHUNK; block += 8) {
-        const int column = (first + block) / 8;
+        const int column = begin / STEP + (first + block) / 8;
         u32 right[2][4];
 #pragma unroll
         for (int part = 0; part < 2; part++) {

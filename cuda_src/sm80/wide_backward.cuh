@@ -7,9 +7,13 @@
 // Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
-constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS, FRAGMENTS = ROWS / (NUM_WARPS * 16);
+// KEY_WARPS warps have the same rows, each a part of their columns and of the result's.
+constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
+constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
+constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
+static_assert(KEY_WARPS == 1 || (KEY_WARPS == 2 && HEAD_DIM == HEAD_DIM_V), "at most one other");
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
-static_assert(ROWS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
+static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
@@ -58,6 +62,25 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
   }
 }
 
+// What warps with the same rows have found.
+template <class X, class Columns>
+DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns) {
+  if constexpr (KEY_WARPS == 1) {
+    return x;
+  } else {
+    const int warp = threadIdx.x / WARP;
+    Accum *place = columns.last() + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
+          *own = place + warp % KEY_WARPS * (FRAGMENT * WARP);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) own[e * WARP] = x[e];
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++) all[e] = place[e * WARP];
+    return all;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_wide(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
@@ -70,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const int tile_row = work.tile * ROWS;
   if (tile_row >= (OF_KEYS ? s.rows_k : s.rows_q)) return;
 
-  const int warp_row = threadIdx.x / WARP * FRAGMENTS * 16, first_row = tile_row + warp_row;
+  const int warp = threadIdx.x / WARP, warp_row = warp / KEY_WARPS * FRAGMENTS * 16, first_row = tile_row + warp_row;
+  const int own_column = warp % KEY_WARPS * FRAGMENT_COLUMNS, own_dim = warp % KEY_WARPS * OWN_DIM;
   const int own_row = first_row + fragment_row();
   const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
   const RowTileV rows_v{ptx::shared_address(shared.rows_v)}, own_rows_v = rows_v.from_row(warp_row);
@@ -102,17 +126,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
 
   // Arrays have a size.
-  Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? HEAD_DIM / 2 : 4], gradient_v[FRAGMENTS][OF_DV ? HEAD_DIM_V / 2 : 4];
+  Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? OWN_DIM / 2 : 4],
+      gradient_v[FRAGMENTS][OF_DV ? HEAD_DIM_V / KEY_WARPS / 2 : 4];
   Accum dslope[FRAGMENTS][2];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) clear(gradient[f]), clear(gradient_v[f]), clear(dslope[f]);
   Units units[FRAGMENTS], units_v[FRAGMENTS];
   for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
-    const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
+    const int tile_column = walk.blocks.block * COLUMNS, first_column = tile_column + own_column, head = walk.head;
     const ScoreGradient scores(p, s, head);
-    const int query = OF_KEYS ? first_column : HIDES_ANYWHERE ? tile_row : first_row;
+    const int query = OF_KEYS ? tile_column : HIDES_ANYWHERE ? tile_row : first_row;
     const int queries = OF_KEYS ? COLUMNS : HIDES_ANYWHERE ? ROWS : FRAGMENTS * 16;
-    const bool masked = scores.needs_mask(walk.blocks.partial, query, queries, OF_KEYS ? first_row : first_column,
+    const bool masked = scores.needs_mask(walk.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
                                           OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
@@ -126,19 +151,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
-    multiply_scores(x, own_rows, columns);
+    multiply_scores(x, own_rows, columns.from_row(own_column));
     SoftcapFragment softcap[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       const int row = own_row + 16 * f;
-      take_scores(x[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
+      take_scores(x[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
       softcap[f].take(scores.score, x[f]);
       scores.apply(x[f], row, first_column, masked);
-      if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen, x[f]);
+      if (HIDES_ANYWHERE && !OF_KEYS && masked) mark_seen(shared.seen + own_column, x[f]);
       const Accum scale = PLAIN_SCORES ? scores.score.scale : 1;
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {
-        const int column = fragment_column() + column_offset(e);
+        const int column = own_column + fragment_column() + column_offset(e);
         x[f][e] = weight_of(x[f][e], scale, OF_KEYS ? reference_of(shared.lse[stage][column]) : lse[f][e / 2 % 2]);
       }
       scores.mark_dropped(x[f], row, first_column);
@@ -146,13 +171,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
     for (auto& fragment : y) clear(fragment);
     if constexpr (NEEDS_GRADIENTS) {
-      multiply_scores(y, own_rows_v, columns_v);
+      multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage);
+        take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) {
-          const int column = fragment_column() + column_offset(e);
+          const int column = own_column + fragment_column() + column_offset(e);
           y[f][e] = score_gradient(y[f][e], x[f][e], OF_KEYS ? shared.delta[stage][column] : delta[f][e / 2 % 2],
                                    static_cast<Accum>(p.dropout_rescale));
         }
@@ -166,20 +191,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (Accum& w : x[f]) w = larger(w, Accum(0));
         }
-        Accum rescale[2] = {1, 1};
-        if (units_v[f].fold(x[f], shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
-        pack(left[f], x[f]);
+        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
+        auto& all = whole(x[f], room, columns);
+        if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
+        pack(left[f], all);
       }
-      multiply_values(gradient_v, left, columns_v);
+      multiply_values(gradient_v, left, columns_v, own_dim);
     }
     if constexpr (NEEDS_GRADIENTS) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
-        Accum rescale[2] = {1, 1};
-        if (units[f].fold(y[f], shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
-        pack(left[f], y[f]);
+        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
+        auto& all = whole(y[f], room, columns);
+        if (units[f].fold(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
+        pack(left[f], all);
       }
       if (HIDES_ANYWHERE && !OF_KEYS && masked) {
         __syncthreads();
@@ -187,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         __syncthreads();
         if (threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
       }
-      if (sizeof(Element) > 2 || p.dq.data != nullptr) multiply_values(gradient, left, columns);
+      if (sizeof(Element) > 2 || p.dq.data != nullptr) multiply_values(gradient, left, columns, own_dim);
     }
     if constexpr (STAGES == 1) {
       __syncthreads();
@@ -205,25 +232,32 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (OF_KEYS) {
       const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
       if (OF_DK && p.dk.data != nullptr) {
-        write_in_units(units[f], p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, len, num_rows, p.head_dim,
-                       gradient[f], by_scale);
+        write_in_units(units[f], p.dk.at(batch, s.row_k, work.head) + own_dim, p.dk.row_stride, row, len, num_rows,
+                       p.head_dim - own_dim, gradient[f], by_scale);
       }
       if (OF_DV && p.dv.data != nullptr) {
-        write_in_units(units_v[f], p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, len, num_rows,
-                       p.head_dim_v, gradient_v[f], by_kept);
+        write_in_units(units_v[f], p.dv.at(batch, s.row_k, work.head) + own_dim, p.dv.row_stride, row, len, num_rows,
+                       p.head_dim_v - own_dim, gradient_v[f], by_kept);
       }
     } else {
       if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const Accum total = sum_of_row<4>(dslope[f][r]);
+          Accum total = sum_of_row<4>(dslope[f][r]);
           const int i = row + 8 * r;
+          if constexpr (KEY_WARPS > 1) {
+            Accum* totals = reinterpret_cast<Accum*>(shared.rows) + fragment_row();
+            __syncthreads();
+            totals[warp * 8] = total;
+            __syncthreads();
+            total += totals[(warp ^ 1) * 8];
+          }
           if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
         }
       }
       if (p.dq.data != nullptr) {
-        write_in_units(units[f], p.dq.at(batch, s.row_q, work.head), p.dq.row_stride, row, len, num_rows, p.head_dim,
-                       gradient[f], by_scale);
+        write_in_units(units[f], p.dq.at(batch, s.row_q, work.head) + own_dim, p.dq.row_stride, row, len, num_rows,
+                       p.head_dim - own_dim, gradient[f], by_scale);
       }
     }
   }

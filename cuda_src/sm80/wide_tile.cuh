@@ -87,7 +87,8 @@ DEVICE void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
 
 // x += weights b, whose rows are a right factor in that order.
 template <class B, int FRAGMENTS, int COLUMNS, int N>
-DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b) {
+DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b,
+                            int = 0) {
   const int column = lane() / 4;
   u32 address[2];
 #pragma unroll

@@ -1,7 +1,7 @@
 // Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh.
 #include "products.cuh"
 
-constexpr int PAIR = 1;  // no clusters
+constexpr int PAIR = 1, KEY_WARPS = 1;  // no clusters, whole rows
 #include "../fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
