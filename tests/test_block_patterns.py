@@ -13,15 +13,14 @@ from strategies import examples
 
 from cuflash import BlockMask
 
+SIDES = st.one_of(st.none(), st.integers(0, 210))
+WINDOWS: dict[str, Any] = {"seqlen_q": LENGTHS, "seqlen_k": LENGTHS, "left": SIDES, "right": SIDES}
 PATTERN_OPTIONS = {"heads": st.integers(1, 3), "block_size": BLOCK_SIZES, "causal": st.booleans()}
 
 
 @examples(200)
 @given(
-    seqlen_q=LENGTHS,
-    seqlen_k=LENGTHS,
-    left=st.one_of(st.none(), st.integers(0, 210)),
-    right=st.one_of(st.none(), st.integers(0, 210)),
+    **WINDOWS,
     options=st.fixed_dictionaries(PATTERN_OPTIONS),
 )
 def test_sliding_window(
@@ -39,10 +38,7 @@ def test_sliding_window(
 
 @examples(200)
 @given(
-    seqlen_q=LENGTHS,
-    seqlen_k=LENGTHS,
-    left=st.one_of(st.none(), st.integers(0, 210)),
-    right=st.one_of(st.none(), st.integers(0, 210)),
+    **WINDOWS,
     heads=st.integers(1, 3),
     seed=SEEDS,
 )

@@ -28,19 +28,17 @@ class Float64(NumpyOps):
 
 
 class OnCpuDevice(gpu_ops.CupyOps):
-    """`CupyOps` on the CPU test device, which looks for races, too; products, which are cuBLASLt's, are NumPy's."""
+    """`CupyOps` without products on the CPU test device, which looks for races, too."""
 
-    def __init__(self, width: int, capability: int = 9, eight: bool = False) -> None:
-        of_numpy = {name: getattr(np, name) for name in ("asarray", "ascontiguousarray", "zeros_like")}
-        self.xp: Any = SimpleNamespace(empty=self.unwritten, empty_like=self.unwritten_like, **of_numpy)
+    def __init__(self, width: int, capability: int = 9) -> None:
+        self.xp: Any = SimpleNamespace(empty=self.unwritten, empty_like=self.unwritten_like)
         self.dtype = BFLOAT16
-        self.width, self.eight = width, eight
+        self.width, self.eight = width, False
         self._multiprocessors = 2
         self._hopper_bytes = device.SMEM_LIMITS[capability, 0] if capability >= 9 else 0
         options = (f"-DWIDTH={width}", f"-DEPSILON={EPSILON}f")
         self.module = device.compile(gpu_ops.source(), options, "gpt2", device.Check.SHARED)
         self.launched: list[str] = []
-        self._products: Any = self.product
 
     @staticmethod
     def unwritten(shape: Any, dtype: Any) -> Array:
@@ -52,28 +50,6 @@ class OnCpuDevice(gpu_ops.CupyOps):
     def unwritten_like(self, x: Array) -> Array:
         """An array that nobody has written."""
         return self.unwritten(x.shape, x.dtype)
-
-    @staticmethod
-    def product(
-        a: Array,
-        b: Array,
-        out: Array | None = None,
-        added: Array | None = None,
-        bias: Array | None = None,
-        before_gelu: Array | None = None,
-    ) -> Array:
-        """As `Products`."""
-        result = a.astype(np.float32) @ b.astype(np.float32)
-        for summand in (added, bias):
-            if summand is not None:
-                result += summand.astype(np.float32)
-        if before_gelu is not None:
-            before_gelu[...] = result
-            result *= NumpyOps._gelu_sigmoid(result)
-        if out is None:
-            return result.astype(a.dtype)
-        out[...] = result
-        return out
 
     def _launch(self, name: str, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
         self.launched.append(name)
