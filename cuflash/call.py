@@ -212,8 +212,10 @@ def _signature(x: Any) -> tuple[Any, ...]:
         return kind, x.shape, x.strides, x.dtype, x.data.device_id
     if kind is bool or kind is float or x is None:
         return kind, x
-    # The text tells (1, 0) from (1.0, False); a BlockMask counts by its shape and as a window.
-    return kind, getattr(x, "shape", None) or repr(x), getattr(x, "window", None)
+    if hasattr(x, "serial"):  # a BlockMask
+        return kind, x.serial
+    # The text tells (1, 0) from (1.0, False).
+    return kind, getattr(x, "shape", None) or repr(x)
 
 
 def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:

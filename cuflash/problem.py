@@ -189,8 +189,9 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     )
     checks.check_block_mask(o.block_mask, score_shape)
     block_mask = o.block_mask
-    # Lengths move a window, and no mask.
-    if block_mask is not None and block_mask.window and not packed and o.q_lengths is None and o.kv_lengths is None:
+    # Lengths move a window, and no mask: only without them it is looked for.
+    are_whole = not packed and o.q_lengths is None and o.kv_lengths is None
+    if block_mask is not None and are_whole and block_mask.window:
         left, right = (
             min((x for x in pair if x is not None), default=None)
             for pair in zip((left, right), block_mask.window, strict=True)
