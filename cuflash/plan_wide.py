@@ -93,8 +93,8 @@ BACKWARD = {
     "float32": (
         GradientRow(64, _TOGETHER, Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)),
         GradientRow(128, _APART, Tile(64, 48, 4), Tile(64, 32, 4)),
-        GradientRow(192, _APART, *2 * (_SHARED,)),
-        GradientRow(256, _APART, *2 * (_SHARED,)),
+        GradientRow(192, _APART, _SHARED, _SHARED),
+        GradientRow(256, _APART, _SHARED, _SHARED),
     ),
     "tf32": (
         GradientRow(64, _TOGETHER, Tile(64, 48, 4, 2, 2), Tile(64, 32, 4, 2, 2)),
