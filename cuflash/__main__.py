@@ -1,7 +1,5 @@
 """``python -m cuflash info | compile | bench | demo``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

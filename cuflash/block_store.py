@@ -5,8 +5,6 @@ It depends on neither the user's block size nor a kernel's tiles. On the way in,
 from a bool array, and a kernel's lists of tiles from the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar

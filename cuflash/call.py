@@ -1,7 +1,5 @@
 """One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module

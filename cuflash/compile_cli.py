@@ -1,7 +1,5 @@
 """``python -m cuflash compile`` and ``info``: what kernels need, and which a problem takes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

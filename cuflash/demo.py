@@ -1,7 +1,5 @@
 """``python -m cuflash demo``: trains the example ``char_gpt.py`` on the help texts that every Python has."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """The GPU path: the first family of kernels that takes a problem enqueues it."""
 
-from __future__ import annotations
-
 from cuflash import kernels, launch, launch_sm80, launch_sm90, launch_split
 from cuflash.launch import Work
 from cuflash.plan_split import of_half

@@ -1,7 +1,5 @@
 """Any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out, all without a copy."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Both passes by mma.sync."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

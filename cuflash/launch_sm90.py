@@ -1,7 +1,5 @@
 """Both passes on Hopper, and what launches of persistent kernels take: tensor maps, and a counter of tiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Hopper's float32 kernels: work space with operands in float16 parts, and maps of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ With the weight ``w_i = exp(lse_i - lse)`` of each part, ``out = sum_i w_i out_i
 (Dao et al., "FlashAttention", 2022, section 3.1, there for the blocks of one call).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from types import ModuleType

@@ -6,8 +6,6 @@ of cores: backward, a task owns some rows of a few heads; it writes their dq, an
 dv and the extras) is added in the order of the tasks.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

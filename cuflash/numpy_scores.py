@@ -5,8 +5,6 @@ matrix product only, and k is read along its rows, as BLAS likes it. `split_head
 heads of each, rows), against which everything per head, row or key broadcasts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, Literal, NamedTuple
 

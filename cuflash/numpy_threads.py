@@ -3,8 +3,6 @@
 BLAS's own threads would fight them, and split sums by their number: there is one until the last concurrent call ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -4,8 +4,6 @@ A tile is (a few query heads) x (a block of query rows) x (a block of keys) of o
 alone, never on the number of cores, and so do a result's bits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

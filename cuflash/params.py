@@ -1,7 +1,5 @@
 """What launches pass to kernels: AttentionParams of cuda_src/params.cuh, its layout and values, and maps for TMA."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

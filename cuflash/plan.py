@@ -3,8 +3,6 @@
 The other families' tables are `plan_<family>`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Rows of the table for tensor cores by mma.sync (sm_75 and later), and when they run. Pure, no CuPy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

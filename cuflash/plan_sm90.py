@@ -1,7 +1,5 @@
 """Rows of the table for Hopper's own kernels (wgmma, TMA), and when they run. Pure, no CuPy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

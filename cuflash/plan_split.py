@@ -1,7 +1,5 @@
 """Rows of the table for Hopper's float32 kernels, with operands in float16 parts, and when they run. No CuPy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

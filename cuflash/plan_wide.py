@@ -1,7 +1,5 @@
 """Rows of the table for mma.sync on float64, and on float32 in float16 parts (sm_80 and later). Pure, no CuPy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ Rotary positions, RMS norm in front of every block, squared ReLU, an embedding t
 block's last matrix zero at first, and Muon: so a minute of training on two CPU cores gives recognisable text.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Train GPT-2 small on a text, on CuPy alone; what the command takes is in gpt2/training.py."""
 
-from __future__ import annotations
-
 import sys
 
 try:

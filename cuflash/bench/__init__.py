@@ -4,8 +4,6 @@ All peers of a cell are measured in one run, in interleaved rounds, on the same 
 checked against float64 before it is timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

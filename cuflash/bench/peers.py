@@ -1,7 +1,5 @@
 """Who is measured: cuflash and the libraries beside it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a run leaves behind: times, where it ran, a table, JSON and a picture."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
