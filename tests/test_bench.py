@@ -13,7 +13,7 @@ import pytest
 
 from cuflash import bench, reference
 from cuflash.bench import peers, report
-from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid
+from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, block_mask
 from cuflash.bench.inputs import Inputs, arguments, limit, take_sample, worst
 
 PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
@@ -23,6 +23,9 @@ CELLS = [
     dataclasses.replace(PLAIN, name="grouped", num_heads_kv=2),
     dataclasses.replace(PLAIN, name="window", causal=True, window_left=5),
     dataclasses.replace(PLAIN, name="sparse", batch=1, seqlen_q=300, seqlen_k=300, density=0.5),
+    dataclasses.replace(
+        PLAIN, name="smaller blocks", batch=1, seqlen_q=300, seqlen_k=300, density=0.3, block_size=64, causal=True
+    ),
     dataclasses.replace(PLAIN, name="packed", seqlen_q=90, seqlen_k=90, batch=3, lengths=(50, 1, 39), causal=True),
     dataclasses.replace(PLAIN, name="window as blocks", causal=True, window_left=5, options=("blocks",)),
     dataclasses.replace(PLAIN, name="but one pair", causal=True, window_left=50, options=("blocks", "hole")),
@@ -74,6 +77,44 @@ def test_flops_count_visible_pairs() -> None:
     assert dataclasses.replace(square, causal=True).flops(FORWARD) == full / 2
     diagonal = dataclasses.replace(square, causal=True, window_left=0)
     assert diagonal.flops(FORWARD) == pytest.approx(full / 48)
+
+
+def test_a_mask_that_hides_all_is_no_work_and_only_zeros_are_right() -> None:
+    empty = dataclasses.replace(PLAIN, batch=1, seqlen_q=300, seqlen_k=300, density=0.0)
+    inputs = Inputs(empty, np)
+    given = arguments(inputs)
+    assert not empty.visible(np.arange(300)).any()
+    out, lse = peers.cuflash_results(inputs, given)
+    sample = take_sample(inputs, given, out, lse)
+    gradients = peers.cuflash_calls(inputs).backward()
+    assert worst(sample.forward_errors(out)) == worst(sample.backward_errors(gradients)) == 0.0
+    assert worst(sample.forward_errors(out + np.float32(1e-20))) > limit(empty.dtype)
+    result = report.Result(empty, FORWARD, {"cuflash": [1.0], "plain": [2.0]})
+    assert result.tflops("cuflash") == 0.0 < result.tflops("plain")
+    assert json.loads(json.dumps(result.as_json()))["flops"] == 0.0
+
+
+def test_blocks_have_the_size_that_a_cell_says() -> None:
+    blocks = dataclasses.replace(PLAIN, seqlen_q=512, seqlen_k=512, density=0.5)
+    for size in (64, 128):
+        mask = block_mask(dataclasses.replace(blocks, block_size=size)).to_dense()[0, 0]
+        whole = {}
+        for side in (size, 2 * size):
+            cut = mask.reshape(512 // side, side, 512 // side, side)
+            whole[side] = bool((cut == cut[:, :1, :, :1]).all())
+        assert mask.mean() == 0.5 and whole == {size: True, 2 * size: False}
+
+
+def test_sparse_suite() -> None:
+    cells = SUITES["sparse"](Grid(head_dims=(64, 128)))
+    densities = {
+        (d, size): {cell.density for cell in cells if (cell.head_dim, cell.block_size) == (d, size)}
+        for d in (64, 128)
+        for size in (64, 128)
+    }
+    assert densities[64, 128] == densities[128, 128] == {1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0}
+    assert densities[128, 64] == {0.5, 0.1, 0.02} and not densities[64, 64]
+    assert all(cell.num_heads_q * cell.head_dim == 2048 for cell in cells)
 
 
 @pytest.mark.parametrize("suite", SUITES)

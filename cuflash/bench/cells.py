@@ -22,7 +22,8 @@ RELATIVE_FLOPS = {FORWARD: 1.0, BACKWARD: 2.5}
 class Cell:
     """One problem.
 
-    `lengths` makes it packed; `density` gives it a random block mask; `options` are names of `inputs.py`.
+    `lengths` makes it packed; `density` gives it a random block mask, `block_size` is a multiple of 64; `options` are
+    names of `inputs.py`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Cell:
     causal: bool = False
     window_left: int | None = None
     density: float | None = None
+    block_size: int = 128
     lengths: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
     suite: str = ""
@@ -115,16 +117,17 @@ class Cell:
         return asdict(self)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def block_mask(cell: Cell) -> BlockMask:
-    """Random blocks of 128 x 128, or the cell's window as a block mask."""
+    """Random blocks, or the cell's window as a block mask."""
     if cell.density is None:
         sizes = cell.seqlen_q, cell.seqlen_k
         mask = BlockMask.sliding_window(*sizes, cell.window_left, 0 if cell.causal else None)
         if "hole" in cell.options:
             mask &= BlockMask.from_function(lambda b, h, i, j: cell.but_one(i, j), *sizes)
         return mask
-    return BlockMask.random(cell.seqlen_q, cell.seqlen_k, cell.density, seed=0)
+    block_size = cell.block_size, cell.block_size
+    return BlockMask.random(cell.seqlen_q, cell.seqlen_k, cell.density, seed=0, block_size=block_size)
 
 
 def short(seqlen: int) -> str:
@@ -182,9 +185,15 @@ def _window(grid: Grid) -> list[Cell]:
 
 
 def _sparse(grid: Grid) -> list[Cell]:
+    """Random blocks, smaller ones at head dim 128 alone; an empty mask, too."""
     return [
-        _square(f"density {density} d128 n16k", grid.dtype, 1, 16, 16384, 128, density=density)
-        for density in (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
+        _square(f"density {density} {name}", grid.dtype, 1, grid.width // d, 16384, d, density=density, block_size=size)
+        for d in grid.head_dims
+        for name, size, densities in (
+            (f"d{d} n16k", 128, (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)),
+            (f"d{d} n16k, blocks of 64", 64, (0.5, 0.1, 0.02) if d == 128 else ()),
+        )
+        for density in densities
     ]
 
 
@@ -210,11 +219,11 @@ def _deterministic(grid: Grid) -> list[Cell]:
 def _float32(grid: Grid) -> list[Cell]:
     cells = [
         _square(f"float32 d{d} {mask} n4k", "float32", 4 * 64 // d, 16, 4096, d, causal=mask == "causal")
-        for d in (64, 128)
+        for d in grid.head_dims
         for mask in grid.masks
     ]
     tf32 = [replace(cell, name=cell.name.replace("float32", "tf32"), options=("tf32",)) for cell in cells]
-    float64 = [_square(f"float64 d{d} full n4k", "float64", 4 * 64 // d, 16, 4096, d) for d in (64, 128)]
+    float64 = [_square(f"float64 d{d} full n4k", "float64", 4 * 64 // d, 16, 4096, d) for d in grid.head_dims]
     return [*cells, *tf32, *float64]
 
 
