@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,10 @@ def record(folder: Path, results: list[report.Result]) -> None:
     report.write_json(folder / "run.json", {**FACTS, "versions": {"torch": "2"}}, results)
 
 
+def error_bar(start: str) -> str:
+    return f"{start}, as a multiple of FlashAttention-3's, n 512 and 1k, within three standard errors of all heads"
+
+
 def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
     cells = cells_of("dense", Grid(head_dims=(64,), seqlens=(512, 1024)))
     ours = (1.0, 1.0, 1.0, 1.0303)  # the last is 0.9706 of the peer's speed
@@ -63,39 +68,138 @@ def test_a_dense_run(tables: ModuleType, tmp_path: Path) -> None:
     what = "forward, bf16: speed of the faster of FlashAttention-3 and cuDNN"
     bar = "at least 0.98, geometric mean 1.03"
     assert rows[what, bar] == ["0.97 to 1.00, mean 0.992; 3 of 4", "no", "0123456"]
-    equal = rows["forward: mean error, as a multiple of FlashAttention-3's, n up to 1k", "at most 1"]
-    assert equal == ["1.000 to 1.000; 4 of 4", "yes", "0123456"]
+    assert rows[error_bar("forward: mean error"), "at most 1"] == ["not measured", "-", "-"]
     assert rows["backward with dbias (b, h, n, n): share of plain", "at least 0.5"] == ["not measured", "-", "-"]
 
 
 def test_both_kinds_of_kernels_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
     (cell,) = cells_of("dense", Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
-    for name, peer, is_mma in (("hopper", "fa3", False), ("mma", "flash", True)):
+    half = dataclasses.replace(cell, dtype="float16")
+    files = (("hopper", cell, "fa3", False), ("mma", cell, "flash", True), ("mma_fp16", half, "flash", True))
+    for name, cell, peer, is_mma in files:
         facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
         report.write_json(
             tmp_path / f"{name}.json", facts, [report.Result(cell, FORWARD, {"cuflash": [1.0], peer: [1.0]})]
         )
     rows = {row[0]: row[2] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
     assert rows["forward, bf16: speed of the faster of FlashAttention-3 and cuDNN"] == "1.00, mean 1.000"
-    assert rows["forward by mma.sync, bf16: speed of FlashAttention-2"] == "1.00, mean 1.000"
+    for short in ("bf16", "fp16"):
+        assert rows[f"forward by mma.sync, {short}: speed of FlashAttention-2"] == "1.00, mean 1.000"
 
 
 def test_shares_and_repeats(tables: ModuleType, tmp_path: Path) -> None:
     grid = Grid(head_dims=(128,), masks=("full",))
     (cell,) = (c for c in cells_of("deterministic", grid) if c.seqlen_q == 8192)
-    (sparse,) = (c for c in cells_of("sparse", grid) if c.density == 0.02)
-    sparse = dataclasses.replace(sparse, density=None)  # building the mask takes a while
+    # neither the empty mask nor the smaller blocks belong to the row
+    sparse = [c for c in cells_of("sparse", grid) if c.density in (0.0, 0.02)]
+    assert len(sparse) == 3
     results = [
         report.Result(cell, BACKWARD, {"cuflash": [2.0], "plain": [1.9]}, same_bits=49),
-        report.Result(sparse, FORWARD, {"cuflash": [0.04], "plain": [1.0]}),
+        *(
+            report.Result(c, FORWARD, {"cuflash": [0.04 if c.block_size == 128 else 1.0], "plain": [1.0]})
+            for c in sparse
+        ),
     ]
     record(tmp_path, results)
-    (recorded,) = tables.load(tmp_path)
-    recorded.results[1]["cell"]["density"] = 0.02
-    rows = {row[0]: row[2:4] for row in (bar.row([recorded]) for bar in tables.BARS)}
+    rows = {row[0]: row[2:4] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
     assert rows["backward, deterministic: share of the free order, n 8k and 16k"] == ["0.95", "yes"]
     assert rows["backward, deterministic: same bits"] == ["49 calls", "no"]
     assert rows["forward: random blocks, time over dense time over density, down to 2%"] == ["2.00", "no"]
+
+
+def blocks_of_line(bend: float) -> list[report.Result]:
+    """Times of 50 us + 3 ms * share; what is no part of the line lies far off."""
+    results = []
+    for cell in cells_of("sparse", Grid(head_dims=(64, 128))):
+        assert cell.density is not None
+        ms = 0.05 + 3.0 * cell.density * (bend if cell.density == 0.5 else 1.0)
+        if (cell.head_dim, cell.block_size) != (128, 128) or cell.density in (0.0, 1.0):
+            ms *= 7
+        results += [report.Result(cell, way, {"cuflash": [ms], "plain": [2.5]}) for way in (FORWARD, BACKWARD)]
+    return results
+
+
+@pytest.mark.parametrize("is_mma", [False, True])
+def test_random_blocks_lie_on_a_line(tables: ModuleType, tmp_path: Path, is_mma: bool) -> None:
+    family, other = ("", " by mma.sync")[:: -1 if is_mma else 1]
+    what = ": random blocks: distance from a straight line in visible blocks"
+    for bend, reached in ((1.0, "yes"), (1.3, "no")):
+        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
+        report.write_json(tmp_path / "sparse.json", facts, blocks_of_line(bend))
+        rows = {row[0]: row[2:4] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
+        for way in (FORWARD, BACKWARD):
+            assert rows[way + other + what] == ["not measured", "-"]
+            assert rows[way + family + what][1] == reached
+            assert bend != 1.0 or rows[way + family + what][0] == "0.0%; 50 us + 1.20 of dense"
+
+
+def test_two_masks_say_nothing_of_a_line(tables: ModuleType, tmp_path: Path) -> None:
+    record(tmp_path, [r for r in blocks_of_line(1.0) if r.cell.density in (0.5, 0.1)])
+    rows = [bar.row(tables.load(tmp_path)) for bar in tables.BARS]
+    assert all(row[2] == "not measured" for row in rows if "straight line" in row[0])
+
+
+def test_line_has_the_least_relative_residuals(tables: ModuleType) -> None:
+    shares, times = (0.02, 0.05, 0.1, 0.25, 0.5), (0.11, 0.21, 0.35, 0.80, 1.55)
+    start, slope, distance = sys.modules["recorded"].line(shares, times)
+
+    def residuals(start: float, slope: float) -> list[float]:
+        return [(start + slope * share) / ms - 1 for share, ms in zip(shares, times, strict=True)]
+
+    def loss(start: float, slope: float) -> float:
+        return sum(x * x for x in residuals(start, slope))
+
+    for factor in (0.99, 1.01):
+        assert loss(start * factor, slope) > loss(start, slope) < loss(start, slope * factor)
+    assert distance == pytest.approx(max(abs(1 / (1 + x) - 1) for x in residuals(start, slope)))
+
+
+def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
+    """One cell whose results have these ratios of mean errors, and largest errors that are equal."""
+    (cell,) = cells_of("dense", Grid(head_dims=(128,), seqlens=(512,), masks=("causal",)))
+    results = {
+        name: {"mean": {"ratio": ratio, "se": se}, "max": {"ratio": 1.0, "se": 0.0}}
+        for name, (ratio, se) in ratios.items()
+    }
+    entry = {"cell": cell.describe(), "heads": 512, "results": results}
+    text = json.dumps({**FACTS, "command": "errors", "versions": {}, "errors": [entry]})
+    (folder / "errors.json").write_text(text)
+
+
+def test_errors_of_all_heads(tables: ModuleType, tmp_path: Path) -> None:
+    def rows() -> dict[str, list[str]]:
+        return {row[0]: row[2:4] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
+
+    errors_file(tmp_path, out=(1.0019, 1e-4), dq=(1.0002, 1e-4), dk=(0.99981, 1e-4), dv=(math.nan, math.nan))
+    assert rows()[error_bar("forward: mean error")] == ["1.0019 to 1.0019; 0 of 1", "no"]
+    assert rows()[error_bar("forward: max error of a head")] == ["1.0000 to 1.0000; 1 of 1", "yes"]
+    assert rows()[error_bar("backward: mean error")] == ["1.0002 to 0.9999; 2 of 2", "yes"]
+    page = tables.page(tables.load(tmp_path), tmp_path)
+    assert "## Errors of all heads" in page
+    assert "| bfloat16 d128 causal n512 | 512 | 1.0019 ± 0.0001 | 1.0000 ± 0.0000 | 1.0002 ± 0.0001 |" in page
+    errors_file(tmp_path, out=(math.inf, math.nan))
+    assert rows()[error_bar("forward: mean error")] == ["inf to inf; 0 of 1", "no"]
+    assert rows()[error_bar("backward: mean error")] == ["not measured", "-"]
+
+
+def test_float32_beside_torch(tables: ModuleType, tmp_path: Path) -> None:
+    """The README shows every head dim of the Hopper kernels; the bars are for 64 and 128."""
+    cells = [c for c in cells_of("float32", Grid(masks=("full",))) if c.dtype == "float32"]
+    for is_mma, ours in ((False, 1.0), (True, 8.0)):
+        results = [
+            report.Result(c, way, {"cuflash": [ours], "efficient": [5.0 if c.head_dim < 256 else 1.5]})
+            for c in cells
+            for way in (FORWARD, BACKWARD)
+        ]
+        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
+        report.write_json(tmp_path / f"float32_{is_mma}.json", facts, results)
+    recorded = tables.load(tmp_path)
+    rows = {row[0]: row[2:4] for row in (bar.row(recorded) for bar in tables.BARS)}
+    assert rows["forward, float32: speed of torch's memory-efficient kernel"] == ["5.00 to 5.00; 2 of 2", "yes"]
+    section = tables.readme_section(recorded)
+    assert section.count("**float32**") == 1 and "| 256 | full |" in section and "(1.5)" in section
+    assert "(0.6)" not in section and " not measured</summary>" in section
+    assert "1.5 to 5.0 times" in tables.summary_section(recorded)
 
 
 def test_committed_tables_are_of_the_committed_files(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

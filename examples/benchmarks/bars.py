@@ -1,95 +1,42 @@
-"""What cuflash wants to reach on an H200, and whether recorded results do.
-
-A result here is one entry of the JSON that `python -m cuflash bench --json` writes, with the run's own facts (commit,
-GPU, versions) beside it.
-"""
+"""What cuflash wants to reach on an H200, and whether recorded results do."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pages
-
-Result = dict[str, Any]
+from recorded import (
+    FA3,
+    PLAIN,
+    US,
+    Recorded,
+    Result,
+    geometric_mean,
+    line,
+    milliseconds,
+    of_fastest,
+    of_peer,
+    of_plain,
+    of_visible_share,
+    repeats,
+    towards,
+)
 
 NOT_MEASURED = ("not measured", "-", "-")
 # What every cell of the dense suite is to reach of the fastest peer, and their geometric mean.
 DENSE_BAR, DENSE_MEAN = 0.98, 1.03
-US, PLAIN, FA3 = "cuflash", "plain", "fa3"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The results of one file, or of several of one commit."""
-
-    files: tuple[str, ...]
-    facts: dict[str, Any]
-    results: list[Result]
-
-    @property
-    def commit(self) -> str:
-        """As people write it."""
-        return pages.short_commit(self.facts)
-
-    @property
-    def is_mma(self) -> bool:
-        """Whether Hopper ran the kernels of other GPUs."""
-        return bool(self.facts.get("without_wgmma"))
-
-
-def milliseconds(result: Result, peer: str = US) -> float:
-    """Median time; NaN if the peer was not measured."""
-    return float(result["peers"].get(peer, {}).get("median_ms", math.nan))
-
-
-def of_fastest(result: Result) -> float:
-    """Speed as a multiple of the fastest peer's."""
-    return result["speed_of_fastest_peer"] or math.nan
-
-
-def of_peer(peer: str) -> Callable[[Result], float]:
-    """Speed as a multiple of one peer's."""
-    return lambda result: milliseconds(result, peer) / milliseconds(result)
-
-
-def of_plain(result: Result) -> float:
-    """Speed as a share of the same kernel's without the option."""
-    return milliseconds(result, PLAIN) / milliseconds(result)
-
-
-def of_visible_share(result: Result) -> float:
-    """Time over that of the dense problem, as a multiple of the visible share."""
-    return 1 / of_plain(result) / result["cell"]["density"]
-
-
-def of_error(kind: str) -> Callable[[Result], float]:
-    """The mean error of all results of a call, or the largest error among them, as a multiple of FlashAttention-3's."""
-    together: Callable[[list[float]], float] = max if kind == "max" else sum
-
-    def ratio(result: Result) -> float:
-        ours, theirs = (result["peers"].get(peer, {}).get("errors") or {} for peer in (US, FA3))
-        if not ours or not theirs:
-            return math.nan
-        return together([ours[name][kind] for name in ours]) / together([theirs[name][kind] for name in ours])
-
-    return ratio
-
-
-def repeats(result: Result) -> float:
-    """How many of 50 further calls gave the same bits."""
-    return math.nan if result["same_bits"] is None else float(result["same_bits"])
+DTYPES = (("bfloat16", "bf16"), ("float16", "fp16"))
+# So far above its bar a ratio of errors may lie by chance.
+STANDARD_ERRORS = 3
+# Two masks always lie on a line.
+FEWEST_POINTS = 3
 
 
 def _is(result: Result, suite: str, direction: str) -> bool:
     return (result["cell"]["suite"], result["direction"]) == (suite, direction)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 @dataclass(frozen=True)
@@ -153,20 +100,94 @@ class Bar:
         return [self.what, bar, shown, "yes" if is_reached else "no", commits]
 
 
-def towards(figure: float, digits: int, up: bool = False) -> str:
-    """A figure rounded up or down."""
-    scale = 10**digits
-    rounded = (math.ceil if up else math.floor)(round(figure * scale, 6)) / scale
-    return f"{rounded:.{digits}f}"
+@dataclass(frozen=True)
+class ErrorBar:
+    """An error that is to be no larger than FlashAttention-3's, by what `errors.py` found."""
+
+    direction: str
+    kind: str  # mean or max
+    limit: float = 1.0
+
+    def figures(self, record: Recorded) -> list[tuple[float, float]]:
+        """Each result's ratio and its standard error."""
+        if record.is_mma:
+            return []
+        results = ("out",) if self.direction == "forward" else ("dq", "dk", "dv")
+        found = [
+            cell["results"][name][self.kind]
+            for cell in record.facts.get("errors", [])
+            for name in results
+            if name in cell["results"]
+        ]
+        return [(x["ratio"], x["se"]) for x in found if not math.isnan(x["ratio"])]
+
+    def reached(self, ratio: float, se: float) -> bool:
+        """Whether a ratio is on the right side, or so little above that this may be chance."""
+        return ratio - STANDARD_ERRORS * se <= self.limit
+
+    def row(self, recorded: Sequence[Recorded]) -> list[str]:
+        """As `Bar.row`."""
+        error = "mean error" if self.kind == "mean" else "max error of a head"
+        what = f"{self.direction}: {error}, as a multiple of FlashAttention-3's, n 512 and 1k, within three standard "
+        what += "errors of all heads"
+        bar = f"at most {self.limit:g}"
+        found = [(record.commit, self.figures(record)) for record in recorded]
+        figures = [figure for _, of_record in found for figure in of_record]
+        if not figures:
+            return [what, bar, *NOT_MEASURED]
+        met = sum(self.reached(*figure) for figure in figures)
+        ratios = [ratio for ratio, _ in figures]
+        shown = f"{towards(max(ratios), 4, up=True)} to {towards(min(ratios), 4, up=True)}; {met} of {len(figures)}"
+        commits = ", ".join(dict.fromkeys(commit for commit, of_record in found if of_record))
+        return [what, bar, shown, "yes" if met == len(figures) else "no", commits]
+
+
+@dataclass(frozen=True)
+class LineBar:
+    """How far the times of random blocks are to lie from a straight line in the visible share."""
+
+    direction: str
+    is_mma: bool = False
+    limit: float = 5.0  # percent
+
+    def points(self, record: Recorded) -> list[Result]:
+        """The masks that the kernels look into: one that hides nothing is a window, and an empty one is no work."""
+        if record.is_mma != self.is_mma:
+            return []
+        return [
+            result
+            for result in record.results
+            if _is(result, "sparse", self.direction)
+            and result["cell"]["dtype"] == "bfloat16"
+            and _blocks_of_128(result["cell"])
+            and 0 < result["cell"]["density"] < 1
+            and not math.isnan(of_plain(result))
+        ]
+
+    def row(self, recorded: Sequence[Recorded]) -> list[str]:
+        """As `Bar.row`; of several records the worst."""
+        family = " by mma.sync" if self.is_mma else ""
+        what = f"{self.direction}{family}: random blocks: distance from a straight line in visible blocks"
+        rows = []
+        for record in recorded:
+            points = self.points(record)
+            if len(points) < FEWEST_POINTS:
+                continue
+            times = [milliseconds(result) for result in points]
+            start, slope, distance = line([result["cell"]["density"] for result in points], times)
+            dense = statistics.median(milliseconds(result, PLAIN) for result in points)
+            percent = 100 * distance
+            shown = f"{towards(percent, 1, up=True)}%; {1000 * start:.0f} us + {slope / dense:.2f} of dense"
+            rows.append((percent, [shown, "yes" if percent <= self.limit else "no", record.commit]))
+        return [what, f"at most {self.limit:g}%", *(max(rows)[1] if rows else NOT_MEASURED)]
 
 
 def _named(*starts: str) -> Callable[[dict[str, Any]], bool]:
     return lambda cell: cell["name"].startswith(starts)
 
 
-def _small(cell: dict[str, Any]) -> bool:
-    """Cells whose errors are those of a whole head."""
-    return int(cell["seqlen_q"]) <= 1024
+def _blocks_of_128(cell: dict[str, Any]) -> bool:
+    return (cell["head_dim"], cell.get("block_size", 128)) == (128, 128)
 
 
 def _with_option(*options: str) -> Callable[[dict[str, Any]], bool]:
@@ -185,27 +206,11 @@ def _dense(direction: str) -> list[Bar]:
             dtype=dtype,
             mean_limit=DENSE_MEAN,
         )
-        for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"))
+        for dtype, short in DTYPES
     ]
 
 
-def _errors(direction: str) -> list[Bar]:
-    return [
-        Bar(
-            f"{direction}: {kind} error, as a multiple of FlashAttention-3's, n up to 1k",
-            "dense",
-            direction,
-            1.0,
-            of_error(kind),
-            cells=_small,
-            at_most=True,
-            digits=3,
-        )
-        for kind in ("mean", "max")
-    ]
-
-
-def _window(direction: str, limit: float) -> list[Bar]:
+def _sparse(direction: str, limit: float) -> list[Bar | LineBar]:
     what = f"{direction}: window (1023, 0), n 16k d128 h16"
     forms = {
         "window 1023 d128": "",
@@ -233,32 +238,46 @@ def _window(direction: str, limit: float) -> list[Bar]:
             direction,
             1.1,
             of_visible_share,
+            _blocks_of_128,
             at_most=True,
         ),
+        LineBar(direction),
     ]
 
 
-def _mma(direction: str) -> Bar:
-    what = f"{direction} by mma.sync, bf16: speed of FlashAttention-2"
-    return Bar(what, "dense", direction, DENSE_BAR, of_peer("flash"), is_mma=True, mean_limit=DENSE_MEAN)
+def _mma(direction: str) -> list[Bar | LineBar]:
+    bars = [
+        Bar(
+            f"{direction} by mma.sync, {short}: speed of FlashAttention-2",
+            "dense",
+            direction,
+            DENSE_BAR,
+            of_peer("flash"),
+            dtype=dtype,
+            is_mma=True,
+            mean_limit=DENSE_MEAN,
+        )
+        for dtype, short in DTYPES
+    ]
+    return [*bars, LineBar(direction, is_mma=True)]
 
 
 def _float32(direction: str, exact: float, tf32: float) -> list[Bar]:
     measure = of_peer("efficient")
     of_torch = "speed of torch's memory-efficient kernel"
     return [
-        Bar(f"{direction}, float32: {of_torch}", "float32", direction, exact, measure, _named("float32"), "float32"),
-        Bar(
-            f'{direction}, precision="tf32": {of_torch}', "float32", direction, tf32, measure, _named("tf32"), "float32"
-        ),
+        Bar(f"{direction}, {words}: {of_torch}", "float32", direction, limit, measure, cells, "float32")
+        for words, limit, cells in (
+            ("float32", exact, _named("float32 d64", "float32 d128")),
+            ('precision="tf32"', tf32, _named("tf32 d64", "tf32 d128")),
+        )
     ]
 
 
-BARS = (
+BARS: tuple[Bar | ErrorBar | LineBar, ...] = (
     *_dense("forward"),
     *_dense("backward"),
-    *_errors("forward"),
-    *_errors("backward"),
+    *(ErrorBar(direction, kind) for direction in ("forward", "backward") for kind in ("mean", "max")),
     Bar(
         "forward: softcap, alibi, share of plain, d128 n 8k",
         "options",
@@ -275,8 +294,8 @@ BARS = (
         of_plain,
         _with_option("bias", "mask", "dropout"),
     ),
-    *_window("forward", 0.24),
-    *_window("backward", 0.72),
+    *_sparse("forward", 0.24),
+    *_sparse("backward", 0.72),
     Bar("backward with dbias (b, h, n, n): share of plain", "dbias", "backward", 0.5, of_plain),
     Bar("backward, deterministic: share of the free order, n 8k and 16k", "deterministic", "backward", 0.92, of_plain),
     Bar("backward, deterministic: same bits", "deterministic", "backward", 50, repeats, unit=" calls", digits=0),
@@ -292,8 +311,8 @@ BARS = (
         for direction in ("forward", "backward")
     ),
     Bar("decode: speed of the fastest peer", "decode", "forward", 0.98, of_fastest),
-    _mma("forward"),
-    _mma("backward"),
+    *_mma("forward"),
+    *_mma("backward"),
     *_float32("forward", 2.5, 4.0),
     *_float32("backward", 2.0, 3.5),
 )

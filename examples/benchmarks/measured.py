@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
-from bars import US, towards
+from recorded import US, towards
 
 Record = dict[str, Any]
 

@@ -3,8 +3,9 @@
 #
 #     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
 #
-# PART is one of the names below. COMMIT where this is no checkout with git. The part mytorch needs a checkout of
-# github.com/priyammaz/MyTorch, whose path is in MYTORCH, the part paper_io needs ncu.
+# PART is one of the names below. COMMIT where this is no checkout with git. The part window comes first, while the card
+# is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch, whose
+# path is in MYTORCH, the part paper_io needs ncu. The parts mma... take the kernels of other GPUs.
 set -eu
 part=$1 folder=${2:-examples/benchmarks/results} commit=${3:-}
 
@@ -21,11 +22,16 @@ fp16)
     part=fp16_backward bench --dtype float16 --direction backward --peers cuflash fa3 --budget-ms 8
     ;;
 mma) CUFLASH_WITHOUT_WGMMA=1 bench --peers cuflash flash --budget-ms 8 ;;
+mma_fp16) CUFLASH_WITHOUT_WGMMA=1 bench --dtype float16 --peers cuflash flash --budget-ms 8 ;;
+mma_sparse) CUFLASH_WITHOUT_WGMMA=1 bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
+mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
+errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.json" ;;
 options) bench --suite options dbias --head-dim 128 --peers cuflash plain ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
-sparse) bench --suite window sparse --peers cuflash plain fa3 --budget-ms 12 ;;
+window) bench --suite window --peers cuflash plain fa3 --budget-ms 12 ;;
+sparse) bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
-float32) bench --suite float32 --peers cuflash efficient --budget-ms 30 ;;
+float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.json" ;;
 gpt2)
     for kind in "" _fp8; do

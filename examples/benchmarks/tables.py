@@ -19,22 +19,8 @@ from typing import Any
 
 import measured
 import pages
-from bars import (
-    BARS,
-    DENSE_BAR,
-    NOT_MEASURED,
-    US,
-    Recorded,
-    Result,
-    geometric_mean,
-    host_row,
-    milliseconds,
-    of_fastest,
-    of_peer,
-    of_plain,
-    towards,
-    varlen_row,
-)
+from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row, varlen_row
+from recorded import US, Recorded, Result, geometric_mean, milliseconds, of_fastest, of_peer, of_plain, towards
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -55,14 +41,21 @@ PAGE_HEAD = """# Recorded figures
 Made by `python examples/benchmarks/tables.py` from the JSON files beside it, which `python -m cuflash bench --json`
 wrote; how a figure comes about is told in [NOTES.md](../NOTES.md). Times are medians of five interleaved rounds.
 """
+ERRORS_HEAD = """From [errors.json](errors.json).
+
+Against float64, as a multiple of FlashAttention-3's, with the standard error over heads: the mean error over all
+elements, and the mean over heads of each head's largest error.
+"""
+# What `bench --json`, `host.py` and `errors.py` call themselves.
+COMMANDS = ("bench", "errors")
 
 
 def load(folder: Path) -> list[Recorded]:
-    """All files that `python -m cuflash bench` wrote on a GPU, each with its facts."""
+    """All files that `python -m cuflash bench`, `host.py` and `errors.py` wrote on a GPU, each with its facts."""
     recorded = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
-        if record.get("command") == "bench" and "gpu" in record:
+        if record.get("command") in COMMANDS and "gpu" in record:
             recorded.append(Recorded((path.name,), record, record.pop("results", [])))
     return merged(recorded)
 
@@ -115,7 +108,8 @@ def float32_grid(record: Recorded) -> str:
         cell = r["cell"]
         if (cell["suite"], cell["dtype"]) == ("float32", "float32") and US in r["peers"]:
             kind = "tf32" if cell["options"] else "float32"
-            text = f"{r['peers'][US]['tflops']:.0f} ({towards(of_peer('efficient')(r), 1)})"
+            ratio = of_peer("efficient")(r)
+            text = f"{r['peers'][US]['tflops']:.0f}" + ("" if math.isnan(ratio) else f" ({towards(ratio, 1)})")
             lines.setdefault((cell["head_dim"], cell["causal"]), {})[r["direction"], kind] = text
     for (head_dim, causal), line in sorted(lines.items()):
         rows.append([str(head_dim), "causal" if causal else "full", *(line.get(kind, "-") for kind in kinds)])
@@ -133,6 +127,18 @@ def errors(results: Iterable[Result]) -> str:
             shown = [f"{error['mean']:.2g} / {error['max']:.2g}" if error else "-" for error in found]
             rows.append([r["cell"]["name"], result, *shown])
     return pages.table(rows) if chosen else ""
+
+
+def errors_of_all_heads(cells: Iterable[dict[str, Any]]) -> str:
+    """What `errors.py` found: ratios to FlashAttention-3's errors, with their standard errors."""
+    columns = [(name, kind) for name in ("out", "dq", "dk", "dv") for kind in ("mean", "max")]
+    rows = [["cell", "heads", *(f"{name}, {kind}" for name, kind in columns)]]
+    for measured_cell in cells:
+        cell, results = measured_cell["cell"], measured_cell["results"]
+        ratios = [results.get(name, {}).get(kind) for name, kind in columns]
+        shown = [f"{x['ratio']:.4f} ± {x['se']:.4f}" if x else "-" for x in ratios]
+        rows.append([f"{cell['dtype']} {cell['name']}", str(measured_cell["heads"]), *shown])
+    return pages.table(rows)
 
 
 def _short(seqlen: int) -> str:
@@ -170,6 +176,11 @@ def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
     parts = [PAGE_HEAD, "## The bars\n", bars_table(bars_rows(recorded, folder))]
     sections = [(record, *key, results) for record in recorded for key, results in _groups(record).items()]
     sections.sort(key=lambda section: (section[1] != "dense", section[0].is_mma))
+    for record in recorded:
+        if "errors" in record.facts:
+            parts.append("## Errors of all heads\n")
+            parts.append(f"{pages.origin(record.facts)} {ERRORS_HEAD}")
+            parts.append(errors_of_all_heads(record.facts["errors"]))
     for record, suite, direction, dtype, results in sections:
         files = ", ".join(f"[{file}]({file})" for file in record.files)
         parts.append(f"## {suite}: {direction}, {dtype}{', mma.sync' if record.is_mma else ''}\n")
@@ -205,14 +216,17 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
             if results and not record.is_mma:
                 parts += [f"**{direction.capitalize()}.** {pages.origin(record.facts)}\n", grid(results, of_fastest)]
     for record in recorded:
-        if any(r["cell"]["suite"] == "float32" for r in record.results):
+        if not record.is_mma and any(r["cell"]["suite"] == "float32" for r in record.results):
             parts += [
                 f"**float32**, n 4k, exact and with TF32's error. {pages.origin(record.facts)}\n",
                 float32_grid(record),
             ]
-    rows = [row for row in bars_rows(recorded) if row[2:] != [*NOT_MEASURED]]
+    aims = bars_rows(recorded)
+    rows = [row for row in aims if row[2:] != [*NOT_MEASURED]]
     reached = sum(row[3] == "yes" for row in rows)
     summary = f"What is aimed at, with all options and dtypes: {reached} of {len(rows)} reached"
+    if len(rows) < len(aims):
+        summary += f", {len(aims) - len(rows)} not measured"
     parts.append(f"<details><summary>{summary}</summary>\n\n{bars_table(rows)}\n</details>\n")
     return "\n".join(parts)
 
@@ -230,11 +244,12 @@ def summary_section(recorded: Sequence[Recorded]) -> str:
         if ratios:
             words.append(f"{direction} {towards(geometric_mean(ratios), 2)}")
     exact = [
-        of_peer("efficient")(r)
+        ratio
         for record in recorded
+        if not record.is_mma
         for direction in ("forward", "backward")
         for r in _groups(record).get(("float32", direction, "float32"), [])
-        if not r["cell"]["options"]
+        if not r["cell"]["options"] and not math.isnan(ratio := of_peer("efficient")(r))
     ]
     text = f"- **Speed.** On an H200 in bfloat16 it is {' and '.join(words)} times as fast as the faster of "
     text += "FlashAttention-3 and cuDNN (the geometric mean of all shapes)"

@@ -1,0 +1,90 @@
+"""Recorded results, and what is read from one.
+
+A result is one entry of the JSON that `python -m cuflash bench --json` writes, with the run's own facts (commit, GPU,
+versions) beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pages
+
+Result = dict[str, Any]
+
+US, PLAIN, FA3 = "cuflash", "plain", "fa3"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The results of one file, or of several of one commit."""
+
+    files: tuple[str, ...]
+    facts: dict[str, Any]
+    results: list[Result]
+
+    @property
+    def commit(self) -> str:
+        """As people write it."""
+        return pages.short_commit(self.facts)
+
+    @property
+    def is_mma(self) -> bool:
+        """Whether Hopper ran the kernels of other GPUs."""
+        return bool(self.facts.get("without_wgmma"))
+
+
+def milliseconds(result: Result, peer: str = US) -> float:
+    """Median time; NaN if the peer was not measured."""
+    return float(result["peers"].get(peer, {}).get("median_ms", math.nan))
+
+
+def of_fastest(result: Result) -> float:
+    """Speed as a multiple of the fastest peer's."""
+    return result["speed_of_fastest_peer"] or math.nan
+
+
+def of_peer(peer: str) -> Callable[[Result], float]:
+    """Speed as a multiple of one peer's."""
+    return lambda result: milliseconds(result, peer) / milliseconds(result)
+
+
+def of_plain(result: Result) -> float:
+    """Speed as a share of the same kernel's without the option."""
+    return milliseconds(result, PLAIN) / milliseconds(result)
+
+
+def of_visible_share(result: Result) -> float:
+    """Time over that of the dense problem, as a multiple of the visible share; NaN of an empty mask."""
+    density = result["cell"]["density"]
+    return 1 / of_plain(result) / density if density else math.nan
+
+
+def repeats(result: Result) -> float:
+    """How many of 50 further calls gave the same bits."""
+    return math.nan if result["same_bits"] is None else float(result["same_bits"])
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean of ratios."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def line(shares: Sequence[float], times: Sequence[float]) -> tuple[float, float, float]:
+    """Fit by least squares of relative residuals: the time at share 0, the slope, and the largest relative distance."""
+    x, y = np.asarray(shares), np.asarray(times)
+    (start, slope), *_ = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones(len(y)), rcond=None)
+    return float(start), float(slope), float(np.abs(y / (start + slope * x) - 1).max())
+
+
+def towards(figure: float, digits: int, up: bool = False) -> str:
+    """A figure rounded up or down."""
+    if math.isinf(figure):
+        return str(figure)
+    scale = 10**digits
+    rounded = (math.ceil if up else math.floor)(round(figure * scale, 6)) / scale
+    return f"{rounded:.{digits}f}"
