@@ -1,5 +1,4 @@
-// dk and dv, or one of them where the other's head dim is 0: a block walks the queries, of all heads of the group, that
-// see its BLOCK_N keys.
+// dk and dv, or one of them where the other's head dim is 0: a block walks the queries that see its BLOCK_N keys.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_N / SIDE, COLUMNS = BLOCK_M / SIDE;

@@ -1,5 +1,5 @@
 // A block owns a tile of dbias and walks all scores that it was added to, or a part of them: `reduce_bias` adds parts
-// in order. What stands before has said how the sums of a tile grow: BiasTile.
+// in order. What stands before has BiasTile.
 #include "mask.cuh"
 
 constexpr int SUMS_STRIDE = BLOCK_N + 1;  // rows in different banks
@@ -10,7 +10,7 @@ static_assert(BLOCK_M <= NUM_THREADS && NUM_THREADS % BLOCK_N == 0, "a thread ha
 struct Axis {
   int walk, tile, step;
 
-  // Takes its tile from a block's number, whose last digit it is.
+  // Its tile is the last digit of a block's number.
   DEVICE Axis(int size, int scores, int block, u32& number) : step(0) {
     const bool broadcast = size == 1 && scores != 1;
     const int tiles = broadcast ? 1 : ceil_div(size, block);
@@ -18,7 +18,7 @@ struct Axis {
     tile = number % tiles;
     number /= tiles;
   }
-  // Likewise its step from those that are behind.
+  // Likewise its step.
   DEVICE void begin(i64& steps) {
     step = static_cast<int>(steps % walk);
     steps /= walk;
@@ -106,14 +106,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   auto* sums = reinterpret_cast<Accum*>(shared.tiles);
   tile.store(sums, SUMS_STRIDE);
   __syncthreads();
-  if (p.dbias_columns == 1) {  // all columns are one
+  if (p.dbias_columns == 1) {
     if (threadIdx.x < BLOCK_M) {
       Accum* row = sums + threadIdx.x * SUMS_STRIDE;
       for (int c = 1; c < BLOCK_N; c++) row[0] += row[c];
     }
     __syncthreads();
   }
-  if (p.dbias_rows == 1) {  // all rows are one
+  if (p.dbias_rows == 1) {
     if (threadIdx.x < BLOCK_N) {
       for (int r = 1; r < BLOCK_M; r++) sums[threadIdx.x] += sums[r * SUMS_STRIDE + threadIdx.x];
     }

@@ -1,6 +1,5 @@
-// Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/block_store.py), and the store,
-// for tiles of any size, the lists of tiles that a kernel visits. No atomics: the same results in every run. The host
-// writes CANONICAL, HIDDEN and VISIBLE in front.
+// Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/block_store.py), and the store
+// lists of tiles. No atomics: the same results in every run. The host writes CANONICAL, HIDDEN and VISIBLE in front.
 
 namespace {
 
@@ -122,7 +121,7 @@ extern "C" __global__ void classify_blocks(const unsigned char* data, long long 
   if (lane_in_warp() == 0) slots[block] = all.partial() ? UNNUMBERED : all.visible ? VISIBLE : HIDDEN;
 }
 
-// Numbers the partial blocks in the order of their slots. One thread block of SCAN_THREADS.
+// Numbers the partial blocks in the order of their slots. One thread block.
 extern "C" __global__ void number_blocks(long long num_blocks, int* slots, int* num_partial) {
   __shared__ int in_warp[SCAN_THREADS / WARP];
   const int warp = threadIdx.x / WARP, lane = lane_in_warp();
@@ -194,9 +193,7 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
   key_bits[warp * WARP + lane] = own;
 }
 
-// For each image, that is (batch, head), and each row of tiles an ascending list of columns, for each column one of
-// rows; an entry is (tile << 1) | partial. Shapes: row_index (images, num_m, num_n), row_count (images, num_m),
-// col_index (images, num_n, num_m), col_count (images, num_n).
+// TileLists of cuflash/block_store.py; an image is a (batch, head).
 extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int images, int seqlen_q, int seqlen_k,
                                       int block_m, int block_n, int num_m, int num_n, int* row_index, int* row_count,
                                       int* col_index, int* col_count) {

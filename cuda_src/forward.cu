@@ -1,4 +1,4 @@
-// Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1. A block has BLOCK_M queries.
+// Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1.
 #include "tile.cuh"
 #include "softmax.cuh"
 

@@ -1,6 +1,5 @@
 // Where the elements of a warp's accumulators stand: 16 rows of mma.sync, or of the 64 of wgmma.
 // Element e of N / 2 is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
-#pragma once
 #include "params.cuh"
 #include "sm80/ptx.cuh"
 
@@ -134,7 +133,7 @@ DEVICE void write_in_units(const Units& units, Arguments&&... arguments) {
   write_wide_fragment(arguments..., unit);
 }
 
-// All fragments of a warp; nothing is staged.
+// Nothing is staged.
 template <class Units, class T, int FRAGMENTS, int N>
 DEVICE void write_results(const Units (&units)[FRAGMENTS], const T&, int, Element* data, i64 row_stride, int row,
                           int len, int rows, int head_dim, const Accum (&out)[FRAGMENTS][N]) {

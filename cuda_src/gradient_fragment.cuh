@@ -1,10 +1,7 @@
-// Weights P and the gradient dS of the scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, from the
-// saved lse.
-#pragma once
+// Weights and gradients of scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries.
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
-#include "sm80/ptx.cuh"
 
 constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
 // lse is in base 2 except beside a bias (softmax_fragment.cuh).
@@ -16,7 +13,6 @@ using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 struct QueryValues {
   float x[FRAGMENT / 2];
 
-  // values: of the tile's queries.
   DEVICE QueryValues(const float* values) {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 4) {
@@ -53,7 +49,6 @@ struct KeptWeights {
       }
     }
   }
-  // Words of the generator are numbered by query, then key.
   DEVICE bool operator[](int e) const {
     return !HAS_DROPOUT || (bits[e / 32] >> (e % 32 / 8 * 8 + e % 2 * 4 + e / 2 % 4) & 1) != 0;
   }
@@ -156,7 +151,7 @@ DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
 
 DEVICE float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) { return kept[e] ? x[e] : -x[e]; }
 
-// Weights as a factor of products, 0 where dropped.
+// 0 where dropped.
 DEVICE void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT], const KeptWeights& kept) {
 #pragma unroll
   for (int i = 0; i < FRAGMENT / 2; i++) {

@@ -1,6 +1,5 @@
 // Weights P and their gradient dS of one tile, from the saved lse: FlashAttention-2 (Dao 2023), Algorithm 2, lines 10
 // to 14.
-#pragma once
 #include "tile.cuh"
 #include "softmax.cuh"
 

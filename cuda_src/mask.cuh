@@ -1,6 +1,5 @@
 // Which elements are visible, and which tiles a thread block visits: what lengths and window leave, within it a block
 // mask's list.
-#pragma once
 #include "params.cuh"
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
@@ -191,7 +190,7 @@ struct Blocks {
   }
 };
 
-// Tiles of keys that some query in [row, row + block_m) sees.
+// Tiles of keys that some query of a tile sees.
 DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
                              int block_n) {
   const int row = tile * block_m;
@@ -204,7 +203,7 @@ DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int he
   return Blocks(begin / block_n, end <= begin ? 0 : ceil_div(end, block_n), p, s, head, tile);
 }
 
-// Tiles of queries that see some key in [column, column + block_n).
+// Tiles of queries that see some key of a tile.
 DEVICE Blocks blocks_of_queries(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
                                 int block_n) {
   const int column = tile * block_n;

@@ -3,7 +3,6 @@
 //
 // In front of every source stand `DEVICE` and constants, `Element` (of q, k, v), and `Accum`, in which all arithmetic
 // is done.
-#pragma once
 
 using u8 = unsigned char;
 using u32 = unsigned int;

@@ -1,9 +1,8 @@
-#pragma once
 #include "mask.cuh"
 
 // The tiles of queries, of all heads of the group, that see some key of a tile.
 struct QueryWalk {
-  // Bits of a block mask take registers: what stands elsewhere is read again.
+  // Bits of a block mask take registers.
   static constexpr bool HELD = !HAS_BLOCK_MASK;
   const AttentionParams& p;
   const Work& work;

@@ -1,6 +1,5 @@
 // Sums beside the passes over tiles, each in a fixed order.
 #include "softmax.cuh"
-#include "params.cuh"
 
 constexpr int WARPS = THREADS / WARP;  // where a warp computes a row of a head
 
@@ -69,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const Attent
   if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
 }
 
-// dbias from the parts that backward_bias left. One thread an element.
+// dbias from its parts. One thread an element.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
   const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
@@ -85,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
                row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
 }
 
-// delta = rowsum(dout * out) - dlse: FlashAttention-2, Algorithm 2, line 4, with the gradient through the returned lse.
+// delta = rowsum(dout * out) - dlse: FlashAttention-2, Algorithm 2, line 4.
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;

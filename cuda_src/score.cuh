@@ -1,5 +1,4 @@
-// From q.k to the score of an element, and back: scale, softcap, bias, alibi. And which weights dropout keeps.
-#pragma once
+// From q.k to the score of an element, and back, and which weights dropout keeps.
 #include "params.cuh"
 #include "sm80/ptx.cuh"
 
@@ -39,7 +38,7 @@ struct Score {
     return tanh_of(product * scale / softcap);
   }
 
-  // d score / d (q.k) is the returned slope times scale; 1 without softcap.
+  // d(score) / d(scale * q.k).
   DEVICE Accum derivative(Accum product) const {
     if constexpr (HAS_SOFTCAP) {
       const Accum t = capped(product);
@@ -73,7 +72,7 @@ struct Score {
   }
 };
 
-// d(score) / d(scale * q.k) of N products; 1 without softcap, and then it takes no registers.
+// Of N products; without softcap it takes no registers.
 template <int N>
 struct SoftcapDerivative {
   Accum x[HAS_SOFTCAP ? N : 1];

@@ -1,6 +1,5 @@
 // Score, mask and dropout on a warp's fragment of 16 queries and N * 2 keys, BLOCK_N or a part of them. `row` is the
 // thread's first query.
-#pragma once
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"

@@ -1,5 +1,4 @@
-// Scores and their gradients on a fragment whose rows are queries and whose columns are keys, or, OF_KEYS, the reverse.
-#pragma once
+// Scores and their gradients on a fragment of queries x keys or, OF_KEYS, the reverse.
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
@@ -20,7 +19,7 @@ struct ScoreGradient {
            !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
-  // Query and key of element e; `row` and `column` are the thread's first.
+  // Of element e; `row` and `column` are the thread's first.
   static DEVICE int query(int row, int column, int e) {
     return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
   }

@@ -1,6 +1,5 @@
 // The online softmax of FlashAttention-2 (Dao 2023, section 3.1), in natural units: beside finfo.min (s - m) must not
 // overflow before it is scaled to base 2.
-#pragma once
 #include "params.cuh"
 
 template <int THREADS, class Operation>

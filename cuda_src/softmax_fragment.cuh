@@ -1,7 +1,5 @@
 // The online softmax on a warp's fragment of 16 queries: a thread has two rows, each shared by a quad's four lanes.
-#pragma once
 #include "fragment.cuh"
-#include "sm80/ptx.cuh"
 #include "softmax.cuh"
 
 // Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
@@ -110,7 +108,7 @@ struct FragmentSoftmax {
   DEVICE void weigh(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Accum base = reference[r] == -infinity() ? 0 : reference[r];  // nothing seen yet: weights are 0, not NaN
+      const Accum base = reference[r] == -infinity() ? 0 : reference[r];
       const Accum offset = base * to_base_2;
       Accum row_sum = 0;
 #pragma unroll
@@ -228,7 +226,6 @@ struct BoundedSoftmax {
     return false;
   }
 
-  // Weights of masked tiles from powers of 2, of others from products.
   template <int BEGIN, int END>
   DEVICE void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
     float top = 0;

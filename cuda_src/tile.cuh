@@ -3,7 +3,6 @@
 //
 // A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
-#pragma once
 #include "mask.cuh"
 #include "score.cuh"
 
@@ -15,7 +14,7 @@ constexpr int PAD = 16 / sizeof(Accum);
 DEVICE int thread_row() { return threadIdx.x / SIDE; }
 DEVICE int thread_column() { return threadIdx.x % SIDE; }
 
-// Index within the tile of element e of thread t's PER = SIZE / 16.
+// Of element e of thread t's PER = SIZE / 16.
 template <int PER>
 DEVICE int owned_index(int t, int e) {
   constexpr int HALF = PER / 2;      // consecutive elements on either side of bit 3

@@ -4,8 +4,6 @@ Every header is inlined once, behind a `#line` that keeps the real file name in 
 source text and options, is then right.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -369,7 +367,7 @@ def inlined(paths: str) -> str:
 
 def _inlined(path: str, seen: set[str]) -> str:
     seen.add(path)
-    text = _read(path).replace("#pragma once\n", "\n")
+    text = _read(path)
     folder = path.rpartition("/")[0]
     pieces = [f'#line 1 "cuda_src/{path}"\n']
     end = 0

@@ -87,7 +87,7 @@ DEVICE void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage
   load_rows(p, shared, stage, step);
 }
 
-// Complete for all behind a barrier. lse becomes inf where a query sees nothing, and has no weights.
+// Complete for all behind a barrier. lse becomes inf where a query has no weights.
 DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   wait_for_copies();
   if (threadIdx.x < BLOCK_M) {

@@ -1,5 +1,4 @@
-// Before the gradients: delta of every query (reduce.cu), and zeros for the sum of dq. Behind them: dq from that sum.
-#include "../fragment.cuh"
+// Before the gradients: delta (reduce.cu), and zeros for the sum of dq. Behind them: dq from that sum.
 #include "gradient_rows.cuh"
 
 // Lanes of a row, each with a vector, and rows of a thread that are on their way at once.
@@ -63,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
       for (int e = 0; e < VECTOR; e++) sum[i] += to_accum(a[i].e[e]) * to_accum(b[i].e[e]);
 #pragma unroll
       for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], lanes);
-      if (!counts[i]) sum[i] = 0;  // padded rows and rows that saw nothing may hold anything
+      if (!counts[i]) sum[i] = 0;
       if (threadIdx.x % LANES == 0 && row < s.rows_q) *p.delta.at(batch, s.row_q + row, work.head) = sum[i];
     }
   }

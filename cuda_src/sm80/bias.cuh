@@ -18,7 +18,7 @@ struct SharedStorage {
   Factors<BLOCK_N, 1> factors;
 };
 
-// Which rows of which (sequence, head) are in shared memory.
+// What is in shared memory.
 struct Loaded {
   int batch = -1, head = 0, first = 0;
 

@@ -1,6 +1,4 @@
 // Operands as they lie in their arrays; split_tile.cuh has those in parts.
-#pragma once
-#include "../params.cuh"
 #include "tile.cuh"
 
 enum class Operand { Q, K, V, DOUT };

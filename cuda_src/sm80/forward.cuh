@@ -3,10 +3,8 @@
 // tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
 //
 // What stands before says how: Weights, pack, multiply_*, write_results, and what direct.cuh has.
-#pragma once
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
-#include "tile.cuh"
 
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
@@ -23,7 +21,7 @@ struct SharedStorage {
   alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
   alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];  // or biases
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
-  Work work;  // this and the next are read again: registers are scarce
+  Work work;  // from here on: read again, registers are scarce
   OperandRows k_rows, v_rows;
   FragmentSoftmax softmax;  // its factors
   Factors<BLOCK_M, 1> query_factors;

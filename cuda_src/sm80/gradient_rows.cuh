@@ -1,10 +1,8 @@
 // The sum of dq: numbered tiles of BLOCK_M queries whose elements have the order of the fragments that are added.
-#pragma once
-#include "../params.cuh"
 #include "../sm90/ptx.cuh"
 #include "tile.cuh"
 
-// A warp's part of a tile's dq: DQ_FRAGMENTS * 16 queries and some of the columns.
+// A warp has DQ_FRAGMENTS * 16 queries and some of the columns.
 constexpr int DQ_WARPS_M = BLOCK_M / (DQ_FRAGMENTS * 16), DQ_WARPS_N = NUM_WARPS / DQ_WARPS_M;
 constexpr int DQ_COLUMNS = HEAD_DIM / DQ_WARPS_N;
 static_assert(DQ_WARPS_M * DQ_WARPS_N == NUM_WARPS && DQ_COLUMNS % 32 == 0, "how dq is divided");

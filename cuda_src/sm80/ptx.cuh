@@ -1,6 +1,5 @@
 // PTX of compute capability 8.0 (and, where it says so, 7.5) that CUDA C++ has no function for. One instruction a
 // function.
-#pragma once
 #ifndef CUFLASH_CPU_DEVICE
 
 namespace ptx {

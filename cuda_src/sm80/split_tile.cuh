@@ -1,7 +1,5 @@
-// Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products, like direct.cuh and wide_tile.cuh.
-// The tensor cores cut sums off instead of rounding: small products have their own, and sums of many
-// tiles are made elsewhere.
-#pragma once
+// Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products, like direct.cuh and wide_tile.cuh;
+// sums are made as in sm90/split_products.cuh.
 #include "../sm90/split_factors.cuh"
 #include "../sm90/split_layout.cuh"
 #include "../softmax_fragment.cuh"
@@ -150,7 +148,7 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
         }
         multiply(small, first, left[1], right[0]);
         if constexpr (COUNT == 3) {
-          // A sum for each step: sm90/split_products.cuh says why.
+          // A sum for each step.
           float sum[8] = {};
           multiply(sum, 0, left[0], right[0]);
 #pragma unroll

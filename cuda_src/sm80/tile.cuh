@@ -1,8 +1,5 @@
 // Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products.
-#pragma once
 #include "../fragment.cuh"
-#include "../params.cuh"
-#include "ptx.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
 constexpr int STEP = 16;  // depth of a product
@@ -245,7 +242,7 @@ DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const
       [&](u32(&to)[4], int block, int step) { rows.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a^T b for FRAGMENTS * 16 columns of a from `row` on (the rows of x) and some columns of b from `column` on.
+// x += a^T b for columns of a from `row` on (the rows of x) and columns of b from `column` on.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b, int column) {
   multiply_ahead<A::NUM_ROWS / STEP>(
@@ -276,7 +273,6 @@ DEVICE void write_through(const T& staging, int column, Element* data, i64 row_s
     for (int i = 0; i < 16 * FRAGMENTS; i += ROWS_AT_ONCE, target += ROWS_AT_ONCE * row_stride) {
 #pragma unroll
       for (int v = 0; v < PER_ROW; v += LANES) {
-        // Padding is chosen, not multiplied: it may be NaN.
         const Vector x = row + own + i < len ? staging.read(own + i, begin / VECTOR + v) : Vector{};
         if (row + own + i < rows && begin + v * VECTOR < head_dim) *reinterpret_cast<Vector*>(target + v * VECTOR) = x;
       }

@@ -1,13 +1,13 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. dq: blocks
-// stay with BLOCK_M queries and walk the keys that these see. dk and dv: they stay with BLOCK_N keys and walk the
-// queries, of all heads of the group, that see them. Rows are what stays, FRAGMENTS * 16 a warp, columns what is
-// walked. What stands before says how to multiply: half_tile.cuh (dq alone), wide_tile.cuh or split_tile.cuh.
+// stay with BLOCK_M queries and walk keys. dk and dv: they stay with BLOCK_N keys and walk queries. Rows are what
+// stays, FRAGMENTS * 16 a warp, columns what is walked. What stands before says how to multiply: half_tile.cuh (dq
+// alone), wide_tile.cuh or split_tile.cuh.
 #include "../query_walk.cuh"
 #include "../softmax_fragment.cuh"
 // Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
-// KEY_WARPS warps have the same rows, each a part of their columns and of the result's.
+// KEY_WARPS warps have the same rows, each a part of the columns.
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;

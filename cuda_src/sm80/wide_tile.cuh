@@ -1,6 +1,4 @@
 // Tiles of float64 elements as the factors of a warp's products.
-#pragma once
-#include "../fragment.cuh"
 #include "direct.cuh"
 
 constexpr int DEPTH = 8;  // of a product
@@ -72,7 +70,7 @@ DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
   }
 }
 
-// Accumulators as left factors: the columns of a product are rows of the next in the order in which lanes have them.
+// Accumulators as left factors, in the order in which lanes have them.
 template <int COLUMNS>
 struct LeftFragment {
   Left steps[COLUMNS / DEPTH];

@@ -5,7 +5,6 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
-#include "gradient_options.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
@@ -71,7 +70,7 @@ DEVICE void add_part(float* sum, u32 part, bool first) {
   }
 }
 
-// The warp that adds a warpgroup's parts of dq to their sums, from shared memory.
+// The warp that adds a warpgroup's parts of dq to their sums.
 DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int part) {
   DqRing ring(shared.dq[part], shared.dq_barriers[part]);
   while (true) {
@@ -171,7 +170,6 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
-  // Of dq: queries of its own, or columns.
   const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
   const u32 dq_columns = DQ_BY_QUERIES ? 0 : warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);

@@ -2,7 +2,6 @@
 // whose first part is added, too, and for what is not visited of dbias. Behind them: dq from its sums.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
-#include "../fragment.cuh"
 #include "gradient_rows.cuh"
 
 // Tiles of dout and out come by TMA; the warpgroups take turns, so that each has buffers of its own.
@@ -127,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
     if (first == 0) {
-      if (lse == -infinity()) sum = 0;  // padded rows and rows that saw nothing may hold anything
+      if (lse == -infinity()) sum = 0;
       const i64 number = static_cast<i64>(tile) * BLOCK_M + row;
       p.row_lse[number] = lse == -infinity() ? infinity() : lse * LSE_BASE;
       p.row_delta[number] = sum;
@@ -214,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     return;
   }
   float scale = static_cast<float>(p.softmax_scale);
-  ptx::keep(scale);  // converted once, not for every element
+  ptx::keep(scale);
   for (int i = warpgroup;; i += CONSUMERS) {
     ring.stage = i % QUERY_STAGES;
     ring.phase = i / QUERY_STAGES % 2;
@@ -253,7 +252,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float4 x = dq[4 * group + i];
-          // Chosen, not multiplied: what is not used may be NaN.
           words[i] = row >= used ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
         }
         transpose_quad(words);
@@ -261,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
         if (row >= s.rows_q || column + first >= p.head_dim) continue;  // head dims are multiples of VECTOR
         Element* to = target + row * p.dq.row_stride + first;
         if (vectors) {
-          // In one store: the compiler would make four of an assignment.
           __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
         } else {
 #pragma unroll

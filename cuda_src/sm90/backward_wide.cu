@@ -37,8 +37,7 @@ struct SharedStorage {
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
-// The blocks of a pair compute dq for the keys of both in every other step: half as much is added in memory, for which
-// all wait.
+// Each block of a pair computes dq for the keys of both in every other step: half as much is added in memory.
 DEVICE bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
 struct Rings {
@@ -114,7 +113,7 @@ DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
-  ptx::keep(scale);  // converted once, as in backward.cu
+  ptx::keep(scale);
   if (!work.unseen) {
     rings.k.wait();
     for (bool last = false; !last;) {
@@ -159,8 +158,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
            shared.weights[own_warp()]);
 }
 
-// Gradients of scores for the own warpgroup of dq; where it is shared, the other block's half joins them. The fence
-// waits under a product.
+// For the own warpgroup of dq. The fence waits under a product.
 template <class DsRing>
 DEVICE void publish_own(DsRing& ring) {
   ptx::fence_async_shared();

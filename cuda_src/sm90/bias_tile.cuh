@@ -1,6 +1,4 @@
 // A bias in tiles that TMA brings (products.cuh). One that is the same for all queries has one row.
-#pragma once
-#include "../fragment.cuh"
 #include "products.cuh"
 
 constexpr int BIAS_PANEL = ROW_BYTES / sizeof(BiasElement);  // columns
@@ -20,7 +18,6 @@ DEVICE u32 bias_address(u32 tile, int row, int column) {
 }
 
 DEVICE void add_pair(float& x, float& y, float2 bias, bool masked) {
-  // A bias of -inf hides, also where the product is NaN.
   x = masked && bias.x == -infinity() ? bias.x : x + bias.x;
   y = masked && bias.y == -infinity() ? bias.y : y + bias.y;
 }

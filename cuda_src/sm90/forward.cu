@@ -2,7 +2,6 @@
 // another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
 // tile.
 #include "../softmax_fragment.cuh"
-#include "../fragment.cuh"
 #include "forward_loader.cuh"
 
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
@@ -68,7 +67,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(warpgroup);
   HiddenValues hidden(shared.seen);
-  // From double once, not for each tile as the compiler would. With options there is no register to hold it.
+  // Converted once, where there is a register to hold it.
   float scale = static_cast<float>(p.softmax_scale);
   if constexpr (!HAS_OPTIONS) ptx::keep(scale);
   while (true) {
@@ -215,7 +214,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, masked);
           pack(weights, x);
         } else {
-          // A branch for the same reason.
+          // This branch keeps powers before the wait, too.
           if (BOUNDED_SCORES && last) rings.q.release();
           softmax.weigh<0, BLOCK_N / 2>(x, shift, masked);
           scores.drop(x, row, first_key);

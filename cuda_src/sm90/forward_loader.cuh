@@ -1,9 +1,7 @@
 // The forward kernel's shared memory; what its warpgroups are handed with a tile, and with each tile of its keys; and
 // the two threads that do so: one finds out which tiles there are, one loads them.
-#pragma once
 #include "bias_tile.cuh"
 #include "hidden_values.cuh"
-#include "schedule.cuh"
 #include "unit_fragment.cuh"
 
 // A tile has strips of 64 queries, a warpgroup each. With a block mask there may be two teams, with shared memory and
@@ -71,7 +69,7 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
 }
 
 // What the scheduling thread hands on: a tile, whether no key is visible to it (told with a block mask), whether it is
-// done again carefully (hidden_values.cuh), and which tiles of keys it sees, and each warpgroup of them.
+// done again carefully (hidden_values.cuh), and the tiles of keys that it and each warpgroup see.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
 struct KeyRange {
   int begin, end;
@@ -203,7 +201,7 @@ struct Rings {
         bias(shared.bias, shared.bias_barriers) {}
 };
 
-// One tile of rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch), panel by panel.
+// Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch).
 template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
 #pragma unroll
@@ -323,7 +321,7 @@ struct Loader {
     listed.slots.find(p, work, listed.entry);
   }
 
-  // Loads the current tile of keys, advances, and returns its number.
+  // Loads the current tile of keys, and returns its number.
   DEVICE int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;

@@ -1,10 +1,6 @@
 // How tiles come into shared memory for the gradients.
-#pragma once
-#include "../mask.cuh"
-#include "../score.cuh"
 #include "gradient_options.cuh"
 #include "gradient_rows.cuh"
-#include "gradient_schedule.cuh"
 
 // Rows that must not count become 0 in shared memory, as 0 * NaN would count: padded queries, and keys that no query
 // sees. Beyond the end of an array TMA has written zeros.
@@ -247,7 +243,7 @@ DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 t
   }
 }
 
-// The loading warp. Tiles come in the order of their use.
+// The loading warp.
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};

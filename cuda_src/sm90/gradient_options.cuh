@@ -1,5 +1,4 @@
 // Options as the gradients meet them, with few registers: masks as bits, a bias in tiles, softcap's derivative.
-#pragma once
 #include "../gradient_fragment.cuh"
 #include "bias_tile.cuh"
 #include "gradient_schedule.cuh"
@@ -181,7 +180,6 @@ DEVICE bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
       const float2 bias = unpacked(Bias(), pairs[e / 2]);
-      // It hides, also where the product is NaN.
       if (bias.x == -infinity()) x[i + e] = bias.x;
       if (bias.y == -infinity()) x[i + e + 1] = bias.y;
     }

@@ -1,6 +1,5 @@
 // Numbered tiles of BLOCK_M queries with their lse and delta, and the sum of dq, in the order of the fragments that are
 // added to it.
-#pragma once
 #include "products.cuh"
 
 // dq of a tile is computed in parts of 64 queries and DQ_COLUMNS columns: parts of queries, or of columns.

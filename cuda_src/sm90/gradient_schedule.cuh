@@ -1,5 +1,4 @@
 // Which tiles of keys a persistent thread block takes, and which queries it walks for each.
-#pragma once
 #include "../mask.cuh"
 #include "schedule.cuh"
 

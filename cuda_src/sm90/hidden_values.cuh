@@ -3,8 +3,6 @@
 // Keys outside the lengths and the window of all queries are known beforehand; which are hidden one by one shows only
 // in all warpgroups' scores, at a cost. So a tile is computed without looking: if hidden keys or values were not
 // finite, its result is not either, and it is computed again, carefully.
-#pragma once
-#include "../fragment.cuh"
 #include "../mask.cuh"
 #include "products.cuh"
 

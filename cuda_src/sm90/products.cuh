@@ -1,6 +1,5 @@
 // The matrix products of a warpgroup. Tiles lie as TMA writes them: panels of 64 columns, each with its rows one after
 // the other in the 128-byte swizzle.
-#pragma once
 #include "schedule.cuh"
 
 constexpr int ROWS_OF_WARPGROUP = 64;  // M of wgmma
@@ -131,7 +130,6 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
   u32 own_lane = lane();
   ptx::forget(own_lane);  // what follows from it would occupy registers all along
   const int thread = static_cast<int>(own_lane);
-  // Padding is chosen, not multiplied: it may be NaN.
   const bool used[2] = {row + thread / 4 < len, row + thread / 4 + 8 < len};
   const int from_row = thread % ROWS_OF_WARP, from_chunk = thread / ROWS_OF_WARP;
   const u32 from = ptx::shared_address(staging) + from_row * ROW_BYTES;

@@ -1,5 +1,4 @@
 // PTX of compute capability 9.0a, like that of 8.0.
-#pragma once
 #include "../sm80/ptx.cuh"
 
 namespace ptx {

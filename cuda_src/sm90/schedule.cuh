@@ -1,9 +1,7 @@
 // Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, the turns that
 // the warpgroups take at the tensor cores, and which tiles a persistent thread block computes: one of its threads takes
 // them one after the other and hands them on.
-#pragma once
 #include "../fragment.cuh"
-#include "../params.cuh"
 #include "ptx.cuh"
 
 constexpr int WARPGROUP = 128;

@@ -2,17 +2,14 @@
 #include "products.cuh"
 
 constexpr int PAIR = 1, KEY_WARPS = 1;  // no clusters, whole rows
-#include "../fragment.cuh"
 #include "gradient_schedule.cuh"
 #include "hidden_values.cuh"
 #include "split_factors.cuh"
 #include "split_layout.cuh"
 #include "split_products.cuh"
-// Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
-// Rows: q and dout, or k and v. Columns: k and v, or q and dout.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
 constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
@@ -131,7 +128,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const Work& work = shared.work[rings.work.stage];  // read again: registers are scarce
+    const Work& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * ROWS, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;

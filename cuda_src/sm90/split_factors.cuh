@@ -1,7 +1,5 @@
 // The factors of split rows (split_layout.cuh) on fragments.
-#pragma once
 #include "../fragment.cuh"
-#include "../sm80/ptx.cuh"
 #include "../softmax.cuh"
 
 constexpr u32 EXPONENT_BITS = 0x7f800000;

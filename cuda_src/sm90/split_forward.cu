@@ -3,7 +3,6 @@
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
 #include "hidden_values.cuh"
-#include "schedule.cuh"
 #include "split_factors.cuh"
 #include "split_layout.cuh"
 #include "split_products.cuh"
@@ -32,7 +31,7 @@ struct SplitSoftmax {
 #pragma unroll
       for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
       m = max_of_row<4>(m);
-      const float reference = m == -infinity() ? 0 : m;  // nothing seen yet: weights are 0, not NaN
+      const float reference = m == -infinity() ? 0 : m;
       rescale[r] = ptx::ex2((maximum[r] - reference) * to_base_2[r]);
       maximum[r] = m;
       float row_sum = 0;
@@ -106,7 +105,7 @@ struct Rings {
         factors(shared.factors, shared.factor_barriers) {}
 };
 
-// The loading thread. Tiles come in the order of their use: the next keys before the values of the current ones.
+// The loading thread.
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map) {
@@ -160,7 +159,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
     rings.work.wait();
-    const Work& work = shared.work[rings.work.stage];  // read again: registers are scarce
+    const Work& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;

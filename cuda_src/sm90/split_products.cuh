@@ -1,6 +1,5 @@
 // Products of float32 operands in float16 parts (split_layout.cuh). The tensor cores cut sums off instead of rounding,
 // so the small products come first, and sums over many tiles are made elsewhere.
-#pragma once
 #include "products.cuh"
 #include "split_factors.cuh"
 
@@ -113,7 +112,7 @@ DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
   }
 }
 
-// Starts sum = weights b for one panel of a tile b, N rows of `columns` columns: for more registers are too scarce.
+// Starts sum = weights b for one panel of a tile b, N rows of `columns` columns.
 template <int N>
 DEVICE void multiply(float (&sum)[PANEL / 2], const SplitFragment<N>& weights, u32 b, int columns, int panel) {
   const auto multiply_part = [&](const u32(&a)[N / 4], int part, bool first) {

@@ -1,5 +1,4 @@
 // Score, mask and dropout as score_fragment.cuh has them, in the order in which the products leave time, and in units.
-#pragma once
 #include "../score_fragment.cuh"
 #include "products.cuh"
 
@@ -121,7 +120,7 @@ struct UnitScore {
 
   // Before bias and alibi. The error of tanh, 2^-11 of the score, is no larger than that of scores rounded to float16.
   DEVICE float of_product(float product) const {
-    if constexpr (BOUNDED_SCORES) return product;  // BoundedSoftmax does the rest
+    if constexpr (BOUNDED_SCORES) return product;
     if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
     return PLAIN_SCORES ? product : product * factor;
   }
@@ -198,14 +197,13 @@ struct UnitFragment : ScoreFragment {
     }
   }
 
-  // Element by element, from arrays of any strides.
+  // Element by element.
   DEVICE void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
     const Score own_score(p, s, head);
     const int column = first_key + fragment_column();
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) {
       const float bias = own_score.bias_at(row + row_offset(e), column + column_offset(e));
-      // A bias of -inf hides, also where the product is NaN.
       x[e] = masked && bias == -infinity() ? bias : x[e] + bias;
     }
   }
