@@ -77,6 +77,7 @@ def mask() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "half": partial(run, np.float16, 64, causal=True),
     "half 128": partial(run, np.float16, 128),
+    "half 192": partial(run, np.float16, 192, 128, causal=True),
     "half 256": partial(run, np.float16, 256, causal=True),
     "packed": partial(run_packed, np.float16, 64, causal=True),
     "window": partial(run, np.float16, 128, window=(20, 0)),
@@ -89,8 +90,10 @@ CASES: dict[str, Callable[[], None]] = {
     "half, everything": partial(everything, np.float16),
     "float": partial(run, np.float32, 64),
     "tf32": partial(run, np.float32, 64, precision="tf32", causal=True),
+    "float 192": partial(run, np.float32, 192),
     "float, everything": partial(everything, np.float32),
     "double": partial(run, np.float64, 64, causal=True),
+    "double 256": partial(run, np.float64, 256),
     "double, window": partial(run, np.float64, 40, window=(20, 10)),
     "double, everything": partial(everything, np.float64),
 }

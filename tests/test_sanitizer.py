@@ -31,13 +31,13 @@ def sanitizer() -> str:
 
 # Problems of SCRIPT that are one process, so that several can run side by side.
 GROUPS = (
-    ("half", "half 128", "half 256"),
+    ("half", "half 128", "half 192", "half 256"),
     ("packed", "window", "one query"),
     ("blocks", "bias", "mask", "dropout", "deterministic"),
     ("half, everything",),
-    ("float", "tf32"),
+    ("float", "float 192", "tf32"),
     ("float, everything",),
-    ("double", "double, window"),
+    ("double", "double 256", "double, window"),
     ("double, everything",),
 )
 
