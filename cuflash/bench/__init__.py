@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     cells = _chosen_cells(args.suite, xp, grid)
     if xp is not np and peers.US in contenders:
-        _compile(cells, xp, args.direction, args.compile_jobs)
+        compile_kernels(cells, xp, args.direction, args.compile_jobs)
     for cell in cells:
         start = time.perf_counter()
         directions = tuple(d for d in args.direction if d in cell.directions)
@@ -147,7 +147,7 @@ def _repeats(call: Any) -> int:
     return same
 
 
-def _compile(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
+def compile_kernels(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
     """So that nothing is compiled while others are timed."""
 
     def call(cell: Cell) -> None:

@@ -18,13 +18,14 @@ import numpy as np
 
 from cuflash import bench
 from cuflash.bench import report
-from cuflash.bench.cells import Cell, Grid, cells_of, default_scale
+from cuflash.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
 from cuflash.bench.inputs import Inputs, as_torch
 from cuflash.bench.peers import US, cuflash_calls, fa3_calls
 
 FA3 = "fa3"
 DTYPES = ("bfloat16", "float16")
 SEQLENS = (512, 1024)  # longer ones take long in float64, and their errors are alike
+COMPILE_JOBS = 8  # cells whose kernels are compiled at once
 KINDS = ("mean", "max")  # of a head
 Tensor = Any
 # By the result's name: a head's errors, ``{kind: (heads of all sequences,)}``.
@@ -124,13 +125,14 @@ def main() -> None:
         parser.error("no GPU that CuPy can use")
     facts = report.environment(xp, args.commit, "errors")
     measured: list[dict[str, Any]] = []
-    for dtype in args.dtype:
-        for cell in cells_of("dense", Grid(dtype, args.head_dim, args.seqlen)):
-            measured.append(measure(Inputs(cell, xp)))
-            print(line(measured[-1]), flush=True)
-            if args.json:  # after every cell: a run that is cut short leaves what it had
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps({**facts, "errors": measured}, indent=1) + "\n")
+    cells = [cell for dtype in args.dtype for cell in cells_of("dense", Grid(dtype, args.head_dim, args.seqlen))]
+    bench.compile_kernels(cells, xp, (FORWARD, BACKWARD), COMPILE_JOBS)
+    for cell in cells:
+        measured.append(measure(Inputs(cell, xp)))
+        print(line(measured[-1]), flush=True)
+        if args.json:  # after every cell: a run that is cut short leaves what it had
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({**facts, "errors": measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
