@@ -1,8 +1,4 @@
-"""The public functions: attention, its gradient, and both for packed sequences.
-
-Every function checks its arguments' metadata (`problem`), hands the arrays to the backend of their library, and
-returns arrays of the caller's kind.
-"""
+"""The public functions: attention, its gradient, and both for packed sequences."""
 
 from __future__ import annotations
 

@@ -44,10 +44,7 @@ _checked: dict[Any, _Checked] = {}
 
 
 class Call:
-    """The checked arguments of one call, and the two things to be done with them.
-
-    Arrays are of any library; `keywords` are the options of `problem.Options` that were given.
-    """
+    """The checked arguments of one call; `keywords` are the options of `problem.Options` that were given."""
 
     __slots__ = ("_is_repeatable", "_options", "_own", "inputs", "library", "operands", "problem")
 
@@ -81,7 +78,7 @@ class Call:
         self._options = {name: self.inputs[name] for name in keywords if name in self.inputs}
 
     def adopt(self, name: str, x: Any) -> Array | None:
-        """A further argument of this call, checked to be of the same library and device."""
+        """A further argument, checked to be of the same library and device."""
         if x is None:
             if name == "dlse":
                 return None
@@ -95,10 +92,7 @@ class Call:
         return self.library.release(x)
 
     def forward(self, out: Any = None, with_lse: bool = True, call: Metadata | None = None) -> tuple[Any, Array | None]:
-        """The result as the caller's kind of array (`out` itself if given), and lse if it is wanted.
-
-        `call` is what the call is known by when it is repeated.
-        """
+        """The result as the caller's kind of array, and lse if it is wanted; a repeated call is known by `call`."""
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
@@ -161,7 +155,6 @@ class Call:
 
     @property
     def _backend(self) -> ModuleType:
-        """The module that computes on this call's arrays."""
         return _backend_of(isinstance(self.inputs["q"], np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -180,7 +173,6 @@ class Call:
 
 @cache
 def _backend_of(on_cpu: bool) -> ModuleType:
-    """The backend of NumPy or of CuPy arrays, imported when first needed."""
     return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
 
@@ -191,7 +183,6 @@ def _empty_of(on_cpu: bool) -> Callable[..., Array]:
 
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
-    """All arrays of a call by name."""
     if _ARRAY_OPTION_SET.isdisjoint(keywords):
         return inputs
     arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}

@@ -4,23 +4,22 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = Any
 
 
-class Library:
+class Library(NamedTuple):
     """How arrays of one library come in, and how results go out.
 
     ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release` the way back.
     """
 
-    def __init__(self, name: str, adopt: Callable[[str, Any], Array], release: Callable[[Array], Any]) -> None:
-        self.name = name
-        self.adopt = adopt
-        self.release = release
+    name: str
+    adopt: Callable[[str, Any], Array]
+    release: Callable[[Array], Any]
 
 
 def library_of(name: str, x: Any) -> Library:

@@ -24,7 +24,7 @@ OPTIONS = ("--std=c++17",)
 _OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
 # Before, NVRTC takes CuPy's -arch beside ours for an error.
 OWN_ARCH_SINCE = (12, 9)
-# Set, Hopper takes the kernels of other GPUs, for tests.
+# Set for tests: Hopper takes the kernels of other GPUs.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
 _LAST = ("smem_bytes", *FLAGS)
@@ -166,10 +166,8 @@ class CupyDevice:
         return self._current_stream(self.index).ptr
 
     def capture(self, stream: int) -> int:
-        """A number of the capture into a graph that a stream's work goes to; 0 if there is none.
-
-        The legacy default stream, whose handle is 0, is never captured.
-        """
+        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
+        # The legacy default stream is never captured.
         return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
 
@@ -244,7 +242,7 @@ def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[
 def _begin_thread(cupy: Any, index: int) -> None:
     """Give a new thread what calls of the driver want: a current context."""
     cupy.cuda.runtime.setDevice(index)
-    cupy.cuda.runtime.memGetInfo()  # CUDA makes it when first needed
+    cupy.cuda.runtime.memGetInfo()  # makes it
 
 
 def _capture_of(stream: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches of kernels of any family; the portable kernels, and sums for all."""
+"""Launches of kernels of any family; the portable kernels."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def images(problem: AttentionProblem, heads: int) -> int:
 
 
 class _Arguments:
-    """The arguments of one launch and the pointers to them, in memory of their own."""
+    """The arguments of one launch and the pointers to them."""
 
     __slots__ = ("address", "begins", "words")
 
@@ -215,7 +215,7 @@ class Work:
         return self.recording.empty(shape, dtype)
 
     def is_aligned(self, names: Sequence[str]) -> bool:
-        """Whether addresses and strides are multiples of what one access moves."""
+        """Whether addresses and strides are multiples of `ALIGNMENT`."""
         tensors = [self.arrays[name] for name in names]
         places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
         return not any(place % ALIGNMENT for place in places)
@@ -269,7 +269,7 @@ class Tiles(Kernel):
 
 @dataclass(frozen=True)
 class Bias(Kernel):
-    """The gradient of a bias: each of its tiles is the sum of a walk, which may be split."""
+    """The gradient of a bias: each tile is the sum of a walk, which may be split."""
 
     orders_bits = False
 
@@ -356,7 +356,7 @@ def delta(work: Work, arrays: Arrays) -> None:
 
 
 def gradients(work: Work, grads: Arrays) -> None:
-    """Write `grads`; delta is there, and perhaps each row's part of the slopes'."""
+    """Write `grads`."""
     problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
     by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
     if "q" in grads:
@@ -388,7 +388,7 @@ def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) ->
 
 
 def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:
-    """Room for each row's part of the slopes' gradient, if that is wanted."""
+    """Room for each row's part of the slopes' gradient, if wanted."""
     if "alibi_slopes" not in grads:
         return {}
     return {"dslope_rows": work.empty(work.problem.lse_shape, work.problem.accum_dtype)}

@@ -36,7 +36,7 @@ def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability,
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False if these tensor cores do not take the problem."""
+    """Write out and lse; False where others run."""
     place = _place(work, "q", "k", "v")
     config = plan_sm80.forward(*place) or plan_wide.forward(*place)
     if config is None:

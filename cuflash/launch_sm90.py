@@ -1,4 +1,4 @@
-"""Both passes on Hopper, and what launches of persistent kernels take: tensor maps, and a counter of tiles."""
+"""Both passes on Hopper, and what persistent kernels take: tensor maps, and a counter of tiles."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from cuflash.plan import plan
 from cuflash.plan_sm90 import Config
 from cuflash.problem import Array, AttentionProblem
 
-_ROW_BLOCKS = 32  # that prepare rows beside the gradients: one for each lane that asks how far they are
+_ROW_BLOCKS = 32  # that prepare rows beside the gradients, one for each lane that asks
 _FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses.
@@ -56,14 +56,14 @@ class Persistent(Further):
         return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Write the maps of the struct's arrays, and the address of a counter."""
+        """`Further.fill`."""
         self._counter.put(words, stream)
         maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps
 
 
 class KeptMaps(dict[Any, Words]):
-    """The tensor maps of a launch, one behind the other, by what `make` makes them of; at most `MAX_MAPS`."""
+    """The tensor maps of a launch, by what `make` makes them of; at most `MAX_MAPS`."""
 
     def __init__(self, make: Callable[[Any], Sequence[Array]]) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class MergeParts(Sum):
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False if Hopper's kernel does not take the problem."""
+    """Write out and lse; False where others run."""
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
     config = None if layouts is None else plan_sm90.forward(work.problem, layouts, _layout_of_bias(work))
     if config is None:
@@ -193,7 +193,7 @@ def _layout_of_bias(work: Work) -> tuple[tuple[int, ...], tuple[int, ...], int] 
 
 
 def _results_of_parts(work: Work, config: Config) -> Arrays:
-    """Room for the results over parts of the keys, in float32; nothing where keys stay whole."""
+    """Room for the results over parts of the keys; nothing where keys stay whole."""
     parts = plan_sm90.parts_of_keys(work.problem, config, work.device.num_sms)
     if parts == 1:
         return {}
@@ -206,7 +206,7 @@ def _results_of_parts(work: Work, config: Config) -> Arrays:
 
 
 class TileCounter:
-    """Of the launches of one kernel, where its thread blocks have more than one tile each."""
+    """Of a kernel whose thread blocks have more than one tile each."""
 
     def __init__(self, device: kernels.Device, needed: bool) -> None:
         self._counters = _counters_of(device) if needed else None
@@ -250,7 +250,7 @@ def _counters_of(device: kernels.Device) -> _Counters:
 
 @dataclass(frozen=True)
 class _OfQueries(WithoutTiles):
-    """What the kernels have in common: how sums of dq are laid out."""
+    """What the kernels have in common."""
 
     config: plan_sm90_backward.Config
 

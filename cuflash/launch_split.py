@@ -139,7 +139,7 @@ class Split(WithoutTiles):
         return OnOperands(space.grid, space, True)
 
     def load(self, device: kernels.Device) -> kernels.Kernel:
-        """It depends on less than those behind it."""
+        """One for many configurations."""
         constants = {
             "element": self.config.element,
             "accum": self.config.accum,

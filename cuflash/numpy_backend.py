@@ -103,13 +103,13 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
 
 
 class Task(NamedTuple):
-    """Rows of some heads of one sequence, and whether no later task adds to the same dk and dv."""
+    """Rows of some heads of one sequence."""
 
     sequence: Sequence
     heads: Heads
     row: int
     row_stop: int
-    is_last: bool
+    is_last: bool  # no later task adds to the same dk and dv
 
 
 @dataclass

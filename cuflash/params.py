@@ -77,14 +77,9 @@ POINTERS = (
     "dq_turns",
     "rows_done",
 )
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 INTEGERS = (
-    "batch",
-    "seqlen_q",
-    "seqlen_k",
-    "num_heads_q",
-    "num_heads_kv",
-    "head_dim",
-    "head_dim_v",
+    *_SIZES,
     "window_left",
     "window_right",
     "alibi_batch_stride",
@@ -122,18 +117,17 @@ PARAMS = np.dtype(
 # Beyond every index; adding one does not overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
-_SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
 
 
 def word_of(name: str) -> int:
-    """Where the pointer (or seed) `name` stands in the struct, in words of 8 bytes."""
+    """Where the pointer (or seed) `name` stands in the struct, in `launch.Words`."""
     assert PARAMS.fields is not None
     return int(PARAMS.fields[name][1]) // 8
 
 
 def layout_asserts() -> str:
-    """C++ that asserts this layout of the device's struct."""
+    """C++ that asserts this layout."""
     assert PARAMS.names is not None
     assert PARAMS.fields is not None
     lines = [
@@ -145,7 +139,7 @@ def layout_asserts() -> str:
 
 
 def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
-    """The struct of a launch on such arrays, without pointers and seed."""
+    """The struct of a launch, without pointers and seed."""
     params = np.zeros(1, PARAMS)
     p = params[0]
     for name in TENSORS:
@@ -220,9 +214,8 @@ def encode_tensor_map(
 ) -> np.ndarray[Any, Any]:
     """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
-    `extents` and `box` are the elements of the array and of one copy, a row of which has `SWIZZLE_BYTES`, innermost
-    axis first, `strides` bytes along each axis but that one. Of what is read `once` L2 fetches no more than it is asked
-    for.
+    `extents` and `box` are the elements of the array and of one copy, innermost axis first, `strides` bytes along each
+    axis but that one. Of what is read `once` L2 fetches no more than it is asked for.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)

@@ -1,6 +1,6 @@
 """Problem and device -> kernels, tile sizes, shared memory: THE table of kernel configurations. Pure, no CuPy.
 
-The other families' tables are `plan_<family>`.
+Other families' are `plan_<family>`.
 """
 
 import math
@@ -262,7 +262,7 @@ def config_of(
     flags: tuple[str, ...],
     smem_limit: int = SMALLEST_SMEM,
 ) -> Config:
-    """The configuration of one portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
+    """The configuration of a portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
     tiles = (row.with_options,) if set(flags) - {"has_window"} else row.tiles
@@ -327,7 +327,7 @@ TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", 
 
 
 def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype: rows plain, with visibility options and with all flags."""
+    """Every kernel for a GPU, with its dtype."""
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):

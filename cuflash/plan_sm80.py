@@ -171,7 +171,7 @@ def _forward_smem(tile: Tile, row: Row[Tile]) -> int:
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
-    """Whether a multiprocessor, whose thread blocks may have `limit` bytes, holds so many blocks together."""
+    """Whether a multiprocessor whose blocks may have `limit` bytes holds so many together."""
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 

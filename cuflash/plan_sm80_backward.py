@@ -23,10 +23,7 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, and how they are computed.
-
-    What is not said here is as in `plan_sm80.Tile`.
-    """
+    """What is not said here is as in `plan_sm80.Tile`."""
 
     block_m: int
     block_n: int
@@ -245,7 +242,7 @@ def configs(
 
 
 def of_rows(config: Config, entry: str) -> Config:
-    """Of the kernel before or behind, for all options. In larger blocks the former's reads wait for others."""
+    """Of the kernel before or behind. In larger blocks the former's reads wait for others."""
     of_all: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
     of_all |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
@@ -275,7 +272,7 @@ def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
 
 
 _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
-# The kernel for dq in the order of keys, or None where mma.sync does not take a problem's dtype.
+# The kernel for dq in the order of keys, or None.
 of_queries = partial(plan_sm80.forward, **_QUERY_KERNEL)
 
 

@@ -300,10 +300,7 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart.
-
-    Keys and values are then read once for all heads of a group.
-    """
+    """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart."""
     options = (problem.bias, problem.mask, problem.alibi, problem.window_left)
     plain = not any(x is not None for x in options) and not (
         problem.sink or problem.q_lengths or problem.block_mask or problem.dropout_p
@@ -322,9 +319,8 @@ def forward(
 ) -> Config | None:
     """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
-    The arrays are those that TMA reads, and their addresses are multiples of 16 bytes. The result may lie anywhere, so
-    that its bits depend on the inputs alone. `bias` are strides, shape and bytes of an element of a bias whose address
-    is such a multiple, too.
+    TMA reads them: their addresses are multiples of 16 bytes. The result may lie anywhere, so that its bits depend on
+    the inputs alone. `bias` are strides, shape and bytes of an element of a bias at such an address, too.
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
@@ -390,9 +386,9 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it): plain, with a window and any one option, and with all.
+    """Every row in both dtypes: plain, with a window and any one option, and with all.
 
-    With any of them a result that TMA cannot store makes another kernel; here plain ones stand for all.
+    Results that TMA cannot store make other kernels; here plain ones stand for all.
     """
     single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
     for row in FORWARD:
@@ -417,7 +413,7 @@ def table() -> Iterator[tuple[Config, str]]:
 
 
 def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:
-    """Into how many parts the keys of each tile are split, so that few tiles fill the GPU."""
+    """Of the keys of each tile, so that few tiles fill the GPU."""
     if problem.packed or problem.block_mask:
         return 1
     seen = heads_as_rows(problem)

@@ -114,7 +114,7 @@ class Config(KernelConfig):
 
     @property
     def of_rows(self) -> Config:
-        """Of the kernels around it: the same for all options that they do not know."""
+        """Of the kernels around it."""
         known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         of_stage = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
@@ -249,10 +249,10 @@ def backward(
     dbias: Layout | None = None,
     mask: Layout | None = None,
 ) -> Config | None:
-    """The Hopper kernels for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
+    """The Hopper kernels for a problem on arrays of these `layouts`, or None.
 
-    The arrays are those that are read: their addresses are multiples of 16 bytes, and those of `bias`, `mask` and a
-    wanted `dbias`, if they are given. Results may lie anywhere.
+    Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes. Results may lie
+    anywhere.
     """
     if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
         return None
@@ -305,7 +305,7 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes (returned beside it), and the kernels around them."""
+    """Every row in both dtypes, and the kernels around them."""
     around: dict[Config, str] = {}
     for config, dtype in _of_scores():
         yield config, dtype

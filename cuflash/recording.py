@@ -45,9 +45,9 @@ class Metadata(NamedTuple):
 def metadata(
     what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
 ) -> Metadata | None:
-    """The metadata of a call of kind `what` on CuPy arrays; None if it cannot be repeated by addresses alone.
+    """None if the call, of kind `what`, cannot be repeated by addresses alone.
 
-    The addresses are those of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
+    These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
     """
     key, addresses, extras = [what], [], []
     seed, block_mask = None, None
@@ -97,21 +97,17 @@ class Plan(NamedTuple):
     apart: tuple[tuple[int, int, Distances], ...]  # targets, and what they must have no memory in common with
 
 
-class Repeat:
+class Repeat(NamedTuple):
     """The launches again, with new results and scratch memory."""
 
-    __slots__ = ("_device", "_plan")
-
-    def __init__(self, device: Device, plan: Plan) -> None:
-        self._device = device
-        self._plan = plan
+    device: Device
+    plan: Plan
 
     def __call__(self, call: Metadata) -> list[Array | None] | None:
         """The results; None, and nothing is done, where other kernels may be needed."""
-        device = self._device
+        device, (wanted, tiles, scratch_sizes, steps, apart) = self
         if not device.is_current():
             return None
-        wanted, tiles, scratch_sizes, steps, apart = self._plan
         addresses = call.addresses
         for target, other, distances in apart:
             if not distances.allow(addresses[target] - addresses[other]):
@@ -163,7 +159,7 @@ def repeated(call: Metadata | None) -> list[Array | None] | None:
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """Whether all are multiples of `ALIGNMENT`, by which kernels are chosen, too."""
+    """Whether all are multiples of `ALIGNMENT`, by which kernels are chosen."""
     bits = 0
     for address in addresses:
         bits |= address
@@ -185,8 +181,7 @@ _free: dict[tuple[int, int], list[Block]] = {}
 def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
     """A block of at least `size` bytes for a call that is captured.
 
-    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left, for
-    the caller's arrays.
+    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left.
     """
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]
@@ -199,7 +194,7 @@ def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[i
 
 def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
     """Let later calls of the same capture and stream have them."""
-    _free.setdefault((capture, stream), []).extend(blocks)  # none where the call took none
+    _free.setdefault((capture, stream), []).extend(blocks)
 
 
 class Recording:
@@ -252,8 +247,7 @@ class Recording:
     ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
-        `arguments` are the arrays whose addresses `call` has, in their order; `targets` are as there. What is not
-        wanted or not given is None.
+        `arguments` are the arrays whose addresses `call` has, in their order. What is not wanted or given is None.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]

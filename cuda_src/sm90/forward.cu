@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   __syncthreads();
 
   const Rings rings(shared);
-  const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);  // uniform, and known to be
+  const int warpgroup = own_warpgroup();
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;

@@ -17,7 +17,7 @@ import numpy as np
 
 from cuflash.bench import peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
-from cuflash.bench.inputs import Inputs, Sample, arguments, limit, take_sample, worst
+from cuflash.bench.inputs import Inputs, arguments, limit, take_sample, worst
 from cuflash.bench.report import Result, Stopwatch
 from cuflash.compile_cli import first_line, in_parallel
 from cuflash.numpy_threads import BLAS_THREADS
@@ -100,7 +100,9 @@ def measure(
 ) -> list[Result]:
     """Check and time every contender on one cell."""
     inputs = Inputs(cell, xp)
-    sample = _sample(inputs)
+    given = arguments(inputs)
+    with BLAS_THREADS.single():  # small products
+        sample = take_sample(inputs, given, *peers.cuflash_results(inputs, given))
     results = {direction: Result(cell, direction) for direction in directions}
     timed: dict[str, dict[str, Any]] = {direction: {} for direction in directions}
     with warnings.catch_warnings():
@@ -130,12 +132,6 @@ def measure(
         if direction == BACKWARD and "deterministic" in cell.options and peers.US in timed[direction]:
             result.same_bits = _repeats(timed[direction][peers.US])
     return list(results.values())
-
-
-def _sample(inputs: Inputs) -> Sample:
-    given = arguments(inputs)
-    with BLAS_THREADS.single():  # small products
-        return take_sample(inputs, given, *peers.cuflash_results(inputs, given))
 
 
 def _repeats(call: Any) -> int:

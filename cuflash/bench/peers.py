@@ -77,7 +77,8 @@ def naive_calls(inputs: Inputs) -> Calls:
     if cell.lengths:
         raise Unavailable("one padded batch would measure the padding")
     needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
-    if needed > _free_memory(xp):
+    # What a laptop can spare, or what is free.
+    if needed > (4 << 30 if xp is np else xp.cuda.runtime.memGetInfo()[0]):
         raise Unavailable(f"its score matrices need {needed >> 30} GiB")
     multiply = _products(xp)
     dtype = inputs["q"].dtype
@@ -139,14 +140,8 @@ def _products(xp: ModuleType) -> Callable[..., Array]:
     return matmul
 
 
-class _Library(NamedTuple):
-    cupy: Any
-    cublas: Any
-    types: dict[str, int]
-
-
 @lru_cache(maxsize=1)
-def _library() -> _Library:
+def _library() -> tuple[Any, Any, dict[str, int]]:
     import cupy
     from cupy_backends.cuda.libs import cublas
 
@@ -157,7 +152,7 @@ def _library() -> _Library:
         "float32": runtime.CUDA_R_32F,
         "float64": runtime.CUDA_R_64F,
     }
-    return _Library(cupy, cublas, types)
+    return cupy, cublas, types
 
 
 # What cuBLAS reads from the host, in the type that it computes in.
@@ -197,13 +192,6 @@ def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> A
 def _orientation(cublas: Any, x: Array) -> tuple[int, int]:
     rows, columns = (stride // x.itemsize for stride in x.strides[-2:])
     return (cublas.CUBLAS_OP_N, rows) if columns == 1 else (cublas.CUBLAS_OP_T, columns)
-
-
-def _free_memory(xp: ModuleType) -> int:
-    if xp is np:
-        return 4 << 30  # what a laptop can spare
-    free, _ = xp.cuda.runtime.memGetInfo()
-    return int(free)
 
 
 def sdpa_calls(inputs: Inputs, backend: str) -> Calls:

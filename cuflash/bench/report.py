@@ -1,4 +1,4 @@
-"""What a run leaves behind: times, where it ran, a table, JSON and a picture."""
+"""Times, where they were measured, a table, JSON and a picture."""
 
 import datetime
 import json
@@ -55,7 +55,7 @@ class Result:
         return cell.flops(self.direction) / self.median(peer) / 1e9
 
     def ratio(self) -> float | None:
-        """Speed of cuflash relative to the fastest peer's; above 1 is faster."""
+        """Speed of cuflash over the fastest peer's."""
         others = [self.median(peer) for peer in self.times if peer not in (US, PLAIN)]
         return min(others) / self.median(US) if others and US in self.times else None
 
@@ -108,7 +108,7 @@ class Stopwatch:
         return times
 
     def _count(self, call: Call) -> tuple[int, bool]:
-        """Calls that fill the budget, and whether they are too short to be launched one by one."""
+        """Calls that fill the budget, and whether they are short."""
         call()  # compiles, and fills caches
         once = min(self._times(call, 2, False))
         return int(np.clip(self.budget_ms / once, MIN_CALLS, MAX_CALLS)), once < SHORT_MS
@@ -140,7 +140,7 @@ class Stopwatch:
 
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
-    """How and where a run is made; `commit` if given, else that of the checkout."""
+    """How and where a run is made."""
     facts: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -173,7 +173,7 @@ def _first_line(*command: str) -> str | None:
 
 
 def table(results: Iterable[Result], unit: str) -> str:
-    """One Markdown row a cell, one column a peer, in TFLOP/s or ms."""
+    """One Markdown row a cell, one column a peer."""
     results = list(results)
     peers = list(dict.fromkeys(peer for result in results for peer in result.times))
     lines = [["cell", *peers, "of the fastest peer"]]
@@ -188,13 +188,13 @@ def table(results: Iterable[Result], unit: str) -> str:
 
 
 def write_json(path: Path, facts: dict[str, Any], results: Iterable[Result]) -> None:
-    """Write a run's facts and all of its results."""
+    """Write all figures."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, "results": [r.as_json() for r in results]}, indent=1) + "\n")
 
 
 def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
-    """Draw the TFLOP/s of every peer as bars, one panel a direction."""
+    """Bars of TFLOP/s, one panel a direction."""
     import matplotlib
 
     matplotlib.use("Agg")
