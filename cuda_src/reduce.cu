@@ -26,7 +26,7 @@ struct SequenceRows {
   }
 };
 
-// dsink = -sum of the sink's weight times delta, over all rows of a head. One block a head.
+// dsink = -sum of the sink's weight times delta. One block a head.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
   const int head = blockIdx.x;
   const Accum sink = p.sink[head];

@@ -30,7 +30,7 @@ DEVICE int stored_at(int t, int e) {
   return e / GROUP * (GROUP * SIDE) + t * GROUP + e % GROUP;
 }
 
-// stored_at of the tile's index: the inverse of owned_index first.
+// Of the tile's index: the inverse of owned_index first.
 template <int PER>
 DEVICE int stored_index(int index) {
   constexpr int HALF = PER / 2, SHARING = 8 / HALF;

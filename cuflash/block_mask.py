@@ -235,7 +235,7 @@ class BlockMask(Patterns):
     def window(self) -> tuple[int | None, int | None] | None:
         """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
 
-        Without lengths and packed sequences such a mask is computed as that window: no block of it needs a look.
+        Without lengths and packed sequences such a mask is computed as that window.
         """
         return find_window(self._store, *self.shape[2:]) if self._home == _HOST else None
 
@@ -307,7 +307,7 @@ class BlockMask(Patterns):
         made = self._on_device.get(device)
         if made is None:
             slots, bits = self._store.slots, self._store.bits
-            # Threads that come at once use the same, or one's memory would be free while others read it.
+            # Threads that come at once use the same, or one's would be freed while others read it.
             made = self._on_device.setdefault(device, OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits))))
         return made.get()
 

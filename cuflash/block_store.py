@@ -68,7 +68,7 @@ def make_store(slots: NDArray[np.int32], partial: list[Words]) -> Store:
 
 
 def pack(shape: Shape, words_of: WordsOf) -> Store:
-    """Sort every block into hidden, visible and partial, strip by strip, batch entry by entry, head by head."""
+    """Sort every block into hidden, visible and partial, strip by strip."""
     batch, heads, seqlen_q, seqlen_k = shape
     columns = num_blocks(seqlen_k)
     slots = np.full((batch, heads, num_blocks(seqlen_q), columns), HIDDEN, np.int32)
@@ -177,7 +177,7 @@ def words_of_window(seqlen_q: int, seqlen_k: int, left: int | None, right: int |
 
 
 def find_window(store: Store, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None] | None:
-    """The `window` that shows what every batch entry and head of the store shows, if there is one."""
+    """The `window` that shows the same for every batch entry and head, if there is one."""
     slots, table = store
     if slots.size == 0 or (np.count_nonzero(np.diff(slots[0, 0] != HIDDEN), axis=1) > 2).any():
         return None  # random blocks, say: told at once
@@ -202,7 +202,7 @@ def find_window(store: Store, seqlen_q: int, seqlen_k: int) -> tuple[int | None,
 def words_from_block_rows(
     rows_of: Callable[[int, int, int, int], NDArray[np.bool_]], block_size: tuple[int, int], seqlen_k: int
 ) -> WordsOf:
-    """Element words out of blocks of any size; ``rows_of(b, h, r0, r1)`` gives rows r0 to r1 of blocks as bools."""
+    """Words out of blocks of any size; ``rows_of(b, h, r0, r1)`` gives rows r0 to r1 of blocks as bools."""
     rows_per, columns_per = block_size[0], min(block_size[1], max(seqlen_k, 1))
 
     def words_of(b: int, h: int, first: int, last: int) -> Words:
@@ -281,7 +281,7 @@ class OnDevice(Generic[Made]):
         complete = self._complete  # another thread may find it done meanwhile
         if complete is not None:
             stream = self._stream_of()
-            # A capture may neither ask for nor wait on work outside of it: what it needs was made before it began.
+            # A capture can ask for nothing outside of it: what it needs was made before.
             if not stream.is_capturing():
                 if complete.done:
                     self._complete = None
@@ -329,10 +329,7 @@ def list_tiles(
     block_n: int,
     of_keys: bool | None,
 ) -> TileLists:
-    """The lists of tiles of block_m x block_n elements; never waits for the device.
-
-    Each list has room for all tiles, so the host need not know how many there are.
-    """
+    """The lists, each with room for all tiles; never waits for the device."""
     images = slots.shape[:2]
     num_m, num_n = num_blocks(seqlen_q, block_m), num_blocks(seqlen_k, block_n)
 

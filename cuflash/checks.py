@@ -40,7 +40,7 @@ def check_number(name: str, x: object) -> float:
 
 
 def check_scale(scale: object, head_dim: int) -> float:
-    """The softmax scale: a finite number, by default ``1 / sqrt(head_dim)``."""
+    """A finite number, by default ``1 / sqrt(head_dim)``."""
     return 1.0 / math.sqrt(head_dim) if scale is None else check_number("softmax_scale", scale)
 
 
@@ -90,7 +90,7 @@ def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
 
 
 def check_extra(name: str, x: Array | None, dtype: str, shapes: list[tuple[int, ...]], form: str) -> None:
-    """A sink, slopes or lengths: of `dtype`, and of one of `shapes`, which `form` tells in words."""
+    """A sink, slopes or lengths, of one of `shapes`, which `form` tells in words."""
     if x is None:
         return
     if x.dtype.name != dtype:
@@ -148,7 +148,7 @@ def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None
 
 
 def check_dropout_p(p: object) -> float:
-    """The share of weights that is dropped: in [0, 1)."""
+    """A number in [0, 1)."""
     value = check_number("dropout_p", p)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
@@ -210,7 +210,7 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
 
 
 def share_memory(a: Array, b: Array) -> bool:
-    """Whether two arrays have a byte in common; interleaved slices of one buffer have none."""
+    """Whether they have a byte in common; interleaved slices of one buffer have none."""
     first, second = _phantom(a), _phantom(b)
     if not np.may_share_memory(first, second):
         return False
@@ -251,7 +251,7 @@ class Distances(NamedTuple):
         return cls(other_low - high, other_high - low, _address(target) - _address(other))
 
     def allow(self, distance: int) -> bool:
-        """Whether arrays at this distance are known to have no byte in common."""
+        """Whether arrays at this distance are known to have none."""
         return distance >= self.behind or distance <= self.before or distance == self.known
 
 

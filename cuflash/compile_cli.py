@@ -1,4 +1,4 @@
-"""``python -m cuflash compile`` and ``info``: what kernels need, and which a problem takes."""
+"""``python -m cuflash compile`` and ``info``."""
 
 import argparse
 import importlib.metadata
@@ -42,7 +42,7 @@ _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Those of ``compile``."""
     parser.add_argument(
         "--arch",
         nargs="+",
@@ -156,7 +156,7 @@ def _warm(args: argparse.Namespace) -> int:
 
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``python -m cuflash info``."""
+    """Those of ``info``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     problem = parser.add_argument_group("a problem, to see which kernels it takes")
     problem.add_argument("--dtype", choices=DTYPES, default="float32")

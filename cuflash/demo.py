@@ -33,7 +33,7 @@ SAMPLE_LENGTH = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``python -m cuflash demo``."""
+    """Those of the command."""
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="of attention (default: float32, on a GPU bfloat16)")
@@ -102,7 +102,7 @@ def _demonstrate(config: Config, xp: Any, picture: Path) -> int:
 
 
 class _UnavailableError(Exception):
-    """Something that the user can install or choose differently."""
+    """What the user can mend."""
 
 
 def _array_module(device: str | None) -> ModuleType:
@@ -184,7 +184,7 @@ def _compare_with_naive(model: CharGPT, corpus: Corpus) -> None:
 
 
 def naive_attention_vjp(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
-    """Causal attention of (batch, seqlen, heads, dim) arrays with whole matrices in memory."""
+    """Causal attention of (batch, seqlen, heads, dim) arrays with whole matrices."""
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     position = np.arange(q.shape[2], like=q)
@@ -227,7 +227,7 @@ def compare(q: Array, k: Array, v: Array) -> dict[str, tuple[list[float], int]]:
 
 
 def peak_memory(function: Callable[[], Any], on_gpu: bool) -> tuple[Any, int]:
-    """The result of ``function()``, and the most bytes allocated at once."""
+    """The result, and the most bytes allocated at once."""
     if on_gpu:
         import cupy
 

@@ -148,7 +148,7 @@ def backward(
 def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
     """The gradients of the main pass, and dbias if it needs one of its own.
 
-    That is where a full matrix is a sum over batch or heads: different tasks would add to one tile.
+    That is where a full matrix is a sum over batch or heads.
     """
     shape = problem.bias
     if shape is None or "bias" not in grads:

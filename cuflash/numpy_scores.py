@@ -28,7 +28,7 @@ Visible = Array | Literal[True] | None
 
 
 class Cut(NamedTuple):
-    """What causal and a window leave of a tile, for the next one of the same place."""
+    """What causal and a window leave of a tile."""
 
     visible: Visible  # (1, keys, 1, rows)
     rows: slice  # where something is hidden
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The scores of a tile and what their gradient needs, in scratch memory."""
+    """Those of a tile and what their gradient needs, in scratch memory."""
 
     scores: Array  # (KV heads, keys, query heads of each * rows)
     visible: Array | None  # bool, broadcasts to the view `split_heads`; None if everything is

@@ -150,7 +150,7 @@ class Tiling:
 
     @functools.cached_property
     def block_rows(self) -> int:
-        """Rows of a block: fewer where that gives the cores enough tasks."""
+        """Fewer where that gives the cores enough tasks."""
         if self.problem.block_mask:
             return CANONICAL  # tiles follow the mask's own blocks
         blocks = sum(-(-sequence.rows // BLOCK_ROWS) for sequence in self.sequences)

@@ -87,7 +87,7 @@ BY_HALVES = "; half of v's columns at a time"
 
 @dataclass(frozen=True)
 class Walk:
-    """What stays and what is walked (queries and keys, or the reverse), and buffers of the latter."""
+    """What stays and what is walked, and buffers of the latter."""
 
     rows: int
     columns: int
@@ -99,7 +99,7 @@ class Walk:
 class GradientRow:
     """Kernels for head dims up to this one and their tiles: plain or with a window, and with other options.
 
-    dk and dv have a kernel each where both together do not fit the registers: no kernel spills.
+    dk and dv have a kernel each where both together would spill.
     """
 
     head_dim: int
@@ -304,13 +304,13 @@ def forward(problem: AttentionProblem) -> ForwardConfig | None:
 
 
 def of_half(problem: AttentionProblem) -> AttentionProblem:
-    """The problem on the first half of the columns of values, where kernels have registers for no more."""
+    """The problem on the first half of the columns of values."""
     return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / _COLUMNS) * _COLUMNS)
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem) -> tuple[GradientConfig, ...]:
-    """The kernels for dq, dk and dv of a float32 problem, that for dq first; none where others run."""
+    """The kernels for the gradients of a float32 problem, that for dq first; none where others run."""
     if not _is_taken(problem):
         return ()
     parts = PARTS[problem.precision]
@@ -322,7 +322,7 @@ def backward(problem: AttentionProblem) -> tuple[GradientConfig, ...]:
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the forward pass takes on Hopper, in words; empty unless it is this kernel."""
+    """What the forward pass takes, in words; empty unless it is this kernel."""
     whole = forward(problem)
     config = whole or forward(of_half(problem))
     return "" if config is None else _in_words(config.tile, config) + ("" if whole else BY_HALVES)
@@ -347,7 +347,7 @@ _ALL_BUT_BLOCK_MASK = tuple(flag for flag in FLAGS if flag != "has_block_mask")
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every forward kernel that there is with these options, and its dtype."""
+    """Every forward kernel, and its dtype."""
     others = "has_softcap", "has_alibi", "has_dropout"
     for parts, rows in FORWARD.items():
         for row in rows:

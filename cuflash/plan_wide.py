@@ -284,7 +284,7 @@ def bias_config(
     limit: int,
     aligned: bool = True,
 ) -> GradientConfig:
-    """The configuration of the kernel for the gradient of a bias; `flags` are those of options beside it."""
+    """The kernel for the gradient of a bias; `flags` are those of options beside it."""
     row_bytes = row.head_dim * sum(_bytes(kind)) + _NUMBERS_BYTES
 
     def smem_bytes(tile: Tile) -> int:

@@ -1,7 +1,4 @@
-"""What a call asks for, known from metadata alone: shapes, dtypes, options. Every check and its message is here.
-
-Nothing here reads an array's data or imports CuPy: a check never synchronises a device.
-"""
+"""What a call asks for, known from metadata alone: a check never synchronises a device. Those of options: `checks`."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
-# Bound of whatever is kept by calls' metadata, for programs with ever new shapes.
+# Bound of what is kept by calls' metadata, for programs with ever new shapes.
 MOST_KEPT = 4096
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
 GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)
 
-Array = Any  # an ndarray of NumPy or CuPy; CuPy may be absent, so it has no static type here
+Array = Any  # an ndarray of NumPy or CuPy, which may be absent
 
 
 @dataclass(slots=True)
@@ -136,7 +133,7 @@ class AttentionProblem:
 
     @property
     def extra_grads(self) -> tuple[str, ...]:
-        """Names of the differentiable extras that were given, in the order in which their gradients are returned."""
+        """Names of the differentiable extras that were given, in the order of `EXTRA_GRADS`."""
         given = {"bias": self.bias is not None, "sink": self.sink, "alibi_slopes": self.alibi is not None}
         return tuple(name for name in EXTRA_GRADS if given[name])
 
@@ -264,7 +261,7 @@ _FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
 
 
 def to_full_rank(name: str, x: Array | None) -> Array | None:
-    """A view of option or gradient `name` with the leading axes that `Operands` promises."""
+    """A view of option or gradient `name` with all axes of `Operands`."""
     missing = 0 if x is None else _FULL_RANK.get(name, 0) - len(x.shape)
     return x[(None,) * missing + (...,)] if x is not None and missing > 0 else x
 
@@ -277,7 +274,7 @@ def with_contiguous_rows(x: Array) -> Array:
 
 
 def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: str) -> None:
-    """Check an array whose shape and dtype follow from the problem (out, lse, dout, ...)."""
+    """Check an array whose shape and dtype follow from the problem."""
     if x.dtype.name != dtype:
         raise TypeError(f"{name}: expected dtype {dtype} ({what}), got {x.dtype.name}")
     if tuple(x.shape) != shape:
@@ -285,7 +282,7 @@ def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: st
 
 
 def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
-    """The names of the wanted gradients; all that the problem has if `grads` is None."""
+    """The names of the wanted gradients; all if `grads` is None."""
     available = ("q", "k", "v", *problem.extra_grads)
     if grads is None:
         return frozenset(available)

@@ -135,7 +135,7 @@ class CharGPT:
         return rms_norm(embedding(indices, w["characters"]))
 
     def heads(self, w: Parameters, layer: int, x: Any, shape: tuple[int, ...]) -> list[Any]:
-        """Query, key and value (batch, seqlen, num_heads, head_dim) of a layer with input `x`; shape[1] is seqlen."""
+        """Query, key and value (batch, seqlen, num_heads, head_dim) of a layer with input `x`."""
         num_heads = self.config.num_heads
         dim = self.config.width // num_heads
         x = rms_norm(x)
@@ -147,7 +147,7 @@ class CharGPT:
         return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
     def loss(self, parameters: Parameters, windows: Array) -> Any:
-        """Mean loss in nats of each character of `windows` (batch, seqlen + 1) but the first, given those before."""
+        """Mean loss in nats of the characters of `windows` (batch, seqlen + 1) but the first."""
         return cross_entropy(self(parameters, windows[:, :-1]), windows[:, 1:])
 
     def validate(self, characters: Array) -> float:

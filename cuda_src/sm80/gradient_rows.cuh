@@ -1,4 +1,4 @@
-// The sum of dq: numbered tiles of BLOCK_M queries whose elements have the order of the fragments that are added.
+// The sum of dq: tiles of BLOCK_M queries in the order of the fragments that are added.
 #include "../sm90/ptx.cuh"
 #include "tile.cuh"
 

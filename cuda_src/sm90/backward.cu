@@ -224,8 +224,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
         rings.dout.wait();
         u32 values = own_v;
-        if (HAS_BLOCK_MASK || HAS_MASK)
-          ptx::forget(values);  // or descriptors of its columns would occupy registers all along
+        if (HAS_BLOCK_MASK || HAS_MASK) ptx::forget(values);
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
         const Step& step = shared.steps[rings.q.stage];
         const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);

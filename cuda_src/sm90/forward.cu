@@ -20,7 +20,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
   const Sequence& s = work.sequence;
   u32 own_thread = thread_of_team();
-  ptx::forget(own_thread);  // what follows from it would occupy registers all along
+  ptx::forget(own_thread);
   const int thread = static_cast<int>(own_thread % WARP);
   const int warp_rows = static_cast<int>(own_thread) / WARP * ROWS_OF_WARP, row = work.first_of_rows() + warp_rows;
   const bool used[2] = {row + thread / 4 < s.len_q, row + thread / 4 + 8 < s.len_q};

@@ -2,8 +2,8 @@
 #include "gradient_options.cuh"
 #include "gradient_rows.cuh"
 
-// Rows that must not count become 0 in shared memory, as 0 * NaN would count: padded queries, and keys that no query
-// sees. Beyond the end of an array TMA has written zeros.
+// Padded queries and keys that no query sees become 0 in shared memory, as 0 * NaN would count. Beyond the end of an
+// array TMA has written zeros.
 
 // Rows [begin, end) of a tile count.
 struct CountedRows {
@@ -232,7 +232,7 @@ DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
   }
 }
 
-// By the loading warp: until the kernel before has prepared a tile of queries and all before it.
+// Until the kernel before has prepared a tile of queries and all before it.
 template <class SharedStorage>
 DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 tile) {
   if constexpr (PING_PONG) {

@@ -157,7 +157,7 @@ DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, 
 template <class Bias = BiasElement>
 DEVICE bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
   u32 thread = threadIdx.x;
-  ptx::forget(thread);  // or what follows from it would occupy registers all along
+  ptx::forget(thread);
   const u32 source = transposed_address(panel, thread);
   float lowest = 0;
 #pragma unroll
@@ -187,7 +187,7 @@ DEVICE bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
   return true;
 }
 
-// Where a tile of queries stands in an array of the scores' shape; its number is query_tile's.
+// Of a tile of queries by its query_tile.
 struct BiasPlace {
   int row, head, batch;
 

@@ -25,7 +25,7 @@ DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
 // How many parts of dq were added to a sum; without an order, how far its first part is.
 DEVICE int* dq_turn_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
 
-// Waits until all parts of dq that come before have been added.
+// Until all parts of dq that come before have been added.
 DEVICE void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
   while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, sum, part)) != turn) {
   }

@@ -68,7 +68,7 @@ struct HiddenValues {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
-      sync_team();  // others may still read these rows for their scores
+      sync_team();  // others may still read these rows
       clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }

@@ -128,7 +128,7 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
   const bool vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(row_stride) * sizeof(Element)) % CHUNK == 0 &&
                        head_dim % VECTOR == 0;
   u32 own_lane = lane();
-  ptx::forget(own_lane);  // what follows from it would occupy registers all along
+  ptx::forget(own_lane);
   const int thread = static_cast<int>(own_lane);
   const bool used[2] = {row + thread / 4 < len, row + thread / 4 + 8 < len};
   const int from_row = thread % ROWS_OF_WARP, from_chunk = thread / ROWS_OF_WARP;

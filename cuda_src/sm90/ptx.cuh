@@ -40,7 +40,7 @@ DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(unsigned mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
-// Announces bytes that asynchronous copies will bring in this phase, and arrives.
+// Announces bytes of this phase, and arrives.
 DEVICE void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
@@ -61,7 +61,7 @@ DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;"
 
 // Waits until all that it wrote is there.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel may begin when all thread blocks have come here, as far as there is room.
+// The next kernel may begin when all thread blocks have come here.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
@@ -237,7 +237,6 @@ DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
     else                                                                                                        \
       CUFLASH_WGMMA_RS("f16", N, R, P0, P1, P2, P3, P4, P5, P6);                                                \
   }
-// The widths that tiles of the tables have.
 CUFLASH_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 CUFLASH_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 CUFLASH_WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")

@@ -1,4 +1,4 @@
-// Splits q, k, v and, for the backward pass, dout, each a blockIdx.y, into work space: what split_layout.cuh describes.
+// Splits q, k, v and, for the backward pass, dout, each a blockIdx.y, into work space (split_layout.cuh).
 #include "../softmax.cuh"
 #include "split_layout.cuh"
 #include "../sm80/ptx.cuh"

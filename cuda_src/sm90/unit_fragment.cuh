@@ -1,4 +1,4 @@
-// Score, mask and dropout as score_fragment.cuh has them, in the order in which the products leave time, and in units.
+// Score, mask and dropout in units, and in the order in which the products leave time.
 #include "../score_fragment.cuh"
 #include "products.cuh"
 

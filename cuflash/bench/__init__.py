@@ -28,7 +28,7 @@ GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``python -m cuflash bench``."""
+    """Those of the command."""
     grid = Grid()
     add = parser.add_argument
     add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what `args` ask for; 1 if a result of cuflash was wrong or missing."""
+    """Return 1 if a result of cuflash was wrong or missing."""
     xp = namespace(args.device)
     if xp is None:
         _say("no GPU that CuPy can use: see python -m cuflash info")
@@ -169,7 +169,7 @@ def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[
 
 
 def namespace(device: str | None) -> ModuleType | None:
-    """CuPy if it sees a GPU and `device` allows it, else NumPy; None if that was not asked for."""
+    """CuPy if it sees a GPU, else NumPy; None if `device` is the other."""
     if device == "cpu":
         return np
     try:

@@ -62,7 +62,7 @@ class Cell:
         return self.window_left, 0 if self.causal else None
 
     def flops(self, direction: str) -> float:
-        """Of the visible pairs' products; a causal cell counts half of all."""
+        """Of the visible pairs; a causal cell counts half of all."""
         if self.lengths:
             pairs: float = sum(n * n for n in self.lengths)
         else:
@@ -94,7 +94,7 @@ class Cell:
         return seen
 
     def but_one(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """All pairs but that of the middle query and its own key: with such a hole a window is none."""
+        """All pairs but that of the middle query and its own key: a window is none then."""
         return (i != self.seqlen_q // 2) | (j != self.seqlen_q // 2)
 
     @property
@@ -157,7 +157,7 @@ def _square(name: str, dtype: str, batch: int, heads: int, seqlen: int, head_dim
 
 
 def _dense(grid: Grid) -> list[Cell]:
-    """The same tokens in all and the same width, cut into sequences and heads: the shape of a training step."""
+    """The same tokens and the same width, cut into sequences and heads."""
     return [
         _square(
             f"d{head_dim} {mask} n{short(seqlen)}",
@@ -175,7 +175,7 @@ def _dense(grid: Grid) -> list[Cell]:
 
 
 def _window(grid: Grid) -> list[Cell]:
-    """Causal windows; the second as a block mask, too, known as a window or not, which is to cost no more."""
+    """Causal windows; the second as a block mask, too, known as a window or not."""
     cells = [
         _square(f"window {left} d128 n16k", grid.dtype, 1, 16, 16384, 128, causal=True, window_left=left)
         for left in (127, 1023, 4095)

@@ -163,7 +163,7 @@ def scores(
     rows: np.ndarray,
     keys: np.ndarray,
 ) -> Scores:
-    """Of the queries `rows` and the `keys`, with what `arguments` gave."""
+    """With what `arguments` gave."""
     scale = default_scale(cell)
     values = scale * q @ k.T
     slopes: np.ndarray | float = scale
@@ -207,7 +207,7 @@ def limit(dtype: str) -> float:
 
 @dataclass
 class Sample:
-    """The float64 truth of a few rows and keys of one head of one sequence."""
+    """The truth of a few rows and keys of one head of one sequence."""
 
     batch: int
     head: int  # of q; its KV head is checked with it
@@ -226,7 +226,7 @@ class Sample:
         return {"out": _error(self._cut(out, self.head)[self.rows], self.out)}
 
     def backward_errors(self, gradients: tuple[Any, ...]) -> Errors:
-        """Of the sampled rows of dq and dbias, if it is there, and keys of dk and dv."""
+        """Of the sampled rows of dq and dbias, and keys of dk and dv."""
         dq, dk, dv, *dbias = gradients
         kv_head = self.head * self.cell.num_heads_kv // self.cell.num_heads_q
         errors = {
@@ -250,7 +250,7 @@ def _error(x: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def worst(errors: Errors) -> float:
-    """The largest error relative to the largest value of its result."""
+    """The largest relative error."""
     return max(error["of_largest"] for error in errors.values())
 
 

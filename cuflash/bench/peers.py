@@ -160,7 +160,7 @@ _FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64"
 
 
 def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
-    """``a @ b`` of CuPy matrices or stacks of them (count, rows, columns) by cuBLAS, into `out` or added to it.
+    """``a @ b`` of CuPy matrices or stacks of them by cuBLAS, into `out` or added to it.
 
     Sums are float32, float64 for float64. One of the last two axes of each operand is contiguous, and the last of
     `out`, whose dtype may be that of the sums.
@@ -300,7 +300,7 @@ def _import(name: str) -> Any:
 
 
 def _on_equal_terms(prepare: Peer, options: tuple[str, ...] = WITH_PEERS) -> Peer:
-    """A peer that computes a cell's problem only where it has `options` alone."""
+    """A peer that computes no cell with other options."""
 
     def checked(inputs: Inputs) -> Calls:
         unknown = set(inputs.cell.options) - set(options)
