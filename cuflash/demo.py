@@ -132,7 +132,7 @@ def _device_name(xp: Any) -> str:
 
 @dataclass
 class _History:
-    """Losses in nats a character: of every step, and of the held-out text after some."""
+    """Losses in nats a character."""
 
     training: list[Array] = field(default_factory=list)
     validated_steps: list[int] = field(default_factory=list)

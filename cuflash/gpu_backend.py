@@ -1,4 +1,4 @@
-"""The GPU path: the first family of kernels that takes a problem enqueues it."""
+"""The GPU path: the first family that takes a problem."""
 
 from cuflash import kernels, launch, launch_sm80, launch_sm90, launch_split
 from cuflash.launch import Work
@@ -14,7 +14,6 @@ def _by_halves(work: Work) -> bool:
     return all(launch_split.forward(part) or launch_sm80.forward(part) for part in parts)
 
 
-# Hopper's own first, then those for any tensor cores.
 _FORWARD = (launch_sm90.forward, launch_split.forward, launch_sm80.forward, _by_halves, launch.forward)
 _BACKWARD = (launch_sm90.backward, launch_split.backward, launch_sm80.backward, launch_sm80.wide_backward)
 

@@ -53,12 +53,12 @@ class Kernel(Protocol):
     ) -> Callable[[int, int], None]:
         """Its launch with arguments of these sizes in bytes: call it with the address of their addresses, and a stream.
 
-        The arguments are read before it returns. `begins_early`: `launch.Kernel`.
+        The arguments are read before it returns.
         """
 
 
 class Device(Protocol):
-    """What the GPU backend needs of a device; the tests have one that runs on the CPU."""
+    """A GPU; the tests have one that runs on the CPU."""
 
     num_sms: int
     capability: tuple[int, int]
@@ -358,7 +358,7 @@ def _constants_text(constants: Any) -> str:
 
 
 def inlined(paths: str) -> str:
-    """The text of some cuda_src/<path>, every quoted include inlined where it is first met."""
+    """The text of some files, every quoted include inlined where it is first met."""
     seen: set[str] = set()
     return "".join(_inlined(path, seen) for path in paths.split())
 

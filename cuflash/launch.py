@@ -38,12 +38,12 @@ class Kernel:
 
     @property
     def begins_early(self) -> bool:
-        """Whether it may begin before the one before it has ended, for which it waits by itself."""
+        """Whether it may begin before the one before it has ended."""
         return False
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether it goes through tiles of scores, in dynamic shared memory and by a block mask's lists."""
+        """Whether it goes through tiles of scores."""
         return True
 
     @property
@@ -95,7 +95,7 @@ class Further:
         self.values = tuple(values)  # as they are at first
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Bring arguments up to date: those at `begins`, and members of the struct."""
+        """Bring those at `begins`, and members of the struct, up to date."""
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
@@ -288,7 +288,7 @@ class Bias(Kernel):
         return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
 
     def splits(self, problem: AttentionProblem, at_once: int) -> int:
-        """Parts of each sum, so that a small dbias fills a GPU that has so many blocks at once."""
+        """Parts of each sum, so that a small dbias fills a GPU."""
         tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
         return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
 

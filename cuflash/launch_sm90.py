@@ -29,7 +29,7 @@ _NUM_CAPTURED = 1 << 12
 class Persistent(Further):
     """What a kernel takes whose thread blocks stay and take tile after tile.
 
-    `tiles_of` names the arrays that TMA reads, in the order of the kernel's maps, with the rows of their tiles.
+    `tiles_of` names the arrays of the kernel's maps, with the rows of their tiles.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
 
 
 def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-    """What `plan_sm90.heads_as_rows` makes of a problem, and views of the arrays as it sees them."""
+    """`plan_sm90.heads_as_rows`, and views of the arrays."""
     seen = plan_sm90.heads_as_rows(problem)
     if seen is problem:
         return problem, arrays
@@ -261,7 +261,7 @@ class _OfQueries(WithoutTiles):
 
     @property
     def begins_early(self) -> bool:
-        """Where dq of one head is written while others are under way; what comes before them all waits for nothing."""
+        """Where dq of one head is written while others are under way."""
         return self.config.ping_pong and self.entry != plan_sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
@@ -317,7 +317,7 @@ class Gradients(_OfQueries):
         pair = self.config.pair
         maps = [("q", m), ("k", n * pair), ("v", n), ("dout", m)]
         if self.entry == plan_sm90_backward.NARROW:
-            # The last maps are those of the bias and its gradient, used or not.
+            # Used or not.
             maps.append(("bias", m) if self.config.has_bias_tiles else ("v", n))
             maps.append(("dbias", m) if self.config.writes_dbias else ("v", n))
         return Persistent(problem, maps, arrays, device, tiles, pair)
@@ -355,7 +355,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def _layout(work: Work, x: Array | None) -> plan_sm90_backward.Layout | None:
-    """Strides and shape of an array, if there is one and TMA takes its address."""
+    """If TMA takes its address."""
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 

@@ -93,9 +93,9 @@ class WorkSpace:
 
 
 class OnOperands(Further):
-    """What a kernel takes that uses a work space: the operands' places, and what changes from call to call.
+    """The operands' places in a work space, and what changes from call to call.
 
-    `with_space`: the work space's address, too. `boxes` are the rows of the tiles that TMA reads of each operand.
+    `with_space`: its address, too. `boxes` are the rows of the tiles that TMA reads of each operand.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:
-    """`backward` by these kernels, that for dq and the slopes' rows first."""
+    """`backward` by these kernels, that for dq first."""
     if not kernels:
         return None
     launch.delta(work, with_dlse)
@@ -220,7 +220,7 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
 
 
 def split(work: Work, config: Any) -> Arrays:
-    """The arrays for a kernel; writes the operands' parts if it takes parts and none are there."""
+    """The arrays for a kernel, with the operands' parts if it takes those."""
     if not getattr(config, "parts", 0):
         return work.arrays
     size = WorkSpace(work.problem, config, work.device).size

@@ -165,7 +165,7 @@ def _work_dtype(*arrays: Array) -> str:
 
 
 def _by_row(x: Array) -> Array:
-    """(..., heads, rows), as an lse, to (..., rows, heads, 1), to go with an out."""
+    """(..., heads, rows) to (..., rows, heads, 1)."""
     return x.swapaxes(-1, -2)[..., None]
 
 

@@ -84,7 +84,7 @@ def by_query_head(x: Array, heads: Heads) -> Array:
 
 
 def like_scores(x: Array, heads: Heads) -> Array:
-    """(query heads | 1, rows | 1, keys | 1) in the order of `split_heads`, against which it broadcasts."""
+    """(query heads | 1, rows | 1, keys | 1) in the order of `split_heads`."""
     kv_heads, group = heads.counts if len(x) > 1 else (1, 1)
     return np.ascontiguousarray(x).reshape(kv_heads, group, *x.shape[1:]).transpose(0, 3, 1, 2)
 

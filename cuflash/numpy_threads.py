@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 
-# (get, set) of NumPy's BLAS: of its own wheels, then OpenBLAS and MKL of distributions.
+# (get, set): NumPy's own wheels, then distributions.
 _THREAD_FUNCTIONS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -84,7 +84,7 @@ _MAX_REMEMBERED = 16
 
 
 class Workspace:
-    """Scratch arrays of one worker, which last until their name is asked for again."""
+    """Scratch arrays, which last until their name is asked for again."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}
@@ -109,7 +109,7 @@ class Workspace:
 
 
 class InOrder:
-    """Runs actions in the order of their numbers: bits of sums do not depend on that of threads."""
+    """Runs actions in the order of their numbers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

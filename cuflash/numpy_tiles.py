@@ -23,7 +23,7 @@ BLOCK_ROWS = 768
 BLOCK_KEYS = 768
 # Where causal or a window cuts through, tiles take only the rows that see some of their keys.
 CUT_KEYS = 192
-# Short sequences share a tile with other heads, unless that leaves fewer tasks than this for the cores.
+# Short sequences share a tile with other heads, unless that leaves fewer tasks than this.
 MIN_TASKS = 32
 # Fewer scores than this take less time than starting a thread.
 MIN_PARALLEL_SCORES = 1 << 16
@@ -111,7 +111,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of a problem; of its arrays only lengths and the block mask are read."""
+    """The tiles of a problem."""
 
     problem: AttentionProblem
     operands: Operands

@@ -176,7 +176,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
 
 
 def num_splits(arrays: Arrays) -> int:
-    """Into how many parts the sum behind dbias is split."""
+    """Of the sum behind dbias."""
     return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
 
 

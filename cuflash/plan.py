@@ -278,12 +278,12 @@ def config_of(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """Whether the scale may join the conversion to base 2 without overflows of its own."""
+    """Whether the scale may join the conversion to base 2."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Whether scores under these options are products of q and k times the scale."""
+    """Whether scores are products of q and k times the scale."""
     return not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
 
 
@@ -313,7 +313,7 @@ def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, in
 
 @lru_cache(maxsize=MOST_KEPT)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
-    """The kernel `entry` of `PORTABLE` for a problem on a GPU of this `smem_limit`."""
+    """The kernel `entry` of `PORTABLE` for a problem."""
     flags = flags_of(problem)
     if entry in ("backward_dk", "backward_dv"):
         head_dim, head_dim_v = _result_classes(entry, MAX_HEAD_DIM, MAX_HEAD_DIM)

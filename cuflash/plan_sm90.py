@@ -294,7 +294,7 @@ def obstacle(problem: AttentionProblem) -> str:
 
 
 def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether TMA can walk an array: strides are multiples of 16 bytes, and positive; the last axis is contiguous."""
+    """Whether TMA can walk an array whose last axis is contiguous."""
     axes = zip(strides[:-1], shape[:-1], strict=True)
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
@@ -328,7 +328,7 @@ def forward(
 
 
 def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA can bring a bias, of which any axis but the last may be broadcast."""
+    """Whether TMA can bring a bias; axes may be broadcast."""
     columns = shape[-1] > 1 and strides[-1] == itemsize
     return columns and all(
         n == 1 or stride == 0 or (stride > 0 and stride % ALIGNMENT == 0)

@@ -278,7 +278,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Whether rows of an array like the scores are vectors of 16 bytes; batch and heads may be one."""
+    """Whether rows of an array like the scores are vectors of 16 bytes."""
     if layout is None:
         return False
     strides, shape = layout
@@ -287,7 +287,7 @@ def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
-    """Whether dbias has one element for each score, in the kernel's type, and rows are vectors."""
+    """Whether dbias has one element for each score, and rows are vectors."""
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors

@@ -104,7 +104,7 @@ class Cell:
 
     @property
     def restricted(self) -> bool:
-        """Whether another library needs a dense mask to compute this cell."""
+        """Whether other libraries need a dense mask."""
         return self.window_left is not None or self.density is not None
 
     def sequence(self, index: int) -> tuple[slice, Cell]:

@@ -21,7 +21,7 @@ from cuflash.bench.peers import PLAIN, US
 from cuflash.compile_cli import versions
 from cuflash.kernels import WITHOUT_WGMMA
 
-# A median beyond so many times the least is no property of the kernel.
+# A median beyond so many times the least: others use the device.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 # The host fills the queue behind so much work: no call waits for the host.
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def is_unsteady(self) -> bool:
-        """By `STEADY`: where others use the device."""
+        """By `STEADY`."""
         return any(self.median(peer) > STEADY * min(times) for peer, times in self.times.items())
 
     def as_json(self) -> dict[str, Any]:
