@@ -59,7 +59,7 @@ struct Census {
   __device__ bool partial() const { return visible && hidden; }
 };
 
-// Adds the rows [row0, row1) and columns [column0, column1) of a partial block, counted from its corner.
+// Adds rows and columns of a partial block, counted from its corner.
 __device__ void count_bits(Census& census, const unsigned* block, int row0, int row1, int column0, int column1) {
   for (int word = 0; word < WORDS; ++word) {
     const int from = max(column0 - word * WARP, 0), to = min(column1 - word * WARP, WARP);

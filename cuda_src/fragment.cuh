@@ -25,7 +25,7 @@ DEVICE void pack(u32 (&pairs)[N / 2], const float (&x)[N]) {
   for (int i = 0; i < N / 2; i++) pairs[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
 }
 
-// Marks the keys of a masked tile that some query sees: x are their scores.
+// Marks the keys that some query sees: x are scores.
 template <int N>
 DEVICE void mark_seen(u8* seen, const Accum (&x)[N]) {
 #pragma unroll
@@ -35,8 +35,6 @@ DEVICE void mark_seen(u8* seen, const Accum (&x)[N]) {
     }
   }
 }
-
-// ---- Results of a warp to global memory, straight from its accumulators.
 
 // Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
 DEVICE void transpose_quad(u32 (&w)[4]) {

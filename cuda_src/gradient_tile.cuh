@@ -1,5 +1,4 @@
-// Weights P and their gradient dS of one tile, from the saved lse: FlashAttention-2 (Dao 2023), Algorithm 2, lines 10
-// to 14.
+// Weights P and gradients dS of one tile: FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
 #include "tile.cuh"
 #include "softmax.cuh"
 

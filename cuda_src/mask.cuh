@@ -1,5 +1,4 @@
-// Which elements are visible, and which tiles a thread block visits: what lengths and window leave, within it a block
-// mask's list.
+// Which elements are visible, and which tiles a thread block visits.
 #include "params.cuh"
 
 // Keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
@@ -82,7 +81,7 @@ struct Mask {
            j + 31 <= mask_last_column;
   }
   DEVICE const u8* mask_row(int i) const { return mask + smaller(i, mask_last_row) * mask_row_stride; }
-  // The bits of row i in columns j to j + 31, whatever the strides.
+  // Of row i, columns j to j + 31, whatever the strides.
   DEVICE u32 mask_word(int i, int j) const {
     const u8* line = mask_row(i);
     if (mask_column_stride == 0) return *line != 0 ? 0xffffffffu : 0;

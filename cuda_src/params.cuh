@@ -22,36 +22,12 @@ DEVICE float to_accum(__half x) { return __half2float(x); }
 DEVICE float to_accum(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class T>
-DEVICE T from_accum(Accum x);
-template <>
-DEVICE float from_accum<float>(Accum x) {
-  return static_cast<float>(x);
-}
-template <>
-DEVICE double from_accum<double>(Accum x) {
-  return static_cast<double>(x);
-}
-template <>
-DEVICE __half from_accum<__half>(Accum x) {
-  return __float2half_rn(static_cast<float>(x));
-}
-template <>
-DEVICE __nv_bfloat16 from_accum<__nv_bfloat16>(Accum x) {
-  return __float2bfloat16_rn(static_cast<float>(x));
+DEVICE T from_accum(Accum x) {
+  if constexpr (sizeof(T) > 2) return static_cast<T>(x);
+  return T(static_cast<float>(x));
 }
 
-template <class T>
-struct Limits;
-template <>
-struct Limits<float> {
-  static DEVICE float infinity() { return __int_as_float(0x7f800000); }
-};
-template <>
-struct Limits<double> {
-  static DEVICE double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
-};
-
-DEVICE Accum infinity() { return Limits<Accum>::infinity(); }
+DEVICE Accum infinity() { return __int_as_float(0x7f800000); }
 
 DEVICE float exp_2(float x) { return exp2f(x); }
 DEVICE double exp_2(double x) { return exp2(x); }

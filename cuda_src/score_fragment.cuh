@@ -8,7 +8,7 @@ constexpr int MASK_WORD = 32;  // columns of a word of a mask
 
 constexpr bool HAS_BIAS_PAIRS = HAS_BIAS && sizeof(Element) == 2;
 
-// What a mask and a bias have of a fragment, to be read while products are computed.
+// Of a mask and a bias, to be read while products are computed.
 struct FragmentOptions {
   struct alignas(2 * sizeof(BiasElement)) Pair {
     BiasElement x[2];
@@ -103,7 +103,7 @@ struct ScoreFragment {
     }
   }
 
-  // Whether rows of the bias are vectors in a tile of keys, and these.
+  // Whether its rows are vectors in a tile of keys, and these.
   DEVICE bool bias_in_vectors(int first_key) const {
     return score.bias_column_stride == 1 && score.bias_last_column >= smaller(first_key + BLOCK_N, mask.len_k) - 1 &&
            (reinterpret_cast<u64>(score.bias + first_key) | bias_stride() * sizeof(BiasElement)) % sizeof(uint4) == 0;

@@ -78,7 +78,7 @@ struct FragmentSoftmax {
     return top[0] > reference[0] + room || top[1] > reference[1] + room;
   }
 
-  // Takes a row's new maximum for its reference if it is far above: earlier results are to be multiplied by rescale.
+  // Takes a row's new maximum for its reference if it is far above.
   DEVICE void raise(int r, Accum maximum, Accum& rescale) {
     if (!(maximum > reference[r] + room)) return;
     rescale = power_of_2((reference[r] - maximum) * to_base_2);
@@ -86,8 +86,7 @@ struct FragmentSoftmax {
     sum[r] *= rescale;
   }
 
-  // Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds, as most are, need no maximum
-  // of a whole row.
+  // Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds need no maximum of a row.
   template <int N>
   DEVICE bool step(Accum (&x)[N], Accum (&rescale)[2]) {
     Accum top[2];
@@ -128,9 +127,8 @@ struct FragmentSoftmax {
   // earlier results are to be multiplied: EVERY growth of the maximum is followed, or only large ones.
   template <bool EVERY>
   DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
-    Accum top[2] = {x[0], x[2]};
-#pragma unroll
-    for (int e = 0; e < BLOCK_N / 2; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
+    Accum top[2];
+    find_tops(x, top);
     if constexpr (EVERY) {
       bool any_grown = false;
 #pragma unroll
@@ -160,7 +158,7 @@ struct FragmentSoftmax {
     return grown;
   }
 
-  // Then the weights of the thread's elements BEGIN to END - 1: whole groups of four.
+  // Then the weights of elements BEGIN to END - 1: whole groups of four.
   template <int BEGIN, int END>
   DEVICE void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Tiles of the portable kernels: products by plain multiply-adds in registers, with operands streamed through two
-// buffers; score, mask and dropout of a tile.
+// Tiles of the portable kernels: products by plain multiply-adds, with operands streamed through two buffers; score,
+// mask and dropout.
 //
 // A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
 // come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
@@ -22,8 +22,7 @@ DEVICE int owned_index(int t, int e) {
   return t / SHARING * 16 + e / HALF * 8 + t % SHARING * HALF + e % HALF;
 }
 
-// Where shared memory keeps element e of thread t: groups of four per thread, so that 16 threads read 256 bytes in a
-// row. Reads are vectors of `min(PER, 4)`.
+// Where shared memory keeps it: groups of four per thread, so that 16 threads read 256 bytes in a row.
 template <int PER>
 DEVICE int stored_at(int t, int e) {
   constexpr int GROUP = PER < 4 ? PER : 4;
@@ -144,7 +143,7 @@ struct Chunk {
   }
 };
 
-// Stores x for use as the left factor of multiply_rows: [column in the order of Chunk][stored row].
+// As the left factor of multiply_rows: [column in the order of Chunk][stored row].
 template <int ROWS, int COLUMNS>
 DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
   constexpr int GROUP = ROWS < 4 ? ROWS : 4;
@@ -226,12 +225,6 @@ DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, con
   }
 }
 
-// As Chunk stores its columns.
-template <int PER>
-DEVICE int result_column(int t, int e) {
-  return stored_at<PER>(t, e);
-}
-
 // Writes x * factor as rows [first, first + 16 * ROWS) of a tensor; rows from `used` to `limit` become 0.
 template <int ROWS, int COLUMNS>
 DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
@@ -248,7 +241,7 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
     if (row >= limit) continue;
 #pragma unroll
     for (int g = 0; g < COLUMNS / GROUP; g++) {
-      const int column = result_column<COLUMNS>(thread_column(), g * GROUP);
+      const int column = stored_at<COLUMNS>(thread_column(), g * GROUP);  // as Chunk stores them
       Store values;
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {

@@ -97,8 +97,7 @@ DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   }
 }
 
-// A hidden key may hold NaN, and 0 * NaN would count in dq: its row becomes 0. As that takes a look at every query,
-// only keys that are not finite are looked after.
+// Hidden keys that are not finite would count in dq: they become 0. Others need no look at every query.
 DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared, const KeyTile& keys) {
   const Sequence& s = shared.work.sequence;
   const int group = p.num_heads_q / p.num_heads_kv, j = shared.work.tile * BLOCK_N + threadIdx.x;

@@ -1,7 +1,7 @@
 // Before the gradients: delta (reduce.cu), and zeros for the sum of dq. Behind them: dq from that sum.
 #include "gradient_rows.cuh"
 
-// Lanes of a row, each with a vector, and rows of a thread that are on their way at once.
+// Lanes of a row, and rows of a thread that are on their way at once.
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8, ROWS_APART = NUM_THREADS / LANES;
 constexpr int OWN_ROWS = BLOCK_M / ROWS_APART < 4 ? BLOCK_M / ROWS_APART : 4;
 static_assert(BLOCK_M % (OWN_ROWS * ROWS_APART) == 0, "all threads have as many rows");

@@ -29,7 +29,7 @@ struct Loaded {
   }
 };
 
-// Biases of a fragment from a thread's (row, column) on, in pairs where they are neighbours in memory.
+// From a thread's (row, column) on, in pairs where they are neighbours in memory.
 DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
   struct alignas(2 * sizeof(BiasElement)) Pair {
     BiasElement x, y;

@@ -32,11 +32,11 @@ static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "w
 static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
 // The first scores do not wait for values.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2;
-// Whether keys that are hidden one by one are looked after only where the result is not finite: registers again.
+// Whether keys that are hidden one by one are looked after only where the result is not finite.
 constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
 // A mask and a bias are read while scores are computed where registers hold them.
 constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BIAS_TILES;
-// What scores need is held all along in registers, or made anew for every tile.
+// What scores need is held in registers, or made anew for every tile.
 constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HIDES_ANYWHERE && (FRAGMENTS > 1 || NUM_OPTIONS == 1)) &&
                               !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
@@ -69,7 +69,7 @@ DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
 }
 
-// out += weights values for some columns: weights of own keys are in registers, those of other warps in `shared`.
+// out += weights values: weights of own keys are in registers, those of other warps in `shared`.
 template <class W, class T, int N>
 DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS], const T& shared,
                             const ValueTile& values) {

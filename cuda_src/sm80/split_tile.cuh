@@ -7,7 +7,7 @@
 
 enum class Operand { Q, K, V, DOUT };
 
-// Rows of one (sequence, head): panels of parts as pairs of halves, and factors.
+// Panels of parts as pairs of halves, and factors.
 struct OperandRows {
   const float *panels, *factors;
   i64 panel_stride;
@@ -97,7 +97,7 @@ struct Units {
   static_assert(MAX_GROWTH <= 8, "256 is the largest weight");
   float unit[2] = {LOWEST_UNIT, LOWEST_UNIT};
 
-  // Turns weights into those of halves with these factors; whether rows of the sum are to be multiplied by rescale.
+  // Weights times factors, in units; whether rows of the sum are to be multiplied by rescale.
   template <int N>
   DEVICE bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
     multiply_columns(x, factors, WEIGHT_TOP);

@@ -225,7 +225,7 @@ DEVICE void copy_words(u32 (&to)[4], const u32* from) {
   for (int i = 0; i < 4; i++) to[i] = from[i];
 }
 
-// x += weights b: the packed accumulators of an earlier product with the rows of a tile, columns from `column` on.
+// x += weights b, columns from `column` on: weights are packed accumulators.
 template <class B, int FRAGMENTS, int M, int N>
 DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M], const B& b, int column = 0) {
   multiply_ahead<M / 4>(
@@ -233,7 +233,7 @@ DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAG
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a b for DEPTH columns of a from `first` on, the rows of b of the same numbers, and its columns from `column` on.
+// x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);

@@ -141,7 +141,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
         slope.find_left(left, first_key, masked);
-        multiply_keys(x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); });
+        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer(),
+                                                     [&] { slope.multiply(x, left, shared.numbers); });
       };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
@@ -190,7 +191,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           ptx::wgmma_commit_group();  // an empty one
         } else {
           rings.v.wait();
-          multiply_values(out, weights, rings.v.buffer());
+          add_product<BLOCK_N>(out, weights, rings.v.buffer());
         }
         turns.pass();
         prepare(first_key, masked);
@@ -291,7 +292,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         }
         rings.v.wait();
         turns.take();
-        multiply_values(out, weights, rings.v.buffer());
+        add_product<BLOCK_N>(out, weights, rings.v.buffer());
         turns.pass();
         if (!EARLY_QUERIES && !BOUNDED_SCORES) rings.q.release();
         softmax.finish(sink, inverse, lse);

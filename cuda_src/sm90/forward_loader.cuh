@@ -46,7 +46,7 @@ DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) 
   return blocks;
 }
 
-// Writes the thread's rows `row` and row + 8 of a part's result; rows in [len, rows) are padding.
+// Writes the thread's rows `row` and row + 8 of a part's result.
 DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
                        const float (&factor)[2], const float (&lse)[2]) {
   const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part;
@@ -217,7 +217,7 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
   ring.advance();
 }
 
-// The scheduling thread hands tiles to the loading thread and to the warpgroups: nobody else waits for its divisions.
+// The scheduling thread: nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
   // The tile, behind those that come round again to the stage that it takes.
   const auto hand_on = [&](const PartialWork& work) {

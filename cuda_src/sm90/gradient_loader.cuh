@@ -197,7 +197,7 @@ struct WalkOf<false> {
   using Type = QueryWalk;
 };
 
-// Where both blocks of a pair find the tile that the first of them takes.
+// The tile that the first block of a pair takes.
 struct Index {
   uint4 index;  // in its x; a copy has 16 bytes
   RingBarriers<1> barriers;

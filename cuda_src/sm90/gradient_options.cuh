@@ -12,7 +12,7 @@ constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: 
 struct BlockSlots {
   int slots[BLOCKS + 1];  // the last is `ranged`
 
-  // By a warp: each lane has the slot of one block. ranged: a bit for each warpgroup from which lengths or window hide.
+  // By a warp. ranged: a bit for each warpgroup from which lengths or window hide.
   DEVICE void put(int slot, u32 ranged) {
     if (HAS_BLOCK_MASK && lane() <= BLOCKS) slots[lane()] = lane() < BLOCKS ? slot : static_cast<int>(ranged);
     if (HAS_BLOCK_MASK) __syncwarp();
@@ -27,7 +27,7 @@ DEVICE int own_slot(const AttentionParams& p, const Sequence& s, int head, int f
                       first_key + static_cast<int>(lane()) / BLOCKS_M * CANONICAL);
 }
 
-// Bit w: whether a block of warpgroup w is not visible. By a warp, whose lanes have the blocks' slots.
+// Bit w: whether a block of warpgroup w is not visible. By a warp.
 DEVICE u32 partial_warpgroups(int slot) {
   u32 warpgroups = 0;
   if constexpr (HAS_BLOCK_MASK) {

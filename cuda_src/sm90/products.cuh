@@ -23,39 +23,17 @@ DEVICE void keep(T (&x)[N]) {
 
 // Descriptors of tiles at shared addresses; an offset in bytes is added as offset / 16.
 DEVICE u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
-DEVICE u64 columns_descriptor(u32 address) { return ptx::wgmma_descriptor(address, BLOCK_N * ROW_BYTES, ATOM_BYTES); }
 DEVICE constexpr u32 step_offset(int step, int rows) { return step / 4 * rows * ROW_BYTES + step % 4 * 32; }
 
-// Starts x = q k^T for 64 rows of q, and what `more` starts to be added.
-template <class More>
-DEVICE void multiply_keys(float (&x)[BLOCK_N / 2], u32 q, u32 k, More more) {
-  const u64 a = rows_descriptor(q), b = rows_descriptor(k);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < HEAD_DIM / STEP; step++) {
-    ptx::wgmma_ss<Element, 0, 0>(x, a + step_offset(step, BLOCK_M) / 16, b + step_offset(step, BLOCK_N) / 16, step > 0);
-  }
-  more();
-  ptx::wgmma_commit_group();
-}
+// Every tile is used as it lies, by its rows, or transposed by its columns.
 
-// Starts out += weights v; the fragment of the scores is the one of the left factor.
-DEVICE void multiply_values(float (&out)[HEAD_DIM_V / 2], u32 (&weights)[BLOCK_N / 4], u32 v) {
-  const u64 b = columns_descriptor(v);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < BLOCK_N / STEP; step++) {
-    ptx::wgmma_rs<Element, 1>(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
-                              weights[4 * step + 3], b + step * (STEP * ROW_BYTES / 16), true);
-  }
-  ptx::wgmma_commit_group();
-}
+struct NothingMore {
+  DEVICE void operator()() const {}
+};
 
-// ---- Of the gradients: every tile is used as it lies, by its rows, or transposed by its columns.
-
-// Starts x = a b^T over DEPTH; the panels of a and b have ROWS_A and ROWS_B rows.
-template <int DEPTH, int ROWS_A, int ROWS_B, int N>
-DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
+// Starts x = a b^T over DEPTH, and what `more` starts to be added; the panels of a and b have ROWS_A and ROWS_B rows.
+template <int DEPTH, int ROWS_A, int ROWS_B, int N, class More = NothingMore>
+DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}) {
   const u64 left = rows_descriptor(a), right = rows_descriptor(b);
   ptx::wgmma_fence();
 #pragma unroll
@@ -63,6 +41,7 @@ DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b) {
     ptx::wgmma_ss<Element, 0, 0>(x, left + step_offset(step, ROWS_A) / 16, right + step_offset(step, ROWS_B) / 16,
                                  step > 0);
   }
+  more();
   ptx::wgmma_commit_group();
 }
 
@@ -97,7 +76,7 @@ DEVICE void add_product(float (&sum)[N], u32 (&factor)[DEPTH / 4], u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Where the thread's row of four 8 x 8 matrices stands in the panel of its keys.
+// Of the thread's row of four 8 x 8 matrices in the panel of its keys.
 DEVICE u32 transposed_address(u32 panel, u32 thread) {
   const u32 lane = thread % WARP;
   const u32 query = lane / 16 * 8 + lane % 8, chunk = thread % WARPGROUP / WARP * 2 + lane / 8 % 2;

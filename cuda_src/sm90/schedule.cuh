@@ -1,6 +1,5 @@
 // Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, the turns that
-// the warpgroups take at the tensor cores, and which tiles a persistent thread block computes: one of its threads takes
-// them one after the other and hands them on.
+// the warpgroups take at the tensor cores, and which tiles a persistent thread block computes.
 #include "../fragment.cuh"
 #include "ptx.cuh"
 
@@ -54,7 +53,7 @@ struct Ring {
     phase ^= 1;
   }
 
-  // To where another ring stands that always takes as many steps, if it has as many buffers: one place less to keep.
+  // To where another ring stands that takes as many steps, if it has as many buffers: one place less to keep.
   template <int OTHER_STAGES, u32 OTHER_BYTES>
   DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
     if constexpr (OTHER_STAGES == STAGES) {
@@ -76,7 +75,7 @@ struct Ring {
     return next;
   }
 
-  // The loading thread: waits for the buffer, and announces the bytes that TMA is to bring, or that it has written it.
+  // The loading thread.
   DEVICE void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
   DEVICE void expect(u32 elsewhere = 0) const { ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere); }
   DEVICE void publish() {

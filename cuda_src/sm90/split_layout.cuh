@@ -21,8 +21,8 @@ struct SplitTensor {
   }
 };
 
-// They stand at the beginning of the work space, too. dout, and the rows of lse and delta, which lie like its factors,
-// are only of the backward pass.
+// They stand at the beginning of the work space, too. dout, lse and delta, which lie like its factors, are only of the
+// backward pass.
 struct SplitOperands {
   SplitTensor q, k, v, dout;
   i64 lse, delta;  // where they begin, in bytes

@@ -1,5 +1,5 @@
-// Products of float32 operands in float16 parts (split_layout.cuh). The tensor cores cut sums off instead of rounding,
-// so the small products come first, and sums over many tiles are made elsewhere.
+// Products of operands in parts (split_layout.cuh). The tensor cores cut sums off instead of rounding, so the small
+// products come first, and sums over many tiles are made elsewhere.
 #include "products.cuh"
 #include "split_factors.cuh"
 

@@ -241,7 +241,7 @@ struct UnitFragment : ScoreFragment {
 
   using Range = Mask::Range;
 
-  // Columns that lengths and window leave to row i, counted from `column`.
+  // Those of row i, counted from `column`.
   DEVICE Range columns(int i, int column) const {
     const Mask mask = own_mask();
     const Range range = mask.columns(i);
