@@ -218,7 +218,8 @@ def forward_config(
     plain_scores = plain_scores and are_products(flags)
 
     def of_bias(t: Tile) -> int:
-        return t.block_m * t.block_n * HALF_BYTES if {*flags} - {"has_window"} == {"has_bias"} and t.stages == 1 else 0
+        alone = entry == ENTRY and {*flags} - {"has_window"} == {"has_bias"}
+        return t.block_m * t.block_n * HALF_BYTES if alone and t.stages == 1 else 0
 
     def all_bytes(t: Tile) -> int:
         return smem_bytes(t, row) + of_bias(t)
@@ -230,9 +231,8 @@ def forward_config(
         smem_bytes=all_bytes(tile),
         **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
-    has_room = entry == ENTRY and of_bias(tile) > 0
     is_copied = config.async_copies and aligned and config.bias_element == config.element
-    return replace(config, has_bias_tiles=has_room and is_copied)
+    return replace(config, has_bias_tiles=of_bias(tile) > 0 and is_copied)
 
 
 @lru_cache(maxsize=MOST_KEPT)
