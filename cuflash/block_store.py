@@ -98,7 +98,7 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
 
 def intersect(a: Store, b: Store) -> Store:
     """The elements that both stores see; batch and heads broadcast."""
-    # Blocks often share their bits, so each pair of table rows is met once.
+    # Blocks often share their bits.
     rows_a, rows_b = (store.slots % np.int64(len(store.table)) for store in (a, b))
     pairs, where = np.unique(rows_a * len(b.table) + rows_b, return_inverse=True)
     bits = a.table[pairs // len(b.table)]

@@ -186,7 +186,7 @@ def check_seed(seed: Any, dropout_p: float) -> None:
         raise ValueError(f"dropout_seed: expected {form}, got shape {tuple(seed.shape)}")
 
 
-# Steps of the exact test; slices of a fused qkv take a few hundred.
+# Of the exact test; slices of a fused qkv take a few hundred.
 _MAX_WORK: Any = 1_000_000
 
 

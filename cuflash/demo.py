@@ -1,4 +1,4 @@
-"""``python -m cuflash demo``: trains the example ``char_gpt.py`` on the help texts that every Python has."""
+"""``python -m cuflash demo``: trains the example ``char_gpt.py``."""
 
 import argparse
 import sys

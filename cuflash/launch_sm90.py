@@ -232,7 +232,7 @@ class _Counters:
         self._captured = count()
 
     def next(self, stream: int) -> int:
-        """Address of a free counter; 0 when there is none, and tiles are dealt instead."""
+        """Address of a free counter; 0 if there is none: tiles are dealt."""
         if self._capture(stream):
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 8 * (_NUM_COUNTERS + number)

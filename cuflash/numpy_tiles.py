@@ -21,7 +21,7 @@ Array = NDArray[Any]
 # cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
-# Where causal or a window cuts through, tiles take only the rows that see some of their keys.
+# Of tiles that causal or a window cuts: they take only rows that see some of their keys.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads, unless that leaves fewer tasks than this.
 MIN_TASKS = 32

@@ -165,7 +165,7 @@ OF_BIAS = (
     *(Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
     Row(256, 256, (QueryTile(128, 64, 8), *_BIAS_TILES), _HALF_OF_KEYS),
 )
-# Queries that a tile of keys walks: up to so many, blocks that share a multiprocessor are faster than larger tiles.
+# Queries that a tile of keys walks: up to so many, blocks that share a multiprocessor are faster.
 _SHORT = 1024
 # Of a block of the kernel before the gradients.
 _ROW_WARPS = 4

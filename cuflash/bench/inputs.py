@@ -37,11 +37,11 @@ SAMPLES = 32
 # Of shorter sequences every row and key is taken.
 SMALL = 1024
 # Largest error over the largest value, in roundings of the dtype and of float32's accumulation: several times those of
-# right kernels, far less than a wrong index gives.
+# right kernels.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 
 
-# Positions in the pool are multiples of this: TMA wants arrays aligned.
+# Positions in the pool are multiples of this, for TMA.
 ALIGNED_ELEMENTS = 128
 
 

@@ -24,9 +24,9 @@ from cuflash.kernels import WITHOUT_WGMMA
 # A median beyond so many times the least: others use the device.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
-# The host fills the queue behind so much work: no call waits for the host.
+# The host fills the queue behind so much work.
 HEAD_START_BYTES = 1 << 30
-# Shorter GPU calls may take less time than their launch.
+# Shorter calls may take less time than their launch.
 SHORT_MS = 0.25
 MIN_CALLS, MAX_CALLS = 3, 100
 
