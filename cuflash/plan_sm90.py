@@ -47,6 +47,7 @@ class Tile:
 
     Of the powers of a step, `early_eighths` are taken before the last product with values is waited for. With `exact`
     a row's reference follows its maximum, whose weight then is exactly 1; else it only does when that grows much.
+    With `from_last` the keys of a window are taken from the last to the first.
     """
 
     block_m: int
@@ -56,6 +57,7 @@ class Tile:
     exact: bool = False
     stages: int = 2
     teams: int = 1  # of warpgroups
+    from_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ FORWARD = (
         128,
         128,
         Tile(128, 128, early_eighths=2, exact=True),
-        Tile(128, 128, early_eighths=2, exact=True),
+        Tile(128, 128, early_eighths=2, exact=True, from_last=True),
         Tile(192, 80),
         Tile(128, 128),
         Tile(128, 128),
@@ -165,7 +167,7 @@ FORWARD = (
         Tile(128, 32),
         Tile(64, 32, ping_pong=False),
         many_keys=Tile(128, 64, early_eighths=4),
-        many_windowed=Tile(128, 64, early_eighths=2),
+        many_windowed=Tile(128, 64, early_eighths=2, from_last=True),
         few_queries=Tile(64, 32, ping_pong=False, stages=3),
         exact_again=4096,
     ),
@@ -195,6 +197,7 @@ class Config(KernelConfig):
     consumer_registers: int
     ping_pong: bool
     exact_maxima: bool
+    from_last: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     bounded_scores: bool  # their powers need no maximum

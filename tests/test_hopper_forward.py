@@ -295,11 +295,30 @@ def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
         assert plan_sm90.heads_as_rows(other) is other
 
 
-def test_warpgroups_whose_rows_see_no_keys(place: Device) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warpgroups_whose_rows_see_no_keys(place: Device, head_dim: int) -> None:
     """They wait for none who wait for them to clear the values of hidden keys: the first of four here."""
-    q, k, v = (normal(2, 327, 1, 64) for _ in range(3))
+    q, k, v = (normal(2, 327, 1, head_dim) for _ in range(3))
     lengths: dict[str, Any] = {"q_lengths": np.array([20, 233], np.int32), "kv_lengths": np.array([49, 159], np.int32)}
     both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
+
+
+FROM_LAST: dict[str, dict[str, Any]] = {
+    "window": {"window": (130, 10)},
+    "to the right": {"window": (0, 200)},
+    "causal, lengths": {"causal": True, "q_lengths": np.array([290, 77], np.int32)},
+    "window, lengths": {"window": (70, 20), "kv_lengths": np.array([290, 77], np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", FROM_LAST)
+def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
+    """The last warpgroup is the first in turn, as it is the first to have no more keys."""
+    q, k, v = (normal(2, 300, 2, 128) for _ in range(3))
+    both(place, q, k, v, hidden=slice(290, None) if "kv_lengths" in FROM_LAST[name] else None, **FROM_LAST[name])
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.from_last
 
 
 @no_compiler

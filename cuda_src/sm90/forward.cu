@@ -65,7 +65,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
 // A warpgroup.
 DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
-  const Turns turns(warpgroup);
+  const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
   // Converted once, where there is a register to hold it.
   float scale = static_cast<float>(p.softmax_scale);
@@ -97,8 +97,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const GivenBlocks all(work, work.keys);
     GivenBlocks blocks = all;
     if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
-    const auto pass_over = [&](int begin, int end) {
-      for (int block = begin; block < end; block++) {
+    const auto pass_over = [&](int from, int to) {
+      for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
         rings.k.wait();
         rings.k.release();
         turns.take();
@@ -108,10 +108,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         rings.v.release();
       }
     };
-    // There is one turn more than tiles of keys. Rows before all keys take it first, as rows that end early do: who
-    // waits for others to clear values holds no turn up.
+    // There is one turn more than tiles of keys. Who takes it sooner must be sooner in turn, so that nobody holds a
+    // turn up who waits for others to clear values: rows before all keys do, as rows that end early do; from the last
+    // key on it is the other way round.
     const auto pass_turn = [&](bool before_keys) {
-      if (before_keys != (HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q) || !blocks.done() || all.done()) return;
+      const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
+      if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
       turns.take();
       turns.pass();
     };

@@ -71,6 +71,7 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
 // What the scheduling thread hands on: a tile, whether no key is visible to it (told with a block mask), whether it is
 // done again carefully (hidden_values.cuh), and the tiles of keys that it and each warpgroup see.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
+static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "of lists, and beside hidden values, in order");
 struct KeyRange {
   int begin, end;
 };
@@ -110,13 +111,19 @@ constexpr int NO_WORK = -2;  // in place of a tile
 // Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
 // tile of keys which one it is, whether it is the last, and whether to mask it.
 struct GivenBlocks {
-  int block, next, end;
+  int block, next, end;  // the end is none of them
   bool masked = false, hidden = false;
 
   DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
-      : next(HAS_BLOCK_MASK ? 0 : keys.begin), end(HAS_BLOCK_MASK ? !work.empty : keys.end) {}
+      : next(HAS_BLOCK_MASK ? 0
+             : FROM_LAST    ? keys.end - 1
+                            : keys.begin),
+        end(HAS_BLOCK_MASK ? !work.empty
+            : FROM_LAST    ? keys.begin - 1
+                           : keys.end) {}
 
-  DEVICE bool done() const { return next >= end; }
+  static DEVICE bool in_order(int before, int behind) { return FROM_LAST ? before > behind : before < behind; }
+  DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
   template <class KeyRing>
   DEVICE void take(const KeyRing& keys, const int* entries, const int (&slots)[BLOCKS_OF_ROW]) {
@@ -133,7 +140,7 @@ struct GivenBlocks {
         hidden &= slot == HIDDEN_SLOT;
       }
     } else {
-      block = next++;
+      block = FROM_LAST ? next-- : next++;
     }
   }
 };
@@ -322,7 +329,7 @@ struct Loader {
   }
 
   // Loads the current tile of keys, and returns its number.
-  DEVICE int load_keys(Blocks& blocks, const Work& work, int row_k, int head_kv, int batch) {
+  DEVICE int load_keys(Blocks& blocks, const GivenWork& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;
       const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
@@ -335,7 +342,7 @@ struct Loader {
       listed.left = last ? 0 : listed.left - 1;
       return block;
     } else {
-      const int block = blocks.block;
+      const int block = FROM_LAST ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
       blocks.advance();
       load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       return block;
