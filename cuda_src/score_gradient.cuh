@@ -54,16 +54,19 @@ struct ScoreGradient {
 
   DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
-      const int column = first_column + fragment_column();
+      constexpr bool EIGHT = FRAGMENT == 4;  // columns, the first or the next of a word's
+      const int column = (EIGHT ? first_column & ~8 : first_column) + fragment_column();
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e += 8) {
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-          const u32 kept = dropout.keep(query(row, column, e + side), key(row, column, e + side));
+          u32 kept = dropout.keep(query(row, column, e + side), key(row, column, e + side));
           // Words are numbered by query, then key; e + 2 is the next row, e + 4 the next columns.
           const u32 next_row = OF_KEYS ? 2 : 4, next_columns = OF_KEYS ? 4 : 2;
+          if (EIGHT && first_column & 8) kept /= next_columns;
           if (!(kept & 1)) weights[e + side] = -weights[e + side];
           if (!(kept & next_row)) weights[e + 2 + side] = -weights[e + 2 + side];
+          if constexpr (EIGHT) continue;
           if (!(kept & next_columns)) weights[e + 4 + side] = -weights[e + 4 + side];
           if (!(kept & 8)) weights[e + 6 + side] = -weights[e + 6 + side];
         }

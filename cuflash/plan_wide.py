@@ -102,6 +102,8 @@ BACKWARD = {
     "float64": (
         GradientRow(64, _TOGETHER, Tile(64, 16, 4), Tile(64, 16, 4)),
         GradientRow(128, _APART, Tile(32, 16, 2), Tile(32, 16, 2)),
+        GradientRow(192, _APART, *2 * (Tile(32, 32, 8, key_warps=4),)),
+        GradientRow(256, _APART, *2 * (Tile(64, 16, 8, key_warps=2),)),
     ),
 }
 # Of the kernel for the gradient of a bias; options are those beside it.
@@ -247,8 +249,11 @@ def gradient_configs(
     if _is_narrow(kind, capability) and not is_plain and tile.key_warps == 1:
         tile = replace(tile, block_n=16)
     limit = smem_limit("sm_{}{}".format(*capability))
+    parts, shares = _PARTS[kind], tile.key_warps > 1
     # The wider product takes registers.
     takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
+    takes_wider |= shares and not parts and capability >= (9, 0)
+    unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind)  # half of a result is many sums
     configs = []
     size, size_v = _bytes(kind)
     for name in ("dq", *row.key_kernels):
@@ -258,18 +263,21 @@ def gradient_configs(
         column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
         columns_bytes = tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES
         own = tile
-        while tile.key_warps > 1 and own.block_m * row_bytes + columns_bytes > limit:
-            own = replace(own, block_m=own.block_m - 16, num_warps=own.num_warps - tile.key_warps)
+        if shares and not parts:
+            row_bytes += tile.block_n * size  # to trade in
+        while shares and own.block_m * row_bytes + columns_bytes > limit:
+            less = 16 if parts else own.block_m // 2  # copies of whole elements want rows for all warps alike
+            own = replace(own, block_m=own.block_m - less, num_warps=own.num_warps - less // 16 * tile.key_warps)
         turned = replace(own, block_m=own.block_n, block_n=own.block_m) if wanted else own
         config = GradientConfig(
             entry=entry,
             head_dim_v=row.head_dim_v,
-            whole_products=takes_wider and not wanted,
+            whole_products=takes_wider and (shares or not wanted),
             of_keys=bool(wanted),
             of_dk="dk" in wanted,
             of_dv="dv" in wanted,
             smem_bytes=own.block_m * row_bytes + columns_bytes,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, _unroll(kind)),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, unroll),
         )
         configs.append(config)
     return tuple(configs)

@@ -25,13 +25,13 @@ MASK[5] = False
 TF32_EPS = 2.0**-11
 
 
-def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0)) -> None:
+def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0), **extra: Any) -> None:
     """Results and gradients keep the error rule, and these kernels computed them."""
     devices.forget_launches()
     with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
         on_device = case.on(Device("cpu_device", np))
         out, lse = on_device.forward()
-        gradients = on_device.backward(out, lse)
+        gradients = on_device.backward(out, lse, **extra)
     case.assert_forward(out, lse)
     case.assert_gradients(gradients)
     entries = {x.kernel.entry for x in launch._launches.values()}
@@ -86,18 +86,46 @@ def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
     agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options), capability)
 
 
-# Beyond head dim 128 two warps share rows, and tell each other what either found.
-SHARED: dict[str, dict[str, Any]] = {
-    "many": {"softcap": 2.0, "alibi_slopes": OPTIONS["softcap and slopes"]["alibi_slopes"].astype("f"), "mask": MASK}
-    | OPTIONS["dropout"],
-    "block mask": OPTIONS["block mask"],
-}
+# Beyond head dim 128 warps share rows, and tell each other what each has found.
+MANY: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": RNG.random(4), "mask": MASK} | OPTIONS["dropout"]
+BLOCK_MASK = OPTIONS["block mask"]
 
 
 @pytest.mark.parametrize(("capability", "dims"), [((8, 0), (192, 150)), ((10, 0), (250, 256))])
-@pytest.mark.parametrize("name", SHARED)
-def test_warps_that_share_rows(name: str, capability: tuple[int, int], dims: tuple[int, int]) -> None:
-    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, **SHARED[name]), capability)
+@pytest.mark.parametrize("options", [MANY | {"alibi_slopes": MANY["alibi_slopes"].astype("f")}, BLOCK_MASK])
+def test_warps_that_share_rows(options: Any, capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, **options), capability)
+
+
+@pytest.mark.parametrize(("capability", "dims"), [((8, 0), (192, 150)), ((9, 0), (250, 256))])
+@pytest.mark.parametrize("name", ["softcap and slopes", "lengths", "dropout", "block mask"])
+def test_float64_of_warps_that_share_rows(name: str, capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    agrees(gaussian_case(0, "float64", SHAPE, (4, 2), dims, 2, **OPTIONS[name]), capability)
+
+
+# The gradient of a bias has a kernel of its own.
+@pytest.mark.parametrize(("capability", "dims"), [((8, 0), (256, 256)), ((9, 0), (130, 192))])
+def test_float64_with_every_option(capability: tuple[int, int], dims: tuple[int, int]) -> None:
+    options = MANY | OPTIONS["bias"] | OPTIONS["sink"] | BLOCK_MASK | {"window": (70, 10), "deterministic": True}
+    case = gaussian_case(0, "float64", SHAPE, (4, 2), dims, 1, **options)
+    agrees(case, capability, grads=("q", "k", "v", "sink", "alibi_slopes"))
+
+
+def test_float64_of_packed_sequences_beyond_head_dim_128() -> None:
+    normal = RNG.standard_normal
+    q, k, v, dout = normal((100, 4, 150)), normal((160, 2, 150)), normal((160, 2, 200)), normal((100, 4, 200))
+    cu_seqlens = np.array([0, 70, 70, 90], np.int32), np.array([0, 40, 55, 150], np.int32)
+    agrees(cases.Case(q, k, v, dout, normal((4, 100)), {"causal": True}, cu_seqlens), (9, 0))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_one_gradient_of_float64_beyond_head_dim_128(wanted: str) -> None:
+    case = gaussian_case(0, "float64", SHAPE, (4, 2), (192, 192), 1, causal=True)
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice((9, 0), num_sms=3)):
+        on_device = case.on(Device("cpu_device", np))
+        case.assert_gradients(on_device.backward(*on_device.forward(), grads=(wanted,)))
+    assert {x.kernel.entry for x in launch._launches.values()} >= {f"wide_d{wanted}"}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

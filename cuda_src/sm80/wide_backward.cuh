@@ -11,11 +11,16 @@
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
-static_assert(KEY_WARPS == 1 || (KEY_WARPS == 2 && HEAD_DIM == HEAD_DIM_V), "at most one other");
+static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
 static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
+// Float64's warps that share rows have room to trade in, and bring what only scores need (v, or dout, or q for dv)
+// while they multiply the other operand, and that while they multiply the next of the former.
+constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && OF_DV),
+               LAST_VALUED = !IN_TURN || OF_DV;
+static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(OF_DK && OF_DV)), "one product is traded a tile");
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
@@ -32,6 +37,7 @@ struct SharedStorage {
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
+  Accum traded[IN_TURN ? ROWS * COLUMNS : 1];
 };
 
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
@@ -46,14 +52,20 @@ DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
 }
 
 // Keys before `first_seen` are hidden: they may hold anything.
+template <bool KEYED, bool VALUED>
 DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
   const Sequence& s = shared.work.sequence;
   const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);
   const int first = walk.blocks.block * COLUMNS;
   const OperandRows columns = rows_of(p, s, OF_KEYS ? Operand::Q : Operand::K, head);
   const OperandRows columns_v = rows_of(p, s, OF_KEYS ? Operand::DOUT : Operand::V, head);
-  ColumnTile{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES}.load(columns, first, first_seen);
-  ColumnTileV{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES}.load(columns_v, first, first_seen);
+  if constexpr (KEYED) {
+    ColumnTile{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES}.load(columns, first, first_seen);
+  }
+  if constexpr (VALUED) {
+    ColumnTileV{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES}.load(columns_v, first, first_seen);
+  }
+  if constexpr (KEYED != LAST_KEYED) return;
   shared.factors.load(stage, columns, columns_v, first);
   if (OF_KEYS && threadIdx.x < COLUMNS) {
     const i64 row = s.row_q + smaller(first + threadIdx.x, s.len_q - 1);
@@ -64,14 +76,17 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
 
 // What warps with the same rows have found.
 template <class X, class Columns>
-DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns) {
+DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* traded) {
   if constexpr (KEY_WARPS == 1) {
     return x;
   } else {
     const int warp = threadIdx.x / WARP;
-    Accum *place = columns.last() + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
+    if constexpr (!IN_TURN) {
+      traded = columns.last();
+      __syncthreads();
+    }
+    Accum *place = traded + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
           *own = place + warp % KEY_WARPS * (FRAGMENT * WARP);
-    __syncthreads();
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) own[e * WARP] = x[e];
     __syncthreads();
@@ -109,7 +124,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     rows.load(from, tile_row, begin);
     if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, tile_row, begin);
     shared.row_factors.load(0, from, from_v, tile_row);
-    load_columns(p, shared, 0, walk, first_seen);
+    if constexpr (IN_TURN) {
+      load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+      commit_copies();
+    }
+    load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
   }
@@ -141,17 +160,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
                                           OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
-    finish_copies();
+    wait_for_copies<IN_TURN>();
+    __syncthreads();
     walk.advance();
     if constexpr (STAGES == 2) {
-      if (!walk.done()) load_columns(p, shared, stage ^ 1, walk, first_seen);
+      if (!walk.done()) load_columns<true, true>(p, shared, stage ^ 1, walk, first_seen);
       commit_copies();
     }
 
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
-    multiply_scores(x, own_rows, columns.from_row(own_column));
+    if constexpr (IN_TURN) {
+      clear(y[0]);
+      if constexpr (OF_DV) {
+        multiply_scores(x, own_rows, columns.from_row(own_column));
+      } else {
+        multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
+      }
+      finish_copies();
+      if (!walk.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+      commit_copies();
+    }
+    if constexpr (LAST_KEYED) multiply_scores(x, own_rows, columns.from_row(own_column));
     SoftcapFragment softcap[FRAGMENTS];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
@@ -168,10 +199,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
       scores.mark_dropped(x[f], row, first_column);
     }
+    if constexpr (!IN_TURN) {
 #pragma unroll
-    for (auto& fragment : y) clear(fragment);
+      for (auto& fragment : y) clear(fragment);
+    }
     if constexpr (NEEDS_GRADIENTS) {
-      multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
+      if constexpr (!IN_TURN) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
@@ -192,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           for (Accum& w : x[f]) w = larger(w, Accum(0));
         }
         Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(x[f], room, columns);
+        auto& all = whole(x[f], room, columns, shared.traded);
         if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
         pack(left[f], all);
       }
@@ -204,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
         Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(y[f], room, columns);
+        auto& all = whole(y[f], room, columns, shared.traded);
         if (units[f].fold(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
         pack(left[f], all);
       }
@@ -218,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     if constexpr (STAGES == 1) {
       __syncthreads();
-      if (!walk.done()) load_columns(p, shared, 0, walk, first_seen);
+      if (!walk.done()) load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
       commit_copies();
     }
   }
@@ -247,10 +280,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const int i = row + 8 * r;
           if constexpr (KEY_WARPS > 1) {
             Accum* totals = reinterpret_cast<Accum*>(shared.rows) + fragment_row();
-            __syncthreads();
-            totals[warp * 8] = total;
-            __syncthreads();
-            total += totals[(warp ^ 1) * 8];
+#pragma unroll
+            for (int other = 1; other < KEY_WARPS; other *= 2) {  // in an order that gives all the same bits
+              __syncthreads();
+              totals[warp * 8] = total;
+              __syncthreads();
+              total += totals[(warp ^ other) * 8];
+            }
           }
           if (lane() % 4 == 0 && i < s.rows_q) *p.dslope_rows.at(batch, s.row_q + i, work.head) = total;
         }

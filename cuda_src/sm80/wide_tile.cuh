@@ -46,26 +46,41 @@ DEVICE double2 read_pair(const T& tile, int row, int block) {
   return read_shared<double2>(moved<T>(tile.address + T::offset(lane() / 4, lane() % 4), row, block));
 }
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b.
+// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Of eight columns two sums, as a product waits for its sum.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
+  constexpr int SUMS = N == 4 ? 2 : 1;
+  double more[FRAGMENTS][N] = {};
 #pragma unroll UNROLL
-  for (int step = 0; step < A::PER_ROW / BLOCK_VECTORS; step++) {
-    Left left[FRAGMENTS];
+  for (int first = 0; first < A::PER_ROW / BLOCK_VECTORS; first += SUMS) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+      const int step = first + i;
+      Left left[FRAGMENTS];
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const double2 pair = read_pair(a, 16 * f + 8 * r, step);
+          left[f][r] = pair.x;
+          left[f][2 + r] = pair.y;
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < N / 4; block++) {
+        const double2 pair = read_pair(b, WIDTH * block, step);
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          multiply(block_of((i == 0 ? x : more)[f], block), left[f], {pair.x, pair.y});
+        }
+      }
+    }
+  }
+  if constexpr (SUMS == 2) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const double2 pair = read_pair(a, 16 * f + 8 * r, step);
-        left[f][r] = pair.x;
-        left[f][2 + r] = pair.y;
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < N / 4; block++) {
-      const double2 pair = read_pair(b, WIDTH * block, step);
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) multiply(block_of(x[f], block), left[f], {pair.x, pair.y});
+      for (int e = 0; e < N; e++) x[f][e] += more[f][e];
     }
   }
 }
@@ -86,12 +101,13 @@ DEVICE void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
 // x += weights b, whose rows are a right factor in that order.
 template <class B, int FRAGMENTS, int COLUMNS, int N>
 DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b,
-                            int = 0) {
+                            int begin = 0) {
   const int column = lane() / 4;
   u32 address[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    address[i] = b.address + B::offset(fragment_column() + i, column / VECTOR) + column % VECTOR * sizeof(double);
+    address[i] =
+        b.address + B::offset(fragment_column() + i, column / VECTOR) + (begin + column % VECTOR) * sizeof(double);
   }
   constexpr int CHUNK = SUM_COLUMNS / WIDTH;
 #pragma unroll
@@ -99,7 +115,7 @@ DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMN
 #pragma unroll
     for (int step = 0; step < COLUMNS / DEPTH; step++) {
 #pragma unroll
-      for (int block = first; block < first + CHUNK; block++) {
+      for (int block = first; block < first + CHUNK && block < N / 4; block++) {
         Right right;
 #pragma unroll
         for (int i = 0; i < 2; i++) right[i] = read_shared<double>(moved<B>(address[i], DEPTH * step, block));
