@@ -26,9 +26,9 @@ mma_fp16) CUFLASH_WITHOUT_WGMMA=1 bench --dtype float16 --peers cuflash flash --
 mma_sparse) CUFLASH_WITHOUT_WGMMA=1 bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.json" ;;
-options) bench --suite options dbias --head-dim 128 --peers cuflash plain ;;
+options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
-window) bench --suite window --peers cuflash plain fa3 --budget-ms 12 ;;
+window) bench --suite window --peers cuflash fa3 --budget-ms 12 ;;
 sparse) bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
