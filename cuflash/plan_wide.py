@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from cuflash.plan import (
+    FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
     TABLE_FLAGS,
@@ -106,11 +107,15 @@ BACKWARD = {
         GradientRow(256, _APART, *2 * (Tile(64, 16, 8, key_warps=2),)),
     ),
 }
-# Of the kernel for the gradient of a bias; options are those beside it.
+# Of the kernel for the gradient of a bias; options are those beside it. Stages are of chunks of so many columns where
+# there are several: two blocks that share a multiprocessor hide each other's waits.
+_CHUNK = 64
+_IN_CHUNKS = (Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 2))
 BIAS = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
         Row(128, 128, (Tile(64, 64, 4),), (Tile(64, 32, 4),)),
+        *(Row(d, d, _IN_CHUNKS, _IN_CHUNKS[1:], _IN_CHUNKS[:1]) for d in (192, 256)),
     ),
     "tf32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 3, below=_LARGER), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
@@ -120,6 +125,7 @@ BIAS = {
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
         Row(128, 128, (Tile(64, 32, 4), Tile(64, 16, 4)), (Tile(64, 16, 4),)),
+        *(Row(d, d, _IN_CHUNKS[1:], _IN_CHUNKS[1:]) for d in (192, 256)),
     ),
 }
 
@@ -293,22 +299,24 @@ def bias_config(
     aligned: bool = True,
 ) -> GradientConfig:
     """The kernel for the gradient of a bias; `flags` are those of options beside it."""
-    row_bytes = row.head_dim * sum(_bytes(kind)) + _NUMBERS_BYTES
 
     def smem_bytes(tile: Tile) -> int:
+        whole, chunks = row.head_dim * sum(_bytes(kind)), tile.stages * _CHUNK * max(_bytes(kind))
+        row_bytes = (chunks if tile.stages > 1 else whole) + _NUMBERS_BYTES
         return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
 
-    is_plain = _is_plain(flags, True, aligned)
-    tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
-    return GradientConfig(
+    tile = first_fitting(row.tiles_for(flags, aligned), smem_bytes, capability, limit)
+    in_chunks = tile.stages > 1
+    config = GradientConfig(
         entry=f"{_family(kind)}_bias",
-        whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
+        whole_products=kind == "float64" and capability >= (9, 0) and (in_chunks or _is_plain(flags, True, aligned)),
         of_keys=False,
         of_dk=False,
         of_dv=False,
         smem_bytes=smem_bytes(tile),
         **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
     )
+    return replace(config, unroll=1) if in_chunks and config.parts else config
 
 
 def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: Any, **given: Any) -> Any:

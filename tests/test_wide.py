@@ -128,6 +128,53 @@ def test_one_gradient_of_float64_beyond_head_dim_128(wanted: str) -> None:
     assert {x.kernel.entry for x in launch._launches.values()} >= {f"wide_d{wanted}"}
 
 
+# Beyond head dim 128 operands come in chunks for the gradient of a bias: its shape, and what stands beside it.
+BIASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "of scores": ((2, 4, 90, 110), {"causal": True}),
+    "of all batches": ((1, 4, 90, 110), {"window": (30, 10)}),
+    "of all heads": ((1, 1, 90, 110), {}),
+    "of keys": ((2, 1, 1, 110), {}),
+    "of queries": ((2, 4, 90, 1), {}),
+    "lengths": ((1, 4, 90, 110), OPTIONS["lengths"]),
+    "many": ((1, 1, 90, 110), MANY),
+    "block mask": ((2, 4, 90, 110), BLOCK_MASK),
+}
+
+
+def gradient_of_bias_agrees(case: cases.Case, capability: tuple[int, int]) -> None:
+    out, lse = case.on(Device("numpy", np)).forward()
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
+        case.assert_gradients(case.on(Device("cpu_device", np)).backward(out, lse, grads=("bias",)))
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert ("parts_bias" if case.dtype == np.float32 else "wide_bias") in entries and "backward_bias" not in entries
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "dims"),
+    [("float32", (8, 0), (192, 150)), ("float32", (10, 0), (250, 256)), ("float64", (9, 0), (200, 256))],
+)
+@pytest.mark.parametrize("name", BIASES)
+def test_gradient_of_a_bias_in_chunks(
+    name: str, dtype: str, capability: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    shape, options = BIASES[name]
+    options = {
+        key: x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for key, x in options.items()
+    }
+    bias = RNG.standard_normal(shape).astype(dtype)
+    gradient_of_bias_agrees(gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, bias=bias, **options), capability)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_of_a_bias_of_packed_sequences_in_chunks(dtype: str) -> None:
+    padded = gaussian_case(0, dtype, (300, 280), (4, 2), (256, 130), 1)
+    lengths = np.array([0, 90, 90, 131, 290], np.int32), np.array([0, 70, 100, 200, 280], np.int32)
+    options = {"bias": RNG.standard_normal((1, 4, 159, 100)).astype(dtype), "causal": True}
+    q, k, v, dout = (x[0] for x in (padded.q, padded.k, padded.v, padded.dout))
+    gradient_of_bias_agrees(cases.Case(q, k, v, dout, options=options, cu_seqlens=lengths), (8, 0))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tf32(head_dim: int) -> None:
     q, k, v, dout = (RNG.standard_normal((1, 90, 2, head_dim)).astype(np.float32) for _ in range(4))

@@ -6,14 +6,20 @@
 
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
-using DoutTile = ValuedTile<BLOCK_M, HEAD_DIM_V>;
-using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
-using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
+// With more than one stage these are chunks of columns: those of q and k, and in their place those of dout and v.
+constexpr bool IN_CHUNKS = STAGES > 1;
+constexpr int KEYED_CHUNKS = IN_CHUNKS ? HEAD_DIM / CHUNK : 1, VALUED_CHUNKS = IN_CHUNKS ? HEAD_DIM_V / CHUNK : 1;
+using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM / KEYED_CHUNKS>;
+using DoutTile = ValuedTile<BLOCK_M, HEAD_DIM_V / VALUED_CHUNKS>;
+using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM / KEYED_CHUNKS>;
+using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V / VALUED_CHUNKS>;
 constexpr u32 DOUT_AT = QueryTile::BYTES, KEYS_AT = DOUT_AT + DoutTile::BYTES, VALUES_AT = KEYS_AT + KeyTile::BYTES;
+constexpr int CHUNKS = KEYED_CHUNKS + VALUED_CHUNKS;
+constexpr u32 CHUNK_BYTES = QueryTile::BYTES + KeyTile::BYTES;
+static_assert(QueryTile::BYTES >= DoutTile::BYTES, "dout and v take the place of q and k");
 
 struct SharedStorage {
-  alignas(128) unsigned char tiles[VALUES_AT + ValueTile::BYTES];
+  alignas(128) unsigned char tiles[IN_CHUNKS ? STAGES * CHUNK_BYTES : VALUES_AT + ValueTile::BYTES];
   Factors<BLOCK_M, 1> row_factors;
   Factors<BLOCK_N, 1> factors;
 };
@@ -60,6 +66,20 @@ struct BiasTile {
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
+  // x += rows columns^T by chunks [begin, end); `load` begins to bring one, in the place of that before.
+  template <class X, class R, class C, class Load>
+  DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const Load& load) const {
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      wait_for_copies<STAGES - 2>();
+      __syncthreads();
+      load(i + STAGES - 1);
+      rows.address = ptx::shared_address(shared.tiles) + i % STAGES * CHUNK_BYTES;
+      columns.address = rows.address + QueryTile::BYTES;
+      multiply_scores(x, rows.from_row(warp_row()), columns);
+    }
+  }
+
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const u32 tiles = ptx::shared_address(shared.tiles);
     const QueryTile queries{tiles};
@@ -71,15 +91,33 @@ struct BiasTile {
     const bool new_keys = own_keys.changes_to(s.batch, head_kv, first_key);
     const OperandRows q = rows_of(p, s, Operand::Q, head), k = rows_of(p, s, Operand::K, head_kv);
     const OperandRows dout = rows_of(p, s, Operand::DOUT, head), v = rows_of(p, s, Operand::V, head_kv);
-    if (new_queries) queries.load(q, first_row);
-    if (new_keys) keys.load(k, first_key);
+    const auto load_chunk = [&](int i) {
+      const u32 at = tiles + i % STAGES * CHUNK_BYTES;
+      if (i < KEYED_CHUNKS) {
+        QueryTile{at}.load(chunk_of<HEAD_DIM>(q, i), first_row);
+        KeyTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM>(k, i), first_key);
+      } else if (i < CHUNKS) {
+        DoutTile{at}.load(chunk_of<HEAD_DIM_V>(dout, i - KEYED_CHUNKS), first_row);
+        ValueTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM_V>(v, i - KEYED_CHUNKS), first_key);
+      }
+      commit_copies();
+    };
+    if constexpr (!IN_CHUNKS) {
+      if (new_queries) queries.load(q, first_row);
+      if (new_keys) keys.load(k, first_key);
+    }
     __syncthreads();  // dout, v and factors of the step before are read; q and k were at its last barrier
     if (new_queries) shared.row_factors.load(0, q, dout, first_row);
     if (new_keys) shared.factors.load(0, k, v, first_key);
-    commit_copies();
-    if (new_queries) douts.load(dout, first_row);
-    if (new_keys) values.load(v, first_key);
-    commit_copies();
+    if constexpr (IN_CHUNKS) {
+#pragma unroll
+      for (int i = 0; i < STAGES - 1; i++) load_chunk(i);  // with the factors
+    } else {
+      commit_copies();
+      if (new_queries) douts.load(dout, first_row);
+      if (new_keys) values.load(v, first_key);
+      commit_copies();
+    }
 
     const ScoreGradient scores(p, s, head);
     const bool masked = HAS_MASK || HAS_BLOCK_MASK || first_row + BLOCK_M > s.len_q ||
@@ -98,9 +136,13 @@ struct BiasTile {
         delta[f][r] = *p.delta.at(batch, row, head);
       }
     }
-    wait_for_copies<1>();
-    __syncthreads();
-    multiply_scores(x, queries.from_row(warp_row()), keys);
+    if constexpr (IN_CHUNKS) {
+      multiply_chunks(x, queries, keys, 0, KEYED_CHUNKS, load_chunk);
+    } else {
+      wait_for_copies<1>();
+      __syncthreads();
+      multiply_scores(x, queries.from_row(warp_row()), keys);
+    }
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       take_scores(x[f], shared.row_factors, warp_row() + 16 * f + fragment_row(), shared.factors, 0);
@@ -114,8 +156,12 @@ struct BiasTile {
       }
       scores.mark_dropped(x[f], own_row + 16 * f, first_key);
     }
-    finish_copies();
-    multiply_scores(y, douts.from_row(warp_row()), values);
+    if constexpr (IN_CHUNKS) {
+      multiply_chunks(y, douts, values, KEYED_CHUNKS, CHUNKS, load_chunk);
+    } else {
+      finish_copies();
+      multiply_scores(y, douts.from_row(warp_row()), values);
+    }
     const auto rescale = static_cast<Accum>(p.dropout_rescale);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {

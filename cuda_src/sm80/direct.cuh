@@ -17,6 +17,14 @@ DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand
               keyed ? p.head_dim : p.head_dim_v);
 }
 
+constexpr int CHUNK = 64;  // columns that are brought by themselves
+template <int COLUMNS>
+DEVICE Rows chunk_of(Rows rows, int number) {
+  rows.data += number * CHUNK;
+  rows.num_columns = smaller(rows.num_columns - number * CHUNK, CHUNK);
+  return rows;
+}
+
 // Nothing has factors.
 template <int, int>
 struct Factors {

@@ -24,6 +24,12 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand 
           x.factors_at(p.work_space, image, row), i64(x.rows) * SPLIT_PANEL / 2, of_keys ? s.len_k : s.len_q};
 }
 
+constexpr int CHUNK = SPLIT_PANEL;
+template <int COLUMNS>
+DEVICE OperandRows chunk_of(const OperandRows& rows, int number) {
+  return {rows.panels + number * rows.panel_stride, rows.factors, COLUMNS / CHUNK * rows.panel_stride, rows.num_rows};
+}
+
 constexpr int PANEL_STEPS = SPLIT_PANEL / STEP;
 
 // ROWS x COLUMNS elements in COUNT parts.
