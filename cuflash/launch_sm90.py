@@ -315,11 +315,10 @@ class Gradients(_OfQueries):
         """Maps of the arrays that TMA reads."""
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
-        maps = [("q", m), ("k", n * pair), ("v", n), ("dout", m)]
-        if self.entry == plan_sm90_backward.NARROW:
-            # Used or not.
-            maps.append(("bias", m) if self.config.has_bias_tiles else ("v", n))
-            maps.append(("dbias", m) if self.config.writes_dbias else ("v", n))
+        # Used or not.
+        bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)
+        dbias = ("dbias", m) if self.config.writes_dbias else ("v", n)
+        maps = (("q", m), ("k", n * pair), ("v", n), ("dout", m), bias, dbias)
         return Persistent(problem, maps, arrays, device, tiles, pair)
 
 

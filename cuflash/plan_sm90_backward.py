@@ -73,12 +73,13 @@ BACKWARD = (
 
 # With softcap, a bias that TMA brings, or a mask that is read in vectors (not where sums have an order: registers).
 _FEW_QUERIES = Row(NARROW, 64, 64, 64, 128, 2, 2, 2)
-WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:3])
+WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:])
+_WITH_BIAS_TILES = WITH_ONE_OPTION[:-1]  # which have room
 # With options that take registers; one that is an array stands alone.
-WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2))
+WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2), *BACKWARD[3:])
 # A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away. A third
 # tile of queries also lets half hidden steps be passed over, which counts where walks are short.
-_WITH_SHORT_WALKS = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2))
+_WITH_SHORT_WALKS = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2), *BACKWARD[3:])
 _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
@@ -177,10 +178,11 @@ def backward_config(
         of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
     # Additions of dq are what wide heads wait for. A pair needs room for the keys of both, and for gradients of scores
-    # of the other block.
+    # of the other block; it walks the same queries. A bias that is read element by element leaves too few registers.
     of_other = row.block_n * (row_bytes + (row.ds_stages + 1) * row.block_m * HALF_BYTES)
     pair = 1
-    if row in BACKWARD and row.entry == WIDE and not deterministic:
+    alone = deterministic or "has_block_mask" in flags or ("has_bias" in flags and not bias_tiles)
+    if row in BACKWARD and row.entry == WIDE and not alone:
         pair += smem_bytes + of_other + SMEM_BESIDE_TILES <= plan_sm90.SMEM_BYTES
     smem_bytes += (pair - 1) * of_other
     registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
@@ -213,7 +215,7 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
     options = set(flags_of(problem)) - {"has_window"}
     rows: tuple[Row, ...] = WITH_OPTIONS
     if not options and not problem.deterministic and _has_short_walks(problem):
-        rows = (*_WITH_SHORT_WALKS, *BACKWARD[3:])
+        rows = _WITH_SHORT_WALKS
     elif options <= {"has_alibi"}:
         rows = BACKWARD
     elif options == {"has_block_mask"}:
@@ -224,6 +226,8 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
         or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
     ):
         rows = WITH_ONE_OPTION
+    if "has_dropout" in options and len(options) > 1:
+        rows = rows[: -2 if problem.deterministic else -1]  # registers
     return next((r for r in rows if r.holds(problem)), None)
 
 
@@ -259,7 +263,7 @@ def backward(
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and _has_vectors(bias, HALF_BYTES)
     in_vectors = _has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
     config = _config(problem, in_tiles, in_vectors)
-    whole = config.has_bias_tiles and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
+    whole = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
     return replace(config, writes_dbias=True) if whole else config
 
 
@@ -272,7 +276,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
         problem.bias_dtype,
         flags_of(problem),
         bool(problem.deterministic),
-        bias_tiles and row in WITH_ONE_OPTION,
+        bias_tiles and row in _WITH_BIAS_TILES,
         mask_vectors and row in WITH_ONE_OPTION,
     )
 
@@ -307,7 +311,7 @@ def reason(problem: AttentionProblem) -> str:
 def table() -> Iterator[tuple[Config, str]]:
     """Every row in both dtypes, and the kernels around them."""
     around: dict[Config, str] = {}
-    for config, dtype in _of_scores():
+    for config, dtype in dict.fromkeys(_of_scores()):
         yield config, dtype
         around |= {replace(config.of_rows, entry=entry): dtype for entry in (ROWS, DQ)}
     yield from around.items()
@@ -323,13 +327,17 @@ def _of_scores() -> Iterator[tuple[Config, str]]:
         for flags in (("has_window",), ("has_window", "has_block_mask")):
             yield backward_config(row, dtype, None, flags), dtype
     for row, dtype, deterministic in product(WITH_ONE_OPTION, DTYPES, (False, True)):
-        config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
-        yield replace(config, writes_dbias=True), dtype
+        if row in _WITH_BIAS_TILES:
+            config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
+            yield replace(config, writes_dbias=row.entry == NARROW), dtype
         yield backward_config(row, dtype, None, ("has_window", "has_softcap"), deterministic), dtype
         if not deterministic:
             yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
     for row, dtype in product(WITH_OPTIONS, DTYPES):
-        for options in (("has_softcap", "has_alibi", "has_dropout"), ("has_bias",), ("has_mask",)):
+        several: tuple[tuple[str, ...], ...] = (("has_softcap", "has_alibi", "has_dropout"),)
+        if row == BACKWARD[-1]:
+            several = ("has_softcap", "has_alibi"), ("has_dropout",)
+        for options in (*several, ("has_bias",), ("has_mask",)):
             yield backward_config(row, dtype, None, ("has_window", *options)), dtype
 
 

@@ -116,6 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dropout_seed": 7,
         "window": (60, 20),
     },
+    "softcap, alibi": {"softcap": 2.0, "alibi_slopes": RNG.random(4).astype(np.float32), "window": (60, 20)},
     "bias": {"bias": np.where(MASK, normal(LENGTH_Q, LENGTH_K), np.float16(-np.inf)), "hidden_keys": HIDDEN_BY_MASK},
     "mask": {"mask": MASK, "hidden_keys": HIDDEN_BY_MASK},
     "block mask": {
@@ -137,7 +138,23 @@ def test_options(name: str) -> None:
     both(*inputs(64, 64), **OPTIONS[name])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(160, 72), (192, 192), (256, 200)])
+@pytest.mark.parametrize("name", ["softcap", "softcap, alibi", "bias", "mask", "block mask"])
+def test_options_of_wide_heads(head_dims: tuple[int, int], name: str) -> None:
+    both(*inputs(*head_dims), **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", ["block mask", "mask", "softcap"])
+def test_options_of_wide_heads_with_lengths(name: str) -> None:
+    both(*inputs(200, 256), **{**OPTIONS[name], **LENGTHS, "hidden_queries": (1, slice(70, None))})
+
+
+def test_block_masks_of_heads_that_share_keys() -> None:
+    mask = np.stack([np.roll(MASK, 37 * head) for head in range(4)])
+    both(*inputs(192, 128), block_mask=cuflash.BlockMask.from_dense(mask), window=(100, 30))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_mask_in_vectors(head_dim: int) -> None:
     keys = 208  # vectors of 16
     mask = np.pad(MASK, ((0, 0), (0, keys - LENGTH_K)), constant_values=True)

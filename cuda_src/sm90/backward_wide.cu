@@ -3,13 +3,15 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
+#include "gradient_options.cuh"
 
-constexpr int KEY_ROWS = PAIR * BLOCK_N;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
 constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
+// Options beside a dv that takes most registers: lse is read where it lies, so that queries are released late.
+constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
 
 struct SharedStorage {
   alignas(1024) unsigned char k[PAIR * K_BYTES];
@@ -33,6 +35,7 @@ struct SharedStorage {
   RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
   u64 clearing;
   Index index;
+  GradientBias bias;
 };
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
@@ -119,24 +122,40 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
     for (bool last = false; !last;) {
       float x[FRAGMENT];
       rings.q.wait();
-      multiply_by_rows<HEAD_DIM, KEY_ROWS, BLOCK_M>(x, rings.k.buffer() + rank() * BLOCK_N * ROW_BYTES,
-                                                    rings.q.buffer());
+      multiply_by_rows<HEAD_DIM, LOADED_KEYS, BLOCK_M>(x, rings.k.buffer() + rank() * BLOCK_N * ROW_BYTES,
+                                                       rings.q.buffer());
       const Step& step = shared.steps[rings.q.stage];
       const GradientFragment scores(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row(),
                                     scale);
-      const bool masked = step.masked != 0;
+      bool masked = step.masked != 0;
       last = step.last;
-      const QueryValues lse(shared.lse[rings.q.stage]);
-      const KeptWeights kept = scores.kept();
+      const LseValues<TIGHT> lse(shared.lse[rings.q.stage]);
+      KeptWeights kept = scores.kept();
+      const BlockBits bits(p, step.slots, 0, masked);
+      const MaskBits mask(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
       ptx::wgmma_wait_group<0>();
       keep(x);
       cap(x, scores);
-      scores.weigh<HAS_SOFTCAP>(x, lse, masked, static_cast<float>(p.softcap));
-      __syncwarp();
-      rings.q.release();
+      if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, 0));
+      scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(x, lse, masked,
+                                                                                  static_cast<float>(p.softcap), bits);
+      mask.clear_hidden(x);
+      const auto release = [&] {
+        __syncwarp();
+        rings.q.release();
+      };
+      if (!TIGHT) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x, kept);
-      uncap(x, x, lse, scores);  // a factor of the gradients, like the weights
+      GradientFragment same = scores;
+      if constexpr (TIGHT && HAS_SOFTCAP) {  // or alibi's distances would be held all along
+        u32 first_row = step.first_row;
+        ptx::forget(first_row);
+        same.row = first_row + fragment_column();
+      }
+      if (TIGHT && HAS_DROPOUT) ptx::forget(kept.bits[0]);  // or what follows from them
+      uncap(x, x, lse, same);                               // a factor of the gradients, like the weights
+      if (TIGHT) release();
       rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
@@ -198,7 +217,7 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
       multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, rings.v.buffer(), rings.dout.buffer());
       rings.q.wait();
       const Step& step = shared.steps[rings.q.stage];
-      const bool masked = step.masked != 0;
+      const bool masked = HAS_BIAS_TILES || HAS_MASK_VECTORS || step.masked != 0;
       last = step.last;
       const QueryValues delta(shared.delta[rings.dout.stage]);
       rings.weights.wait();
@@ -264,8 +283,8 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
 #pragma unroll 1
       for (int part = 0; part < DQ_PARTS; part++) {
         float dq[DQ_COLUMNS / 2];
-        multiply_by_columns<KEY_ROWS, BLOCK_M>(dq, rings.ds.buffer(),
-                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * KEY_ROWS * ROW_BYTES);
+        multiply_by_columns<LOADED_KEYS, BLOCK_M>(
+            dq, rings.ds.buffer(), rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
         ptx::wgmma_wait_group<0>();
         keep(dq);
         if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
@@ -350,7 +369,8 @@ DEVICE void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
-                       const __grid_constant__ ptx::TensorMap dout_map) {
+                       const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
+                       const __grid_constant__ ptx::TensorMap) {
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work_barriers.init(CONSUMERS * WARPS);
@@ -383,9 +403,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     for_each_tile<add_queries>(p, shared, rings);
   } else {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
-    const int warp = threadIdx.x / WARP - CONSUMERS * WARPS;
+    const int warp = __shfl_sync(ALL_LANES, own_warp(), 0);
     if (warp == 0) {
-      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map});
+      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (DETERMINISTIC && warp == 1) {
       end_turns(p, shared, rings);
     } else if (DETERMINISTIC && warp == 2) {

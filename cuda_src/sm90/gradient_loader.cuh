@@ -5,6 +5,8 @@
 // Padded queries and keys that no query sees become 0 in shared memory, as 0 * NaN would count. Beyond the end of an
 // array TMA has written zeros.
 
+constexpr int LOADED_KEYS = PAIR * BLOCK_N;  // a pair has the keys of both
+
 // Rows [begin, end) of a tile count.
 struct CountedRows {
   int begin, end;
@@ -24,7 +26,7 @@ DEVICE CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int
     end = smaller(end, s.len_q + s.diagonal() + p.window_right);
   }
   const bool to_the_end = p.cu_seqlens_q == nullptr && end == p.seqlen_k;
-  return {begin - first_key, to_the_end ? PAIR * BLOCK_N : end - first_key};
+  return {begin - first_key, to_the_end ? LOADED_KEYS : end - first_key};
 }
 
 // By a warp.
@@ -59,14 +61,14 @@ DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int h
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
   u32 infinite = 0;
 #pragma unroll 2
-  for (int i = lane(); i < BLOCK_N * NUM_PANELS * VECTORS; i += WARP) {
+  for (int i = lane(); i < LOADED_KEYS * NUM_PANELS * VECTORS; i += WARP) {
     infinite |= marked_infinite(*static_cast<const uint4*>(__cvta_shared_to_generic(tile + i * sizeof(uint4))));
   }
   if (!__any_sync(ALL_LANES, infinite & SIGNS)) return;
 #pragma unroll 1
-  for (int row = 0; row < BLOCK_N; row++) {
+  for (int row = 0; row < LOADED_KEYS; row++) {
     const auto vector = [&](int i) {
-      const u32 address = tile + (i / VECTORS * BLOCK_N + row) * ROW_BYTES + i % VECTORS * sizeof(uint4);
+      const u32 address = tile + (i / VECTORS * LOADED_KEYS + row) * ROW_BYTES + i % VECTORS * sizeof(uint4);
       return static_cast<uint4*>(__cvta_shared_to_generic(address));
     };
     infinite = 0;
@@ -322,10 +324,10 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
         loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
                                        nullptr);
         acquire_together(rings.k);
-        const int before = rank() * BLOCK_N;  // a pair has the keys of both
-        loader.load<PAIR * BLOCK_N, PANELS>(rings.k, maps.k, key - before, work.head, batch,
-                                            counted_keys(p, s, first_key - before), nullptr, nullptr,
-                                            KeyCheck{hides_keys, p, s, work.head, first_key});
+        const int before = rank() * BLOCK_N;
+        loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
+                                         counted_keys(p, s, first_key - before), nullptr, nullptr,
+                                         KeyCheck{hides_keys, p, s, work.head, first_key - before});
       }
     }
   }

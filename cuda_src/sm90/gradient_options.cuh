@@ -203,6 +203,12 @@ struct BiasPlace {
 
 static_assert(!HAS_SOFTCAP || !HAS_BIAS, "a bias would have to be read again");
 
+// Within two units in the last place where dk or dv leave few registers: a division's slow path takes some.
+DEVICE float quotient(float a, float b) {
+  if constexpr (HEAD_DIM > 128) return __fdividef(a, b);
+  return a / b;
+}
+
 // What alibi takes from scores whose unit is softcap.
 struct CappedAlibi {
   float slope, distance;  // the latter at the thread's first element
@@ -210,7 +216,7 @@ struct CappedAlibi {
   DEVICE explicit CappedAlibi(const GradientFragment& scores) : slope(0), distance(0) {
     if constexpr (HAS_ALIBI) {
       const Score score = scores.score();
-      slope = score.slope / score.softcap;
+      slope = quotient(score.slope, score.softcap);
       distance = static_cast<float>(scores.row + score.diagonal - scores.key);
     }
   }
@@ -223,7 +229,7 @@ struct CappedAlibi {
 DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
-    const float factor = scores.scale / static_cast<float>(scores.p.softcap);
+    const float factor = quotient(scores.scale, static_cast<float>(scores.p.softcap));
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
       x[e] = ptx::tanh(x[e] * factor);
@@ -238,7 +244,7 @@ DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const
                   const GradientFragment& scores) {
   if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
-    const float unit = 1 / (static_cast<float>(scores.p.softcap) * LOG2_E);
+    const float unit = quotient(1, static_cast<float>(scores.p.softcap) * LOG2_E);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
       float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit;
@@ -259,6 +265,9 @@ template <>
 struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
+
+// Of wide heads even a mask that is read element by element, under a product: registers are scarce behind it.
+constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && HEAD_DIM > 128);
 
 // A mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and asks others for its own
 // elements.
@@ -282,16 +291,21 @@ struct MaskBits {
         const u32 keys = __shfl_sync(ALL_LANES, own, fragment_column() + i / 2 * 8 + i % 2) >> fragment_row();
         word |= (keys & 0x01010101u) << i;
       }
+    } else if constexpr (MASK_IN_BITS) {
+      const Mask mask(p, s, head);
+#pragma unroll 4
+      for (int e = 0; e < FRAGMENT; e++) {
+        const int i = first_row + fragment_column() + column_offset(e), j = key + fragment_row() + row_offset(e);
+        word |= static_cast<u32>(mask.in_mask(i, j)) << bit_of(e);
+      }
     }
   }
+  static DEVICE int bit_of(int e) { return e / 16 * 16 + e / 2 % 2 * 8 + e / 4 % 4 * 2 + e % 2; }
 
   DEVICE void clear_hidden(float (&weights)[FRAGMENT]) const {
-    if constexpr (HAS_MASK_VECTORS) {
+    if constexpr (MASK_IN_BITS) {
 #pragma unroll
-      for (int e = 0; e < FRAGMENT; e++) {
-        const int query = e / 4 % 4 * 2 + e % 2, half = e / 16, key = e / 2 % 2;
-        weights[e] = word >> (16 * half + 8 * key + query) & 1 ? weights[e] : 0;
-      }
+      for (int e = 0; e < FRAGMENT; e++) weights[e] = word >> bit_of(e) & 1 ? weights[e] : 0;
     }
   }
 };
