@@ -10,6 +10,8 @@ constexpr int SIDE = 16;
 constexpr int NUM_THREADS = SIDE * SIDE;
 // Keeps the transposing stores below two-way bank conflicts and rows aligned to 16 bytes.
 constexpr int PAD = 16 / sizeof(Accum);
+// Whether a tile's part of a result is summed by itself: errors grow with the terms of a sum.
+constexpr bool SUMS_TILES = SUM_COLUMNS > 0;
 
 DEVICE int thread_row() { return threadIdx.x / SIDE; }
 DEVICE int thread_column() { return threadIdx.x % SIDE; }
@@ -61,11 +63,11 @@ DEVICE void clear(Accum (&x)[ROWS][COLUMNS]) {
   }
 }
 
-// x[r][c] += sum over k < BLOCK_K of a[k][r] * b[k][c]
-template <int ROWS, int COLUMNS>
+// x[r][c] += sum over k < DEPTH of a[k][r] * b[k][c]
+template <int DEPTH, int ROWS, int COLUMNS>
 DEVICE void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b, int b_stride) {
 #pragma unroll UNROLL
-  for (int k = 0; k < BLOCK_K; k++) {
+  for (int k = 0; k < DEPTH; k++) {
     Accum left[ROWS], right[COLUMNS];
     read_owned(left, a + k * a_stride, thread_row());
     read_owned(right, b + k * b_stride, thread_column());
@@ -108,24 +110,26 @@ struct TransposedChunk {
   }
 };
 
-// A chunk of BLOCK_K rows of N columns, as it lies. Row k of the tile's product is the key (or query) with
-// owned_index(k % 16, k / 16): the order in which write_transposed leaves the other factor.
+// A chunk of rows of N columns, as it lies: BLOCK_K, or as many elements of the columns that are summed at once. Row k
+// of the tile's product is the key (or query) with owned_index(k % 16, k / 16): the order in which write_transposed
+// leaves the other factor.
 template <int N, int DEPTH>
 struct Chunk {
-  static constexpr int STRIDE = N, SIZE = BLOCK_K * N;
-  static constexpr int PER_ROW = N / VECTOR;
-  static constexpr int VECTORS = BLOCK_K * PER_ROW;
+  static constexpr int COLUMNS = SUMS_TILES && N > SUM_COLUMNS ? SUM_COLUMNS : N;
+  static constexpr int SIZE = BLOCK_K * N, ROWS = SIZE / COLUMNS;
+  static constexpr int PER_ROW = COLUMNS / VECTOR;
+  static constexpr int VECTORS = ROWS * PER_ROW;
   static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
   Vector held[PER_THREAD];
 
   static DEVICE int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
 
-  DEVICE void fetch(const Rows& rows, int first_row, int k) {
+  DEVICE void fetch(const Rows& rows, int first_row, int k, int column = 0) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
       if (VECTORS % NUM_THREADS == 0 || v < VECTORS) {
-        held[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), v % PER_ROW * VECTOR);
+        held[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), column + v % PER_ROW * VECTOR);
       }
     }
   }
@@ -202,7 +206,7 @@ DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffer
     } else {
       next();
     }
-    multiply_chunk(x, buffer_a, pair.a.STRIDE, buffer_b, pair.b.STRIDE);
+    multiply_chunk<BLOCK_K>(x, buffer_a, pair.a.STRIDE, buffer_b, pair.b.STRIDE);
   }
 }
 
@@ -211,17 +215,35 @@ DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffer
 template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
                           Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b, const u8* seen, Next next) {
-  static_assert(SIZE >= Chunk<COLUMNS * SIDE, DEPTH>::SIZE, "the chunk fits a buffer");
-  for (int k = 0; k < DEPTH; k += BLOCK_K) {
-    Accum* buffer = buffers.next();
-    chunk.commit(buffer, k, seen);
-    __syncthreads();
-    if (k + BLOCK_K < DEPTH) {
-      chunk.fetch(b, first_b, k + BLOCK_K);
-    } else {
-      next();
+  using Own = Chunk<COLUMNS * SIDE, DEPTH>;
+  static_assert(SIZE >= Own::SIZE && DEPTH % Own::ROWS == 0, "the chunk fits a buffer and the tile");
+  constexpr int PER = Own::COLUMNS / SIDE;
+#pragma unroll
+  for (int first = 0; first < COLUMNS; first += PER) {
+    Accum sum[ROWS][PER];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int c = 0; c < PER; c++) sum[r][c] = SUMS_TILES ? Accum(0) : x[r][first + c];
     }
-    multiply_chunk(x, a + k * (ROWS * SIDE + PAD), ROWS * SIDE + PAD, buffer, chunk.STRIDE);
+    for (int k = 0; k < DEPTH; k += Own::ROWS) {
+      Accum* buffer = buffers.next();
+      chunk.commit(buffer, k, seen);
+      __syncthreads();
+      if (k + Own::ROWS < DEPTH) {
+        chunk.fetch(b, first_b, k + Own::ROWS, first * SIDE);
+      } else if (first + PER < COLUMNS) {
+        chunk.fetch(b, first_b, 0, (first + PER) * SIDE);
+      } else {
+        next();
+      }
+      multiply_chunk<Own::ROWS>(sum, a + k * (ROWS * SIDE + PAD), ROWS * SIDE + PAD, buffer, Own::COLUMNS);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int c = 0; c < PER; c++) x[r][first + c] = SUMS_TILES ? x[r][first + c] + sum[r][c] : sum[r][c];
+    }
   }
 }
 

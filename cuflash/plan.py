@@ -76,6 +76,7 @@ class Tile:
     block_n: int
     block_k: int
     unroll: int
+    sum_columns: int = 128  # of results whose sums over a tile are in registers at once; 0: no such sums
 
 
 @dataclass(frozen=True)
@@ -90,30 +91,30 @@ class Row:
 PORTABLE: dict[tuple[str, str, int], Row] = {
     ("forward", "float32", 32): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
     ("forward", "float32", 64): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
-    ("forward", "float32", 128): Row((Tile(128, 128, 8, 4), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
+    ("forward", "float32", 128): Row((Tile(128, 128, 8, 4), Tile(128, 64, 16, 16, 64)), Tile(64, 64, 16, 16)),
     ("forward", "float32", 256): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
     ("forward", "float64", 32): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
-    ("forward", "float64", 64): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
-    ("forward", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 16, 4)),
-    ("forward", "float64", 256): Row((Tile(32, 64, 8, 4),), Tile(32, 32, 8, 4)),
+    ("forward", "float64", 64): Row((Tile(128, 32, 8, 8, 0),), Tile(64, 32, 8, 4)),
+    ("forward", "float64", 128): Row((Tile(64, 32, 8, 4, 64),), Tile(32, 32, 16, 4)),
+    ("forward", "float64", 256): Row((Tile(32, 64, 8, 1, 64),), Tile(32, 32, 8, 2, 64)),
     ("backward_dq", "float32", 32): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
     ("backward_dq", "float32", 64): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
     ("backward_dq", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
-    ("backward_dq", "float32", 256): Row((Tile(64, 64, 8, 8),), Tile(32, 64, 16, 16)),
+    ("backward_dq", "float32", 256): Row((Tile(64, 64, 16, 8),), Tile(32, 64, 16, 16)),
     ("backward_dq", "float64", 32): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
     ("backward_dq", "float64", 64): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
-    ("backward_dq", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 16, 4)),
-    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 2),), Tile(32, 32, 4, 4)),
+    ("backward_dq", "float64", 128): Row((Tile(64, 32, 8, 4, 64),), Tile(32, 32, 16, 4)),
+    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 2, 64),), Tile(32, 32, 4, 4, 64)),
     ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
     ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
-    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16)),
-    ("backward_dkv", "float32", 256): Row((Tile(64, 32, 16, 4),), Tile(32, 32, 16, 4)),
+    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16, 0)),
+    ("backward_dkv", "float32", 256): Row((Tile(64, 32, 16, 4, 64),), Tile(32, 32, 16, 4)),
     ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
-    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 4, 4)),
-    ("backward_dkv", "float64", 128): Row((Tile(64, 32, 8, 4),), Tile(32, 32, 8, 4)),
+    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2, 0),), Tile(32, 64, 4, 4, 0)),
+    ("backward_dkv", "float64", 128): Row((Tile(64, 32, 8, 2, 64),), Tile(32, 32, 8, 2, 64)),
     # dk and dv by themselves: where both together do not fit the registers.
-    ("backward_dk", "float64", 256): Row((Tile(32, 32, 8, 4),), Tile(32, 32, 8, 4)),
-    ("backward_dv", "float64", 256): Row((Tile(32, 32, 8, 4),), Tile(32, 32, 8, 4)),
+    ("backward_dk", "float64", 256): Row((Tile(32, 32, 8, 4, 64),), Tile(32, 32, 8, 4, 64)),
+    ("backward_dv", "float64", 256): Row((Tile(32, 32, 8, 4, 64),), Tile(32, 32, 8, 4, 64)),
     ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8, 4)),
 }
@@ -152,6 +153,7 @@ class Config(KernelConfig):
 
     block_k: int
     unroll: int
+    sum_columns: int
 
     @property
     def tile(self) -> str:

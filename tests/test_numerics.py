@@ -12,6 +12,7 @@ import pytest
 import tolerance
 from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from cpu_device import device as cpu_device
+from cpu_device import hook
 from devices import Device
 from numpy.typing import NDArray
 
@@ -20,6 +21,7 @@ Array = NDArray[Any]
 # A result that is right comes without a warning.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
+HOST = Device("numpy", np)
 # Beyond it the rounding of lse is several of P.
 LARGE_LSE = 16
 
@@ -341,3 +343,44 @@ def test_float32_is_float32(device: Device) -> None:
     naive_out, _ = replace(case, q=tf32(case.q), k=tf32(case.k), v=tf32(case.v)).reference_forward()
     out, _ = case.on(device).forward()
     assert np.abs(out - exact_out).max() <= 0.02 * np.abs(naive_out - exact_out).max()
+
+
+# The most keys (or queries) of a tile, and what a result's roundings are beside those of its sums.
+LONGEST_TILE, FURTHER_ROUNDINGS = 128, 16
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "softcap"),
+    [
+        ("float32", 64, None),
+        ("float32", 64, 1e3),
+        ("float32", 128, None),
+        ("float32", 256, None),
+        ("float32", 256, 1e3),
+        ("float64", 128, None),
+        ("float64", 128, 1e3),
+        ("float64", 256, None),
+    ],
+)
+@pytest.mark.parametrize("walked", ["keys", "queries"])
+def test_errors_grow_with_tiles(dtype: str, head_dim: int, softcap: float | None, walked: str) -> None:
+    """Equal terms are rounded the same way again and again: half a unit for each term of a sum and each tile."""
+    length, others = 3000, 5
+    lengths = (others, length) if walked == "keys" else (length, others)
+    case = gaussian_case(19, dtype, lengths, (1, 1), (head_dim, head_dim), 1, softcap=softcap)
+    q, k, v, dout = (np.repeat(x[:, :1], x.shape[1], axis=1) for x in (case.q, case.k, case.v, case.dout))
+    if walked == "keys":
+        case = case.with_inputs(k=k, v=v, dout=np.zeros_like(dout))  # dq from dlse alone, where nothing cancels
+    else:
+        case = case.with_inputs(q=q, dout=dout, dlse=np.full_like(case.dlse, 0.5))
+    with hook.kernels_on(cpu_device.CpuDevice((8, 6))):
+        out, lse = case.on(HOST).forward()
+        grads = case.on(HOST).backward(out, lse)
+    work = tolerance.reference_work(dtype)
+    (exact_out, _), exact = case.reference_forward(work=work), case.reference_backward(work=work)
+    names = ("q",) if walked == "keys" else ("k", "v")
+    pairs = [(out, exact_out), *((grads[name], exact[name]) for name in names)]
+    roundings = (LONGEST_TILE + length / LONGEST_TILE + FURTHER_ROUNDINGS) / 2
+    for found, right in pairs:
+        assert np.abs(found - right).max() <= roundings * tolerance.EPS[dtype] * np.abs(right).max()
