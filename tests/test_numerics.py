@@ -356,7 +356,6 @@ LONGEST_TILE, FURTHER_ROUNDINGS = 128, 16
         ("float32", 64, None),
         ("float32", 64, 1e3),
         ("float32", 128, None),
-        ("float32", 256, None),
         ("float32", 256, 1e3),
         ("float64", 128, None),
         ("float64", 128, 1e3),
