@@ -88,6 +88,7 @@ class GradientRow:
 
 _TOGETHER, _APART = ("dkv",), ("dk", "dv")  # where both do not fit the registers
 _SHARED = Tile(64, 32, 8, key_warps=2)  # or fewer rows, as many as fit
+_SHARED_BY_FOUR, _SHARED_BY_TWO = Tile(32, 32, 8, key_warps=4), Tile(64, 16, 8, key_warps=2)  # of float64
 BACKWARD = {
     "float32": (
         GradientRow(64, _TOGETHER, Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)),
@@ -103,8 +104,8 @@ BACKWARD = {
     "float64": (
         GradientRow(64, _TOGETHER, Tile(64, 16, 4), Tile(64, 16, 4)),
         GradientRow(128, _APART, Tile(32, 16, 2), Tile(32, 16, 2)),
-        GradientRow(192, _APART, *2 * (Tile(32, 32, 8, key_warps=4),)),
-        GradientRow(256, _APART, *2 * (Tile(64, 16, 8, key_warps=2),)),
+        GradientRow(192, _APART, _SHARED_BY_FOUR, _SHARED_BY_FOUR),
+        GradientRow(256, _APART, _SHARED_BY_TWO, _SHARED_BY_TWO),
     ),
 }
 # Of the kernel for the gradient of a bias; options are those beside it. Stages are of chunks of so many columns where

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_scripts import load_script
 
 from cuflash import reference
 from cuflash.bench.cells import Cell
 from cuflash.bench.inputs import Inputs
 from cuflash.bench.peers import cuflash_calls, sdpa_calls
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "errors.py"
-
 
 @pytest.fixture(scope="module")
 def errors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("errors", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("errors")
 
 
 @pytest.mark.parametrize("causal", [False, True])

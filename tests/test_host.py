@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_scripts import load_script
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "host.py"
 # A repeated call is to cost tens of microseconds; ten times that is a cache that does not serve.
 FORWARD_MICROSECONDS, BACKWARD_MICROSECONDS = 300, 1000
 # Of the plain call's, at most: a given result is held against the other arrays, a seed and a mask are looked at.
@@ -18,11 +16,7 @@ VARIANT_SHARE = 2.5
 
 @pytest.fixture(scope="module")
 def host() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("host", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("host")
 
 
 def test_host_costs_before_the_launch(host: ModuleType) -> None:

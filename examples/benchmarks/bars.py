@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from recorded import (
     FA3,
@@ -25,6 +25,8 @@ from recorded import (
     towards,
 )
 
+Figure = TypeVar("Figure")
+
 NOT_MEASURED = ("not measured", "-", "-")
 # What every cell of the dense suite is to reach of the fastest peer, and their geometric mean.
 DENSE_BAR, DENSE_MEAN = 0.98, 1.03
@@ -37,6 +39,13 @@ FEWEST_POINTS = 3
 
 def _is(result: Result, suite: str, direction: str) -> bool:
     return (result["cell"]["suite"], result["direction"]) == (suite, direction)
+
+
+def gathered(figures_of: Callable[[Recorded], list[Figure]], recorded: Sequence[Recorded]) -> tuple[list[Figure], str]:
+    """What all records say, and the commits of those that say something."""
+    found = [(record.commit, figures_of(record)) for record in recorded]
+    commits = dict.fromkeys(commit for commit, figures in found if figures)
+    return [figure for _, figures in found for figure in figures], ", ".join(commits)
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,7 @@ class Bar:
         bar = f"{'at most' if self.at_most else 'at least'} {self.limit:g}{self.unit}"
         if self.mean_limit is not None:
             bar += f", geometric mean {self.mean_limit:g}"
-        found = [(record.commit, self.figures(record)) for record in recorded]
-        figures = [figure for _, of_record in found for figure in of_record]
-        commits = ", ".join(dict.fromkeys(commit for commit, of_record in found if of_record))
+        figures, commits = gathered(self.figures, recorded)
         if not figures:
             return [self.what, bar, *NOT_MEASURED]
         met = sum(map(self.reached, figures))
@@ -131,14 +138,12 @@ class ErrorBar:
         what = f"{self.direction}: {error}, as a multiple of FlashAttention-3's, n 512 and 1k, within three standard "
         what += "errors of all heads"
         bar = f"at most {self.limit:g}"
-        found = [(record.commit, self.figures(record)) for record in recorded]
-        figures = [figure for _, of_record in found for figure in of_record]
+        figures, commits = gathered(self.figures, recorded)
         if not figures:
             return [what, bar, *NOT_MEASURED]
         met = sum(self.reached(*figure) for figure in figures)
         ratios = [ratio for ratio, _ in figures]
         shown = f"{towards(max(ratios), 4, up=True)} to {towards(min(ratios), 4, up=True)}; {met} of {len(figures)}"
-        commits = ", ".join(dict.fromkeys(commit for commit, of_record in found if of_record))
         return [what, bar, shown, "yes" if met == len(figures) else "no", commits]
 
 

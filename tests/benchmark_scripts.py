@@ -1,0 +1,18 @@
+"""Scripts of examples/benchmarks as modules: their folder is no package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+
+
+def load_script(name: str) -> ModuleType:
+    """Run the script `name`.py, but for what it does as a command."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
