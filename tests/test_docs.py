@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from test_readme import BLOCK
 
 import cuflash
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text(encoding="utf-8"))
 
 
@@ -28,6 +30,15 @@ def test_examples(page: str) -> None:
     for example in BLOCK.finditer(text):
         line = text.count("\n", 0, example.start("code"))  # so that a traceback names the page's line
         exec(compile("\n" * line + example["code"], page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("folder", ["", "docs", "examples/benchmarks"])
+def test_links_lead_somewhere(folder: str) -> None:
+    pages = [path for path in (ROOT / folder).glob("**/*.md" if folder else "*.md") if "_build" not in path.parts]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))]
+    assert links
+    missing = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
 
 
 def test_drawings(tmp_path: Path) -> None:
