@@ -1,7 +1,5 @@
 // The softmax of attention without cuflash.
 
-constexpr int SCORE_VECTORS = 4;  // of a row of scores, per thread
-
 __device__ int score_column(int n) { return (n * blockDim.x + threadIdx.x) * VECTOR; }
 
 // The baseline's softmax of causal scores in place; the row of query i has seqlen keys, those beyond i are hidden.

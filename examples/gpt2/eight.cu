@@ -17,8 +17,6 @@ extern "C" __global__ void gelu(Element* active, Eight* eight, float scale, cons
   store_eight<__NV_E4M3>(eight, at, v, scale);
 }
 
-constexpr int TILE = 64;  // rows and columns of a block
-
 // A matrix in 8 bits, by rows and by columns: a product's factors have to be contiguous along the axis that is summed.
 extern "C" __global__ void weights_to_eight(Eight* by_row, Eight* by_column, float scale, const Element* x, int rows,
                                             int columns) {

@@ -19,7 +19,7 @@ from .ops import EPSILON, Array, NumpyOps, Rounded, Statistics, Weight
 from .products import Products
 
 SOURCES = ("vectors.cuh", "layers.cu", "loss.cu", "eight.cu", "baseline.cu", "optimizer.cu")  # in this order
-WARP, VECTOR = 32, 8  # as in vectors.cuh
+WARP, VECTOR = 32, 8  # threads; elements in 16 bytes
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 LOSS_THREADS, LOSS_ROWS = 512, 2  # of the loss: that compute, and from Hopper on rows in shared memory
@@ -28,17 +28,32 @@ AHEAD = 4  # loads of a thread under way where rows are summed
 PARTIAL_WARPS = 16  # of sum_partials
 ROWS_AT_ONCE, RUN = 4, 64  # of add_rows: at once, and in all, in a block
 SQUARE_BLOCKS = 8  # of square_sums, on a multiprocessor
-SCORE_VECTORS = 4
+SCORE_VECTORS = 4  # of a row of scores, per thread
 TILE = 64  # of weights_to_eight: rows and columns of a block
+# Those that the kernels need, too: `source` writes them in front.
+CONSTANTS = {
+    "WARP": WARP,
+    "VECTOR": VECTOR,
+    "WARPS": WARPS,
+    "GRADIENT_THREADS": GRADIENT_THREADS,
+    "GRADIENT_BLOCKS": GRADIENT_BLOCKS,
+    "LOSS_ROWS": LOSS_ROWS,
+    "AHEAD": AHEAD,
+    "PARTIAL_WARPS": PARTIAL_WARPS,
+    "ROWS_AT_ONCE": ROWS_AT_ONCE,
+    "RUN": RUN,
+    "SCORE_VECTORS": SCORE_VECTORS,
+    "TILE": TILE,
+}
 # What numbers in 8 bits are multiplied by: E4M3 has 2^-6 to 448, E5M2 2^-14 to 57344. A gradient is that of a mean over
 # tokens, so that it is multiplied by their number, too.
 ACTIVATION_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 8.0, 64.0, 32.0
 
 
 def source() -> str:
-    """All kernels as one text, behind cuflash's functions of one instruction each."""
+    """All kernels as one text, behind `CONSTANTS` and cuflash's functions of one instruction each."""
     own = (f'#line 1 "{name}"\n{Path(__file__).with_name(name).read_text()}' for name in SOURCES)
-    return "".join((source_of("sm90/ptx.cuh", {}), *own))
+    return "".join((source_of("sm90/ptx.cuh", CONSTANTS), *own))
 
 
 class CupyOps(NumpyOps):

@@ -1,6 +1,7 @@
 // What the kernels of a GPT-2 training step share: bfloat16 in memory, float32 in registers, 16 bytes at a time. The
-// host compiles cuflash's instructions (ptx), this file and those of the kernels as one text, with WIDTH, the model's
-// width: a multiple of 256, and EPSILON, of the layer norm.
+// host compiles cuflash's instructions (ptx), this file and those of the kernels as one text, behind the numbers that
+// launches need, too (gpu_ops.py), and with WIDTH, the model's width: a multiple of 256, and EPSILON, of the layer
+// norm.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -9,18 +10,11 @@ using Element = __nv_bfloat16;
 using Eight = unsigned char;  // a number in 8 bits, E4M3 or E5M2
 using Index = long long;
 
-constexpr int WARP = 32;
-constexpr int WARPS = 8;                              // in a block that has a row a warp
-constexpr int GRADIENT_THREADS = 288;                 // of layer_norm_backward, or those of one row
-constexpr int AHEAD = 4;                              // loads of a thread under way
-constexpr int PARTIAL_WARPS = 16;                     // of sum_partials
-constexpr int ROWS_AT_ONCE = 4, RUN = 64;             // of add_rows: at once, and in all, in a block
 constexpr float LOWEST = -1e30f;                      // below every score; e to it is 0
-constexpr int VECTOR = 8;                             // elements in 16 bytes
 constexpr int ROW_VECTORS = WIDTH / (WARP * VECTOR);  // of a row of the model's width, per lane
 constexpr int ROW_THREADS = WIDTH / VECTOR;           // that have a vector of a row each
-// Of layer_norm_backward: rows in a block, and blocks on a multiprocessor.
-constexpr int GRADIENT_ROWS = ROW_THREADS < GRADIENT_THREADS ? GRADIENT_THREADS / ROW_THREADS : 1, GRADIENT_BLOCKS = 2;
+// Of layer_norm_backward: rows in a block.
+constexpr int GRADIENT_ROWS = ROW_THREADS < GRADIENT_THREADS ? GRADIENT_THREADS / ROW_THREADS : 1;
 static_assert(WIDTH % (WARP * VECTOR) == 0, "a warp reads a row in vectors of 16 bytes");
 
 struct Vector {
