@@ -1,5 +1,5 @@
 // Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/block_store.py), and the store
-// lists of tiles. No atomics: the same results in every run. The host writes CANONICAL, HIDDEN and VISIBLE in front.
+// lists of tiles. No atomics: the same results in every run. The host writes its constants in front.
 
 namespace {
 
@@ -8,7 +8,6 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WORDS = CANONICAL / WARP;  // 32-bit words in one row of a block
 constexpr int UNNUMBERED = 0;            // a partial block
 constexpr int ROWS_PER_VOTE = 8;
-constexpr int SCAN_THREADS = 1024;
 constexpr int SCAN_ITEMS = 8;  // slots that one thread numbers per round
 static_assert(CANONICAL % WARP == 0 && SCAN_THREADS % WARP == 0);
 

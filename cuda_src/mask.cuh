@@ -6,9 +6,8 @@ constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
 // Beside a window.
 constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
-constexpr int CANONICAL = 64;                 // blocks of a BlockMask's own store
-constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of such a block
-constexpr int HIDDEN_SLOT = -1, VISIBLE_SLOT = -2;
+constexpr int WORDS_OF_ROW = CANONICAL / 32;  // of a block of a BlockMask's own store
+constexpr int HIDDEN_SLOT = HIDDEN, VISIBLE_SLOT = VISIBLE;
 
 // Adds to `sum` a bit for each of 4 bytes, whether it is not 0: 7 bits up, in the lowest (weights 0x08040201) or the
 // other (0x80402010) half of a byte.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from cuflash.call import Call, Gradients
 from cuflash.problem import Array, Options
-from cuflash.recording import metadata, repeated
+from cuflash.recording import metadata_of, repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -312,12 +312,12 @@ def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
 
 
 def _forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
-    known = metadata("forward, lse" if return_lse else "forward", inputs, options, (out,))
-    results = repeated(known)
+    metadata = metadata_of("forward, lse" if return_lse else "forward", inputs, options, (out,))
+    results = repeated(metadata)
     if results is not None:
         return tuple(results) if return_lse else results[0]
     call = _call(inputs, options)
-    result, lse = call.forward(out, bool(return_lse), known)
+    result, lse = call.forward(out, bool(return_lse), metadata)
     return result if lse is None else (result, call.release(lse))
 
 
@@ -328,27 +328,27 @@ def _backward(
     out: Sequence[Array | None] | None,
     grads: Sequence[str] | None,
 ) -> Gradients:
-    known = None
+    metadata = None
     if out is None or (isinstance(out, (tuple, list)) and out):
-        known = metadata(f"backward, {grads!r}", (*further, *inputs), options, out or ())
-    results = repeated(known)
+        metadata = metadata_of(f"backward, {grads!r}", (*further, *inputs), options, out or ())
+    results = repeated(metadata)
     if results is not None:
         return tuple(results)
     call = _call(inputs, options)
     dout, result, lse, dlse = further
     residuals = call.adopt("out", result), call.adopt("lse", lse)
-    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads, known)
+    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads, metadata)
 
 
 def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
-    known = metadata("forward, lse", inputs, options, (out,))
-    results = repeated(known)
+    metadata = metadata_of("forward, lse", inputs, options, (out,))
+    results = repeated(metadata)
     if results is not None:
         result, lse = results
         call = None
     else:
         call = _call(inputs, options)
-        result, lse = call.forward(out, True, known)
+        result, lse = call.forward(out, True, metadata)
         residual = call.adopt("out", result)
 
     def backward(

@@ -347,7 +347,7 @@ def _draw_others(
 
 
 def _draw_rows(rng: np.random.Generator, num_rows: int, num_columns: int, fraction: float) -> NDArray[np.uint8]:
-    """Those of `random` as packed bits, by rows."""
+    """The blocks of `random` as packed bits, by rows."""
     count = round(fraction * num_rows * num_columns)
     per_row, extra = divmod(count, max(num_rows, 1))
     counts = np.full(num_rows, per_row)

@@ -31,10 +31,11 @@ Made = TypeVar("Made")
 GetKernel = Callable[[str, str, dict[str, int]], Callable[..., Any]]
 
 _SOURCE = "block_sparse"
-_CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}
+CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}  # of every kernel that reads a store
 _WARP = 32
 _WARPS = 8  # of a thread block; nothing depends on it
 _SCAN_THREADS = 1024
+_CONSTANTS = CONSTANTS | {"SCAN_THREADS": _SCAN_THREADS}
 _WARPGROUP = 128
 
 

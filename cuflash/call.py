@@ -91,8 +91,10 @@ class Call:
         """`x` as an array of the caller's library."""
         return self.library.release(x)
 
-    def forward(self, out: Any = None, with_lse: bool = True, call: Metadata | None = None) -> tuple[Any, Array | None]:
-        """The result as the caller's kind of array, and lse if it is wanted; a repeated call is known by `call`."""
+    def forward(
+        self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
+    ) -> tuple[Any, Array | None]:
+        """The result as the caller's kind of array, and lse if it is wanted; by `metadata` the call is known again."""
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
@@ -101,10 +103,10 @@ class Call:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
             recording = self._backend.forward(problem, self.operands, target, lse)
-            if call is not None and self._is_repeatable and recording is not None:
+            if metadata is not None and self._is_repeatable and recording is not None:
                 given = {} if out is None else {"out": target}
                 arguments = {**self._own, **given, **self._options}
-                recording.keep(call, arguments, {"out": target, "lse": lse}, given)
+                recording.keep(metadata, arguments, {"out": target, "lse": lse}, given)
             return (self.release(target) if out is None else out), lse
 
     def backward(
@@ -115,9 +117,9 @@ class Call:
         dlse: Array | None,
         out: Sequence[Any] | None,
         grads: Sequence[str] | None,
-        call: Metadata | None = None,
+        metadata: Metadata | None = None,
     ) -> Gradients:
-        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `call` as in `forward`."""
+        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
         problem = self.problem
         for name, x in (("dout", dout), ("out", forward_out)):
             check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
@@ -143,11 +145,11 @@ class Call:
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
             recording = self._backend.backward(problem, self.operands, *rows, lse, dlse, full)
             are_as_given = rows[0] is dout and rows[1] is forward_out
-            if call is not None and self._is_repeatable and are_as_given and recording is not None:
+            if metadata is not None and self._is_repeatable and are_as_given and recording is not None:
                 asked = {f"d{name}": x for name, x in given.items()}
                 arguments = {"dout": dout, "out": forward_out, "lse": lse, "dlse": dlse, **self._own, **asked}
                 arguments = {name: x for name, x in arguments.items() if x is not None} | self._options
-                recording.keep(call, arguments, {f"d{name}": targets.get(name) for name in names}, asked)
+                recording.keep(metadata, arguments, {f"d{name}": targets.get(name) for name in names}, asked)
             return tuple(
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names

@@ -246,7 +246,7 @@ class Distances(NamedTuple):
 
     @classmethod
     def between(cls, target: Array, other: Array) -> Distances:
-        """Of two arrays that have no byte in common."""
+        """The distances of two arrays that have no byte in common."""
         (low, high), (other_low, other_high) = _extent(target), _extent(other)
         return cls(other_low - high, other_high - low, _address(target) - _address(other))
 

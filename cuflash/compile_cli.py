@@ -192,7 +192,7 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """The versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -283,7 +283,7 @@ def _portable_reason(config: Config) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """By name: what it is for and how to get it."""
+    """What is missing, by name: what it is for and how to get it."""
     lacks: dict[str, str] = {}
     if _absent("ml_dtypes"):
         lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'
@@ -344,5 +344,5 @@ def _of_cupy(cupy: Any) -> dict[str, str]:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message."""
+    """First line of an error's message."""
     return str(error).strip().partition("\n")[0]

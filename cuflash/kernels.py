@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Protocol
 
+from cuflash.block_store import CONSTANTS
 from cuflash.params import driver, encode_tensor_map, layout_asserts
 from cuflash.plan import FLAGS
 from cuflash.problem import MOST_KEPT
@@ -36,7 +37,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
 _RELAXED = 2
 
 
-class Kernel(Protocol):
+class LoadedKernel(Protocol):
     """A loaded entry; `shared_mem` is dynamic, in bytes."""
 
     def __call__(  # noqa: D102 (the class says it)
@@ -65,7 +66,7 @@ class Device(Protocol):
     smem_limit: int  # bytes of shared memory that one thread block may use
     has_wgmma: bool  # runs the kernels of cuda_src/sm90
 
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
         """Compile `source` and return its entry."""
 
     def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
@@ -78,7 +79,7 @@ class Device(Protocol):
         """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """The same for memory that is no pool's, also while a stream is captured."""
+        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
 
     def pointer(self, x: Array) -> int:
         """Address of an array's first element."""
@@ -126,7 +127,7 @@ class CupyDevice:
             _begin_thread(self.namespace, self.index)
         return encode_tensor_map(address, *description, once=once)
 
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
         """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
         cupy = self.namespace
         try:
@@ -143,7 +144,7 @@ class CupyDevice:
         return memory.ptr, memory
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """The same for memory that is no pool's, also while a stream is captured."""
+        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
         cuda = self.namespace.cuda
         mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -189,7 +190,7 @@ class CupyKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch: `Kernel.bound`. CuPy's own packs the arguments anew each time."""
+        """Its launch: `LoadedKernel.bound`. CuPy's own packs the arguments anew each time."""
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
         shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
@@ -264,7 +265,7 @@ def device_of(x: Array) -> Device:
     return _cupy_device(x.data.device_id)
 
 
-def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> Kernel:
+def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> LoadedKernel:
     """The function `entry` of cuda_src/<entry_file>.cu, loaded once per process and device (the current GPU).
 
     Of the constants ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias. Launches will ask for
@@ -283,7 +284,7 @@ def get(entry_file: str, entry: str, constants: Any, device: Device | None = Non
     return kernel
 
 
-_kernels: dict[Any, Kernel] = {}
+_kernels: dict[Any, LoadedKernel] = {}
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def _constants_text(constants: Any) -> str:
     if is_dataclass(constants):
         # First what the tiles are, then what is made of it.
         names = sorted((f.name for f in fields(constants) if f.name != "entry"), key=_LAST.__contains__)
-        values = {name: getattr(constants, name) for name in names}
+        values = {name: getattr(constants, name) for name in names} | CONSTANTS
     else:
         values = dict(constants)
     lines = []

@@ -82,7 +82,7 @@ class Kernel:
         """What it takes behind the parameter struct, and the grid of its thread blocks."""
         return Further((tiles,))
 
-    def load(self, device: kernels.Device) -> kernels.Kernel:
+    def load(self, device: kernels.Device) -> kernels.LoadedKernel:
         """The kernel itself."""
         return kernels.get(file_of(self.entry), function_of(self.entry), self.config, device, self.smem_bytes)
 
@@ -304,7 +304,7 @@ class WithoutTiles(Kernel):
 
 
 def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
-    """Those of reduce.cu, whose kernels know of no options."""
+    """The constants of reduce.cu, whose kernels know of no options."""
     types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
     return types | {"threads": _SUM_THREADS}
 
@@ -318,8 +318,8 @@ class Sum(WithoutTiles):
         """Threads of a block."""
         return _SUM_THREADS
 
-    def load(self, device: kernels.Device) -> kernels.Kernel:
-        """One for all configurations of the same types."""
+    def load(self, device: kernels.Device) -> kernels.LoadedKernel:
+        """The kernel itself, one for all configurations of the same types."""
         return kernels.get("reduce", self.entry, constants_of_sums(self.config), device)
 
 

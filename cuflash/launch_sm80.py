@@ -14,20 +14,20 @@ from cuflash.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Gradient(Kernel):
-    """One of the kernels on 16 bits."""
+    """A kernel of the backward pass on 16 bits."""
 
     @property
     def visits_tiles(self) -> bool:
-        """Only the main one."""
+        """Whether it is the main one."""
         return self.entry == MAIN
 
     @property
     def of_keys(self) -> bool:
-        """The same."""
+        """Whether it is the main one."""
         return self.entry == MAIN
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """How its sums of dq are laid out."""
+        """How sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 

@@ -121,14 +121,14 @@ def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionP
 
 @dataclass(frozen=True)
 class Forward(Kernel):
-    """The kernel."""
+    """The forward kernel."""
 
     config: Config
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(tiles of one head, tiles in all, each part of the keys by itself)."""
         tiles, total = super().grid(problem, arrays)
-        return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.split else 1)
+        return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """Single queries of the heads of a group are rows of a tile."""
@@ -159,7 +159,7 @@ class MergeParts(Sum):
         return problem.seqlen_q, problem.seqlen_q * images(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """As the kernel that wrote the parts."""
+        """As `Forward` does."""
         return heads_as_rows(problem, arrays)
 
 
@@ -171,7 +171,7 @@ def forward(work: Work) -> bool:
         return False
     parts = _results_of_parts(work, config)
     if parts or not _is_out_expressible(work):
-        config = replace(config, split=bool(parts), staging_panels=0)
+        config = replace(config, splits_keys=bool(parts), staging_panels=0)
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
         work.run(MergeParts("merge_parts", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
@@ -206,7 +206,7 @@ def _results_of_parts(work: Work, config: Config) -> Arrays:
 
 
 class TileCounter:
-    """Of a kernel whose thread blocks have more than one tile each."""
+    """Of tiles, by which thread blocks take them if there are more than these."""
 
     def __init__(self, device: kernels.Device, needed: bool) -> None:
         self._counters = _counters_of(device) if needed else None
@@ -250,7 +250,7 @@ def _counters_of(device: kernels.Device) -> _Counters:
 
 @dataclass(frozen=True)
 class _OfQueries(WithoutTiles):
-    """What the kernels have in common."""
+    """A kernel of the backward pass."""
 
     config: plan_sm90_backward.Config
 
@@ -271,7 +271,7 @@ class _OfQueries(WithoutTiles):
 
 @dataclass(frozen=True)
 class BeforeGradients(_OfQueries):
-    """Before the gradients of scores: what they load of each query."""
+    """The kernel before: what the gradients of scores load of each query."""
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
         """Maps of the arrays that TMA reads."""
@@ -281,7 +281,7 @@ class BeforeGradients(_OfQueries):
 
 @dataclass(frozen=True)
 class Dq(_OfQueries):
-    """Behind them: dq from its sum."""
+    """The kernel behind: dq from its sum."""
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Further:
         """As many thread blocks as run at once."""
@@ -303,11 +303,11 @@ class Gradients(_OfQueries):
         return True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """Also the order of tiles."""
+        """How sums of dq are laid out, the order of tiles."""
         return super().numbers(problem) | {"heads_together": plan_sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Those of a pair of thread blocks are one."""
+        """(tiles of one head, tiles in all); those of a pair of thread blocks are one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
         return tiles, tiles * images(problem, problem.num_heads_kv)
 
@@ -354,7 +354,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def _layout(work: Work, x: Array | None) -> plan_sm90_backward.Layout | None:
-    """If TMA takes its address."""
+    """Strides and shape, unless TMA cannot take the address."""
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 

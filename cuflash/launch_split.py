@@ -138,8 +138,8 @@ class Split(WithoutTiles):
         space = WorkSpace(problem, self.config, device)
         return OnOperands(space.grid, space, True)
 
-    def load(self, device: kernels.Device) -> kernels.Kernel:
-        """One for many configurations."""
+    def load(self, device: kernels.Device) -> kernels.LoadedKernel:
+        """The kernel itself, one for many configurations."""
         constants = {
             "element": self.config.element,
             "accum": self.config.accum,

@@ -161,6 +161,8 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
+    """The main pass: all gradients but a dbias that is a sum of full matrices."""
+
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
         self.tiling = call.tiling

@@ -131,7 +131,7 @@ class Backward:
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
     def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:
-        """Of a tile with these rows; None if all of it is hidden."""
+        """The gradients of a tile with these rows; None if all of it is hidden."""
         tiling, problem, heads = self.tiling, self.tiling.problem, tile.block.heads
         k = load_keys(tiling, tiling.operands.k, tile)
         found = compute_scores(tiling, tile, rows.q_transposed, k, workspace)

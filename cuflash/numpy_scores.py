@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Those of a tile and what their gradient needs, in scratch memory."""
+    """The scores of a tile and what their gradient needs, in scratch memory."""
 
     scores: Array  # (KV heads, keys, query heads of each * rows)
     visible: Array | None  # bool, broadcasts to the view `split_heads`; None if everything is

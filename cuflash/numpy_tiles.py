@@ -30,7 +30,7 @@ MIN_PARALLEL_SCORES = 1 << 16
 
 
 class Sequence(NamedTuple):
-    """Its place in the arrays, and how many rows and keys are real."""
+    """One sequence: its place in the arrays, and how many rows and keys are real."""
 
     batch: int
     first_row: int
@@ -245,7 +245,7 @@ class Tiling:
         return x[sequence.first_key :] if is_kv else x[sequence.first_row :]
 
     def lse_of_sequence(self, lse: Array, sequence: Sequence) -> Array:
-        """The same of an array like lse: (heads, rows)."""
+        """An array like lse from a sequence's first row on: (heads, rows)."""
         return lse[:, sequence.first_row :] if self.problem.packed else lse[sequence.batch]
 
 

@@ -176,7 +176,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
 
 
 def num_splits(arrays: Arrays) -> int:
-    """Of the sum behind dbias."""
+    """Parts of each sum of dbias."""
     return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
 
 

@@ -142,7 +142,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def smem_limit(arch: str) -> int:
-    """The same in bytes, of ``"sm_90a"`` and the like."""
+    """Bytes of shared memory that a thread block may use on ``"sm_90a"``, say."""
     kilobytes = _SMEM_KILOBYTES.get(arch.removeprefix("sm_").rstrip("af"))
     return SMALLEST_SMEM if kilobytes is None else kilobytes * 1024
 
@@ -225,7 +225,7 @@ def head_dim_class(head_dim: int) -> int:
 
 
 def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: int) -> int:
-    """Of SharedStorage in cuda_src/<entry>.cu, which asserts that it is enough."""
+    """Size of SharedStorage in cuda_src/<entry>.cu, which asserts that it is enough."""
     size = _SIZES[accum]
     pad = _PAD_BYTES // size
     widest = max(head_dim, head_dim_v)
@@ -307,7 +307,7 @@ def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Of results that the kernel accumulates; 0 for the others."""
+    """Head-dim classes of the results that the kernel accumulates; 0 for the others."""
     of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
     of_v = entry in ("forward", "backward_dkv", "backward_dv")
     return head_dim if of_k else 0, head_dim_v if of_v else 0

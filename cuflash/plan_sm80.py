@@ -67,7 +67,7 @@ class Row(Generic[T]):
     with_one: tuple[Any, ...] = ()
 
     def tiles_for(self, flags: tuple[str, ...], is_plain: bool) -> tuple[T, ...]:
-        """Those for options."""
+        """The tiles for these options."""
         beside = set(flags) - {"has_window"}
         if is_plain and not beside:
             return self.tiles
@@ -132,7 +132,7 @@ FORWARD = (
 
 @dataclass(frozen=True, kw_only=True)
 class MmaConfig(KernelConfig):
-    """One kernel of either pass."""
+    """One kernel of either pass by mma.sync."""
 
     num_warps: int
     stages: int
@@ -192,7 +192,7 @@ def constants(
     capability: Capability,
     aligned: bool,
 ) -> dict[str, Any]:
-    """Of all kernels on 16 bits."""
+    """Fields of all kernels on 16 bits."""
     return {
         **common(family, dtype, bias_dtype, flags, row, tile),
         "product_depth": 16 if capability >= (8, 0) else 8,
@@ -264,7 +264,7 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table_flags(row: Row[Any]) -> tuple[tuple[str, ...], ...]:
-    """Of a row."""
+    """Options with which the kernels of a row are listed."""
     return (*TABLE_FLAGS, *((("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()))
 
 

@@ -23,7 +23,7 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 
 @dataclass(frozen=True)
 class Tile:
-    """What is not said here is as in `plan_sm80.Tile`."""
+    """A tile; what is not said here is as in `plan_sm80.Tile`."""
 
     block_m: int
     block_n: int
@@ -242,7 +242,7 @@ def configs(
 
 
 def of_rows(config: Config, entry: str) -> Config:
-    """Of the kernel before or behind. In larger blocks the former's reads wait for others."""
+    """The kernel before or behind that of `config`. In larger blocks the former's reads wait for others."""
     of_all: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
     of_all |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps

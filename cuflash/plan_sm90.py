@@ -183,30 +183,36 @@ _FEW_QUERIES = ROWS_OF_WARPGROUP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
-    """One kernel of this family."""
+class HopperConfig(KernelConfig):
+    """One kernel by wgmma: a warpgroup that loads, and others."""
 
-    stages: int
-    query_stages: int
-    split: bool  # the keys of a tile are split among thread blocks
-    staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
-    bias_stages: int
     consumers: int  # warpgroups that compute
-    teams: int
-    producer_registers: int
+    producer_registers: int  # of a thread
     consumer_registers: int
-    ping_pong: bool
-    exact_maxima: bool
-    from_last: bool
-    early_powers: int  # of a thread, before it waits for the last product with values
-    has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
-    bounded_scores: bool  # their powers need no maximum
-    plain_scores: bool  # before alibi a score is a product of q and k times a positive scale
+    ping_pong: bool  # the warpgroups take turns at the tensor cores
+    plain_scores: bool  # (before alibi) a score is a product of q and k times a scale, forward a positive one
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return (self.consumers + 1) * WARPGROUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(HopperConfig):
+    """The forward kernel on 16 bits."""
+
+    stages: int
+    query_stages: int
+    splits_keys: bool  # those of a tile, among thread blocks
+    staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
+    bias_stages: int
+    teams: int
+    exact_maxima: bool
+    from_last: bool
+    early_powers: int  # of a thread, before it waits for the last product with values
+    has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
+    bounded_scores: bool  # their powers need no maximum
 
 
 def forward_config(
@@ -216,7 +222,7 @@ def forward_config(
     flags: tuple[str, ...],
     plain_scores: bool = True,
     bias_tiles: bool = False,
-    split: bool = False,
+    splits_keys: bool = False,
     many_keys: bool = False,
     narrow_window: bool = False,
     few_queries: bool = False,
@@ -269,8 +275,8 @@ def forward_config(
     return Config(
         entry="forward_sm90",
         query_stages=query_stages,
-        split=split,
-        staging_panels=0 if split else staging_panels,
+        splits_keys=splits_keys,
+        staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
         consumers=consumers,
         producer_registers=producer_registers,
@@ -400,7 +406,7 @@ def table() -> Iterator[tuple[Config, str]]:
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
-            yield forward_config(row, dtype, None, (), split=True, few_queries=True), dtype
+            yield forward_config(row, dtype, None, (), splits_keys=True, few_queries=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype
                 yield forward_config(row, dtype, None, ("has_window",), many_keys=True), dtype
@@ -416,7 +422,7 @@ def table() -> Iterator[tuple[Config, str]]:
 
 
 def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:
-    """Of the keys of each tile, so that few tiles fill the GPU."""
+    """Parts of the keys of each tile, so that few tiles fill the GPU."""
     if problem.packed or problem.block_mask:
         return 1
     seen = heads_as_rows(problem)

@@ -16,12 +16,11 @@ from cuflash.plan import (
     HALF_BYTES,
     L2_BYTES,
     SMEM_BESIDE_TILES,
-    KernelConfig,
     are_products,
     common,
     flags_of,
 )
-from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, WARPGROUP
+from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, HopperConfig
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
@@ -84,7 +83,7 @@ _ARRAYS = ("has_bias", "has_mask", "has_block_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
+class Config(HopperConfig):
     """The kernels of one backward pass."""
 
     query_stages: int
@@ -96,26 +95,16 @@ class Config(KernelConfig):
     dq_columns: int
     pair: int  # thread blocks that compute dq by turns
     dq_sums: int  # of a tile of queries, which take additions by turns where they have an order
-    consumers: int  # warpgroups that compute
-    producer_registers: int
-    consumer_registers: int
     dq_registers: int
     deterministic: bool  # sums of dq have an order
     stores_first: bool  # the first part of a sum of dq is stored, so that nobody clears it
-    ping_pong: bool  # the warpgroups take turns at the tensor cores
-    plain_scores: bool  # a score is a product of q and k times a scale
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
     writes_dbias: bool  # of the scores' whole shape
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.consumers + 1) * WARPGROUP
-
-    @property
     def of_rows(self) -> Config:
-        """Of the kernels around it."""
+        """The kernels before and behind, with stages of their own (cuda_src/sm90/backward_rows.cu)."""
         known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         of_stage = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
@@ -360,7 +349,7 @@ def heads_together(problem: AttentionProblem) -> int:
 
 
 def last_heads(problem: AttentionProblem, config: Config) -> int:
-    """Those whose longest tiles of keys come first, behind all other heads; dq of the others is written meanwhile."""
+    """KV heads behind all others, whose longest tiles of keys come first; dq of the others is written meanwhile."""
     if not config.ping_pong or config.deterministic:
         return heads_together(problem)
     # With a window tiles have one length.

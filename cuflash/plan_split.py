@@ -12,13 +12,12 @@ from cuflash.plan import (
     FLOAT_BYTES,
     HALF_BYTES,
     SMEM_BESIDE_TILES,
-    KernelConfig,
     are_products,
     common,
     flags_of,
     has_plain_scale,
 )
-from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, WARPGROUP
+from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, HopperConfig
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
@@ -27,8 +26,7 @@ KEY_PARTS = {2: 3, 1: 1}
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
 # Kernels whose tiles stay with keys, and what they compute.
 KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
-# The factors of four tiles of keys and values.
-_FACTOR_STAGES = 4
+_FACTOR_STAGES = 4  # of a tile of keys and values
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ BY_HALVES = "; half of v's columns at a time"
 
 @dataclass(frozen=True)
 class Walk:
-    """What stays and what is walked, and buffers of the latter."""
+    """Rows that stay with a thread block, columns of a tile that it walks, and buffers of these."""
 
     rows: int
     columns: int
@@ -141,27 +139,17 @@ BACKWARD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
+class Config(HopperConfig):
     """One kernel of this family."""
 
     parts: int  # of weights, values and dout
     key_parts: int  # of queries and keys
-    consumers: int  # warpgroups that compute
-    producer_registers: int
-    consumer_registers: int
-    ping_pong: bool
     teams: int = 1
-    plain_scores: bool  # a score is a product of q and k times a positive scale
 
     @property
     def tile(self) -> str:
         """Queries and keys of a tile, and parts."""
         return f"{self.block_m}x{self.block_n}x{self.parts}"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.consumers + 1) * WARPGROUP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +159,7 @@ class ForwardConfig(Config):
     key_stages: int
     value_stages: int
     query_stages: int
+    factor_stages: int = _FACTOR_STAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +167,8 @@ class GradientConfig(Config):
     """A gradient kernel."""
 
     of_keys: bool
-    of_dk: bool
-    of_dv: bool
+    computes_dk: bool
+    computes_dv: bool
     deterministic: bool  # sums wait for their turn (gradient_schedule.cuh): never
     stages: int
     stages_v: int
@@ -263,8 +252,8 @@ def gradient_config(
         block_m=tile.columns if of_keys else tile.rows,
         block_n=tile.rows if of_keys else tile.columns,
         of_keys=of_keys,
-        of_dk="dk" in wanted,
-        of_dv="dv" in wanted,
+        computes_dk="dk" in wanted,
+        computes_dv="dv" in wanted,
         deterministic=False,
         ping_pong=False,
         smem_bytes=rows + columns + math.ceil((vectors + SMEM_BESIDE_TILES) / SMEM_ALIGNMENT) * SMEM_ALIGNMENT,
@@ -329,7 +318,7 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def gradient_reason(problem: AttentionProblem) -> str:
-    """The same of the backward pass."""
+    """What the backward pass takes, in words; empty unless it is these kernels."""
     configs = backward(problem)
     return _in_words(", ".join(f"{config.entry} {config.tile}" for config in configs), *configs) if configs else ""
 
@@ -360,7 +349,7 @@ def table() -> Iterator[tuple[Config, str]]:
 
 
 def gradient_table() -> Iterator[tuple[Config, str]]:
-    """The same of gradients."""
+    """Every gradient kernel, and its dtype."""
     for parts, rows in BACKWARD.items():
         for row in rows:
             for flags in (*_TABLE_FLAGS, _ALL_BUT_BLOCK_MASK):

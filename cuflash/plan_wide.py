@@ -17,7 +17,7 @@ from cuflash.plan import (
     smem_limit,
 )
 from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
-from cuflash.plan_sm80 import Config as NarrowConfig
+from cuflash.plan_sm80 import Config as HalfConfig
 from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
@@ -82,7 +82,7 @@ class GradientRow:
 
     @property
     def head_dim_v(self) -> int:
-        """Of both."""
+        """The same class: rows do not tell them apart."""
         return self.head_dim
 
 
@@ -132,7 +132,7 @@ BIAS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NarrowConfig):
+class Config(HalfConfig):
     """One kernel of this family."""
 
     whole_products: bool  # float64 by 16 x 8 x 8
@@ -147,8 +147,8 @@ class GradientConfig(Config):
     """One gradient kernel of this family."""
 
     of_keys: bool  # thread blocks stay with keys
-    of_dk: bool
-    of_dv: bool
+    computes_dk: bool
+    computes_dv: bool
 
 
 def kind_of(problem: AttentionProblem) -> str:
@@ -165,7 +165,7 @@ def _family(kind: str) -> str:
 
 
 def _bytes(kind: str) -> tuple[int, int]:
-    """Of an element of queries and keys, and of values and dout, in shared memory."""
+    """Bytes of an element of queries and keys, and of values and dout, in shared memory."""
     parts = _PARTS[kind]
     return (KEY_PARTS[parts] * HALF_BYTES, parts * HALF_BYTES) if parts else (2 * FLOAT_BYTES, 2 * FLOAT_BYTES)
 
@@ -202,11 +202,11 @@ def _constants(
 
 
 def _unroll(kind: str) -> int:
-    """Of gradients with options."""
+    """Steps that gradients with options unroll."""
     return 2 if _PARTS[kind] else 3
 
 
-def _is_narrow(kind: str, capability: Capability) -> bool:
+def _has_few_registers(kind: str, capability: Capability) -> bool:
     return kind == "float32" and capability >= _LARGER
 
 
@@ -231,7 +231,7 @@ def forward_config(
         return elements + factors + SMEM_BESIDE_TILES
 
     tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
-    has_room = _PARTS[kind] > 0 and not _is_narrow(kind, capability)
+    has_room = _PARTS[kind] > 0 and not _has_few_registers(kind, capability)
     sum_columns = 64 if has_room and row.head_dim <= 192 else 32
     return Config(
         entry=f"{_family(kind)}_forward",
@@ -253,7 +253,7 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
-    if _is_narrow(kind, capability) and not is_plain and tile.key_warps == 1:
+    if _has_few_registers(kind, capability) and not is_plain and tile.key_warps == 1:
         tile = replace(tile, block_n=16)
     limit = smem_limit("sm_{}{}".format(*capability))
     parts, shares = _PARTS[kind], tile.key_warps > 1
@@ -281,8 +281,8 @@ def gradient_configs(
             head_dim_v=row.head_dim_v,
             whole_products=takes_wider and (shares or not wanted),
             of_keys=bool(wanted),
-            of_dk="dk" in wanted,
-            of_dv="dv" in wanted,
+            computes_dk="dk" in wanted,
+            computes_dv="dv" in wanted,
             smem_bytes=own.block_m * row_bytes + columns_bytes,
             **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, unroll),
         )
@@ -312,8 +312,8 @@ def bias_config(
         entry=f"{_family(kind)}_bias",
         whole_products=kind == "float64" and capability >= (9, 0) and (in_chunks or _is_plain(flags, True, aligned)),
         of_keys=False,
-        of_dk=False,
-        of_dv=False,
+        computes_dk=False,
+        computes_dv=False,
         smem_bytes=smem_bytes(tile),
         **_constants(kind, bias_dtype, (*flags, "has_bias"), False, aligned, row, tile, 32, _unroll(kind)),
     )
@@ -321,7 +321,7 @@ def bias_config(
 
 
 def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """Of the first row that is wide enough; None where other kernels are faster."""
+    """The kernels by the first row that is wide enough; None where others are faster."""
     aligned, capability, *limit = place
     kind = kind_of(problem)
     for row in table[kind] if capability in CAPABILITIES.get(kind, ()) else ():

@@ -42,7 +42,7 @@ class Metadata(NamedTuple):
     block_mask: BlockMask | None
 
 
-def metadata(
+def metadata_of(
     what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
 ) -> Metadata | None:
     """None if the call, of kind `what`, cannot be repeated by addresses alone.
@@ -83,7 +83,7 @@ def metadata(
     return Metadata(tuple(key), addresses, targets, seed, block_mask)
 
 
-class Plan(NamedTuple):
+class Recorded(NamedTuple):
     """What a repetition does; arrays are places in the list of all addresses.
 
     Behind the arguments' come those of new results, of the block mask's store and lists, and of scratch memory.
@@ -101,14 +101,14 @@ class Repeat(NamedTuple):
     """The launches again, with new results and scratch memory."""
 
     device: Device
-    plan: Plan
+    recorded: Recorded
 
-    def __call__(self, call: Metadata) -> list[Array | None] | None:
+    def __call__(self, metadata: Metadata) -> list[Array | None] | None:
         """The results; None, and nothing is done, where other kernels may be needed."""
         device, (wanted, tiles, scratch_sizes, steps, apart) = self
         if not device.is_current():
             return None
-        addresses = call.addresses
+        addresses = metadata.addresses
         for target, other, distances in apart:
             if not distances.allow(addresses[target] - addresses[other]):
                 return None
@@ -117,7 +117,7 @@ class Repeat(NamedTuple):
             if result is None:
                 results.append(None)
             elif isinstance(result, int):
-                results.append(call.targets[result])
+                results.append(metadata.targets[result])
             else:
                 x = device.empty(*result)
                 results.append(x)
@@ -125,8 +125,8 @@ class Repeat(NamedTuple):
         if not are_aligned(addresses):
             return None
         if tiles:
-            assert call.block_mask is not None
-            addresses += call.block_mask.addresses(tiles, device)
+            assert metadata.block_mask is not None
+            addresses += metadata.block_mask.addresses(tiles, device)
         stream = device.stream()
         # One by one, as recorded: under graph capture the pool only gives what it has given before.
         scratch = []
@@ -141,7 +141,7 @@ class Repeat(NamedTuple):
                 addresses.append(address)
                 scratch.append(memory)
         for launch, places in steps:
-            launch.enqueue(addresses, places, call.seed, stream)
+            launch.enqueue(addresses, places, metadata.seed, stream)
         if captured:
             give_back(captured, stream, scratch)
         return results
@@ -150,12 +150,12 @@ class Repeat(NamedTuple):
 _repeats: dict[tuple[Any, ...], Repeat] = {}
 
 
-def repeated(call: Metadata | None) -> list[Array | None] | None:
-    """Its results, if one with its metadata has been recorded."""
-    if call is None:
+def repeated(metadata: Metadata | None) -> list[Array | None] | None:
+    """A call's results, if one with its metadata has been recorded."""
+    if metadata is None:
         return None
-    known = _repeats.get(call.key)
-    return None if known is None else known(call)
+    known = _repeats.get(metadata.key)
+    return None if known is None else known(metadata)
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
@@ -240,14 +240,14 @@ class Recording:
 
     def keep(
         self,
-        call: Metadata,
+        metadata: Metadata,
         arguments: Mapping[str, Array],
         results: Mapping[str, Array | None],
         targets: Mapping[str, Array | None],
     ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
-        `arguments` are the arrays whose addresses `call` has, in their order. What is not wanted or given is None.
+        `arguments` are the arrays whose addresses `metadata` has, in their order. What is not wanted or given is None.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]
@@ -271,8 +271,8 @@ class Recording:
         wanted = [None if x is None else written.get(name, (x.shape, x.dtype)) for name, x in results.items()]
         scratch_sizes = [x.nbytes for x in self._scratch]
         apart = _pairs_apart(arguments, tuple(written))
-        plan = Plan(tuple(wanted), tuple(self._tiles), tuple(scratch_sizes), tuple(steps), tuple(apart))
-        _repeats[call.key] = Repeat(self._device, plan)
+        recorded = Recorded(tuple(wanted), tuple(self._tiles), tuple(scratch_sizes), tuple(steps), tuple(apart))
+        _repeats[metadata.key] = Repeat(self._device, recorded)
 
 
 def _pairs_apart(arguments: Mapping[str, Array], written: Sequence[str]) -> Iterator[tuple[int, int, Distances]]:

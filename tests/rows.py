@@ -18,7 +18,15 @@ HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
 _OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
-_TOLD_APART = ("split", "deterministic", "has_bias_tiles", "has_mask_vectors", "writes_dbias", "aligned", "computes_dk")
+_TOLD_APART = (
+    "splits_keys",
+    "deterministic",
+    "has_bias_tiles",
+    "has_mask_vectors",
+    "writes_dbias",
+    "aligned",
+    "computes_dk",
+)
 _OF_BIAS = (plan_sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
 
@@ -59,7 +67,7 @@ class Tf32Case(Case):
 def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
     """Lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
-    if config.split:
+    if config.splits_keys:
         return plan_sm90._FEW_QUERIES, 3000  # few tiles, of keys that are worth a split
     flags = tuple(flag for flag in FLAGS if getattr(config, flag))
     if takes_narrow_window(config, dtype):
@@ -140,7 +148,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
     devices.forget_launches()
     if "forward" in config.entry:
         given: dict[str, Any] = {}
-        if isinstance(config, plan_sm90.Config) and not (config.staging_panels or config.split):
+        if isinstance(config, plan_sm90.Config) and not (config.staging_panels or config.splits_keys):
             # A result that TMA cannot store.
             given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
         with place.active():

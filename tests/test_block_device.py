@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from strategies import examples
 
 from cuflash import BlockMask, block_store, kernels
-from cuflash.block_store import CANONICAL, HIDDEN, VISIBLE
+from cuflash.block_store import _CONSTANTS as CONSTANTS
+from cuflash.block_store import _SCAN_THREADS, HIDDEN, VISIBLE
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
 LENGTHS = st.one_of(st.integers(0, 10), st.sampled_from([63, 64, 65, 100, 128, 129, 200]))
 LEADING = st.sampled_from([(1, 1), (2, 3), (1, 2)])
-
-
-CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}
 
 
 @functools.cache
@@ -89,7 +87,7 @@ def test_partial_blocks_are_numbered_over_many_rounds() -> None:
     # One thread block numbers 8192 slots a round.
     unnumbered = rng.choice(np.array([HIDDEN, VISIBLE, 0], np.int32), 20_000)
     slots, count = unnumbered.copy(), np.zeros(1, np.int32)
-    get_kernel("block_sparse", "number_blocks", CONSTANTS)((1,), (1024,), (np.int64(slots.size), slots, count))
+    get_kernel("block_sparse", "number_blocks", CONSTANTS)((1,), (_SCAN_THREADS,), (np.int64(slots.size), slots, count))
     partial = unnumbered == 0
     assert count[0] == partial.sum()
     np.testing.assert_array_equal(slots[~partial], unnumbered[~partial])

@@ -53,7 +53,7 @@ def all_rows() -> Iterator[Row]:
 )
 def test_row(row: Row) -> None:
     config = row.config
-    few_tiles = isinstance(config, plan_sm90.Config) and config.split
+    few_tiles = isinstance(config, plan_sm90.Config) and config.splits_keys
     device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS)
     device.has_wgmma = row.has_wgmma
     rows.run(config, row.dtype, Device(device.name, np, partial(hook.kernels_on, device)))

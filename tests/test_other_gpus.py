@@ -65,7 +65,7 @@ class OtherGpu(kernels.CupyDevice):
         self._ptx_arch = f"compute_{min(known)}" if known else None
         self.capability, self.smem_limit, self.has_wgmma = capability, plan.smem_limit(arch), False
 
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> kernels.Kernel:
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> kernels.LoadedKernel:
         assert smem_bytes <= self.smem_limit
         if self._ptx_arch is None:
             return super().load(source, entry, smem_bytes, options)

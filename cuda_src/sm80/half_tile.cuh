@@ -5,7 +5,7 @@ constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
 template <int COLUMNS>
 using LeftFragment = u32[COLUMNS / 4];
 using Weights = LeftFragment<WARP_KEYS>;
-[[maybe_unused]] constexpr bool OF_KEYS = false, OF_DK = false, OF_DV = false;
+[[maybe_unused]] constexpr bool OF_KEYS = false, COMPUTES_DK = false, COMPUTES_DV = false;
 
 template <class... Arguments>
 DEVICE void multiply_scores(Arguments&&... arguments) {

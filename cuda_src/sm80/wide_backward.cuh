@@ -12,15 +12,16 @@ constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
 static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
-static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
+static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // dv needs no gradients of scores.
-constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
+constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
 // Float64's warps that share rows have room to trade in, and bring what only scores need (v, or dout, or q for dv)
 // while they multiply the other operand, and that while they multiply the next of the former.
-constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && OF_DV),
-               LAST_VALUED = !IN_TURN || OF_DV;
-static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(OF_DK && OF_DV)), "one product is traded a tile");
+constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),
+               LAST_VALUED = !IN_TURN || COMPUTES_DV;
+static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
+              "one product is traded a tile");
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 
   // Arrays have a size.
   Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? OWN_DIM / 2 : 4],
-      gradient_v[FRAGMENTS][OF_DV ? HEAD_DIM_V / KEY_WARPS / 2 : 4];
+      gradient_v[FRAGMENTS][COMPUTES_DV ? HEAD_DIM_V / KEY_WARPS / 2 : 4];
   Accum dslope[FRAGMENTS][2];
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) clear(gradient[f]), clear(gradient_v[f]), clear(dslope[f]);
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     for (auto& fragment : x) clear(fragment);
     if constexpr (IN_TURN) {
       clear(y[0]);
-      if constexpr (OF_DV) {
+      if constexpr (COMPUTES_DV) {
         multiply_scores(x, own_rows, columns.from_row(own_column));
       } else {
         multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
     }
     LeftFragment<COLUMNS> left[FRAGMENTS];
-    if constexpr (OF_DV) {
+    if constexpr (COMPUTES_DV) {
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         if constexpr (HAS_DROPOUT) {
@@ -264,11 +265,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const int row = own_row + 16 * f;
     if constexpr (OF_KEYS) {
       const Accum kept = HAS_DROPOUT ? static_cast<Accum>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
-      if (OF_DK && p.dk.data != nullptr) {
+      if (COMPUTES_DK && p.dk.data != nullptr) {
         write_in_units(units[f], p.dk.at(batch, s.row_k, work.head) + own_dim, p.dk.row_stride, row, len, num_rows,
                        p.head_dim - own_dim, gradient[f], by_scale);
       }
-      if (OF_DV && p.dv.data != nullptr) {
+      if (COMPUTES_DV && p.dv.data != nullptr) {
         write_in_units(units_v[f], p.dv.at(batch, s.row_k, work.head) + own_dim, p.dv.row_stride, row, len, num_rows,
                        p.head_dim_v - own_dim, gradient_v[f], by_kept);
       }

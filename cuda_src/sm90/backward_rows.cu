@@ -4,18 +4,21 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
+// These kernels' own: tiles of dout and out, and sums.
+constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
+
 // Tiles of dout and out come by TMA; the warpgroups take turns, so that each has buffers of its own.
-constexpr int GROUPS = DOUT_STAGES < CONSUMERS ? DOUT_STAGES : CONSUMERS;
-static_assert(DOUT_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
+constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
+static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;  // of a row, a lane in a panel
 constexpr u32 TILE_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
 struct SharedStorage {
-  alignas(1024) unsigned char tiles[DOUT_STAGES][2][TILE_BYTES];
-  RingBarriers<DOUT_STAGES> barriers;
+  alignas(1024) unsigned char tiles[ROW_STAGES][2][TILE_BYTES];
+  RingBarriers<ROW_STAGES> barriers;
 };
-using TileRing = Ring<DOUT_STAGES, 2 * TILE_BYTES>;
+using TileRing = Ring<ROW_STAGES, 2 * TILE_BYTES>;
 
 // Rows [row, row + rows) of dbias beside columns [begin, end), by a warpgroup; rows are vectors of 16 bytes.
 DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin, int end) {
@@ -58,9 +61,9 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
     }
     ring.advance();
     loaded++;
-    if (ring.stage == 0) tell(loaded - DOUT_STAGES);  // what was in these buffers before
+    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // what was in these buffers before
   }
-  for (int stage = 0; stage < DOUT_STAGES; stage++) {
+  for (int stage = 0; stage < ROW_STAGES; stage++) {
     ring.acquire();
     ring.advance();
   }
@@ -108,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       clear_bias(p, work, first_row, smaller(BLOCK_M, s.rows_q - first_row), smaller(seen.block * BLOCK_N, end), end);
     }
     clear_sums(p, tile);
-    ring.stage = i % DOUT_STAGES;
-    ring.phase = i / DOUT_STAGES % 2;
+    ring.stage = i % ROW_STAGES;
+    ring.phase = i / ROW_STAGES % 2;
     ring.wait();
 #pragma unroll
     for (int panel = 0; panel < PANELS_V; panel++) {
@@ -142,12 +145,12 @@ constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
 constexpr int CHUNK = 16;  // parts
 
 struct SumStorage {
-  alignas(16) unsigned char sums[QUERY_STAGES][DQ_SUMS][SUM_BYTES];
-  u32 parts[QUERY_STAGES], found[QUERY_STAGES];  // numbers; a bit for each sum that something was added to
-  RingBarriers<QUERY_STAGES> barriers;
+  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];
+  u32 parts[SUM_STAGES], found[SUM_STAGES];  // numbers; a bit for each sum that something was added to
+  RingBarriers<SUM_STAGES> barriers;
 };
-using SumRing = Ring<QUERY_STAGES, DQ_SUMS * SUM_BYTES>;
-static_assert(QUERY_STAGES % CONSUMERS == 0, "as above");
+using SumRing = Ring<SUM_STAGES, DQ_SUMS * SUM_BYTES>;
+static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by all buffers");
 
 // A warp.
 DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 parts, bool by_heads) {
@@ -215,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);
   for (int i = warpgroup;; i += CONSUMERS) {
-    ring.stage = i % QUERY_STAGES;
-    ring.phase = i / QUERY_STAGES % 2;
+    ring.stage = i % SUM_STAGES;
+    ring.phase = i / SUM_STAGES % 2;
     ring.wait();
     const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
     if (number == NO_SUM) break;

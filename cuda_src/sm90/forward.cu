@@ -92,7 +92,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr || (TEAMS == 1 && work.part > 0) ? -infinity() : p.sink[work.head];
+    const float sink = p.sink == nullptr || work.part_of_keys() > 0 ? -infinity() : p.sink[work.head];
     // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
     const GivenBlocks all(work, work.keys);
     GivenBlocks blocks = all;
@@ -312,7 +312,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       inverse[0] *= static_cast<float>(p.dropout_rescale);
       inverse[1] *= static_cast<float>(p.dropout_rescale);
     }
-    if constexpr (SPLIT) {
+    if constexpr (SPLITS_KEYS) {
       write_part(p, work, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;

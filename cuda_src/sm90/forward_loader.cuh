@@ -27,21 +27,22 @@ struct Team {
 // Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
 // attention of its own, and reduce.cu makes one of them.
 struct PartialWork : Work {
-  int part;  // of its keys; of teams, the first strip
+  int share;  // which part of the tile's keys; with teams, the strip of its queries that it begins with
 
-  DEVICE int first_strip() const { return TEAMS == 1 ? 0 : part; }
+  DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
+  DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
   DEVICE int first_of_rows() const { return tile * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP; }
 };
 
-DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLIT ? p.splits : 1; }
+DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
 // Tiles of keys that some query of the tile sees, or the part of them.
 DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
   Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N);
-  if constexpr (SPLIT) {
-    const int first = blocks.block, number = larger(blocks.end - first, 0);
-    blocks.block = first + number * work.part / p.splits;
-    blocks.end = first + number * (work.part + 1) / p.splits;
+  if constexpr (SPLITS_KEYS) {
+    const int first = blocks.block, number = larger(blocks.end - first, 0), part = work.part_of_keys();
+    blocks.block = first + number * part / p.splits;
+    blocks.end = first + number * (part + 1) / p.splits;
   }
   return blocks;
 }
@@ -49,7 +50,7 @@ DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) 
 // Writes the thread's rows `row` and row + 8 of a part's result.
 DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
                        const float (&factor)[2], const float (&lse)[2]) {
-  const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part;
+  const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part_of_keys();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = row + 8 * r;

@@ -10,14 +10,14 @@ constexpr int PAIR = 1, KEY_WARPS = 1;  // no clusters, whole rows
 #include "../score_gradient.cuh"
 
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = FRAGMENT_COLUMNS;
-constexpr bool NEEDS_GRADIENTS = !OF_KEYS || OF_DK;
-static_assert(OF_KEYS == (OF_DK || OF_DV), "dk, dv, both, or dq");
+constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
+static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
 constexpr u32 ROWS_V_BYTES = NEEDS_GRADIENTS ? PARTS * part_bytes(ROWS, HEAD_DIM_V) : 0;
 constexpr u32 COLUMNS_BYTES = KEY_PARTS * part_bytes(COLUMNS, HEAD_DIM);
 constexpr u32 COLUMNS_V_BYTES = PARTS * part_bytes(COLUMNS, HEAD_DIM_V);
 // Where registers allow, the product with dout runs beside the gradient of the scores.
-constexpr bool OVERLAPS = OF_DV && HEAD_DIM + HEAD_DIM_V <= 128;
+constexpr bool OVERLAPS = COMPUTES_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
 
 // What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
@@ -200,7 +200,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       if constexpr (NEEDS_GRADIENTS) {
         ptx::wgmma_wait_group<0>();
         keep(y);
-        if (!OF_DV) rings.columns_v.release();
+        if (!COMPUTES_DV) rings.columns_v.release();
         multiply_columns(y, vectors.factors_v(), 1);
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++) {
@@ -211,7 +211,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       }
       float sum[PANEL / 2], rescale_v[2] = {1, 1}, rescale[2] = {1, 1};
       SplitFragment<COLUMNS> weights, gradients;
-      if constexpr (OF_DV) {
+      if constexpr (COMPUTES_DV) {
         if constexpr (HAS_DROPOUT) {
 #pragma unroll
           for (float& w : x) w = larger(w, 0.0f);
@@ -234,7 +234,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         }
         rings.columns_v.release();
       };
-      if constexpr (OF_DV && !OVERLAPS) add_values();
+      if constexpr (COMPUTES_DV && !OVERLAPS) add_values();
       if constexpr (NEEDS_GRADIENTS) {
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
         softcap.apply(y);
@@ -262,11 +262,11 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
     if constexpr (OF_KEYS) {
       const float kept = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, by_kept[2] = {kept, kept};
       const float lowered_unit_v[2] = {lowered(unit_v[0]), lowered(unit_v[1])};
-      if (OF_DK && p.dk.data != nullptr) {
+      if (COMPUTES_DK && p.dk.data != nullptr) {
         write_wide_fragment(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim,
                             gradient, by_scale, lowered_unit);
       }
-      if (OF_DV && p.dv.data != nullptr) {
+      if (COMPUTES_DV && p.dv.data != nullptr) {
         write_wide_fragment(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v,
                             gradient_v, by_kept, lowered_unit_v);
       }

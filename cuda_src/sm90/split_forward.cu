@@ -68,7 +68,6 @@ constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYT
 // The product with the values starts beside that of the next scores where registers hold the sums of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
 constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
-constexpr int FACTOR_STAGES = 4;
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
 struct Factors {

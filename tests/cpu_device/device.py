@@ -296,7 +296,7 @@ class CpuDevice:
 
 
 class CpuKernel:
-    """An entry of a module as a ``cuflash.kernels.Kernel``."""
+    """An entry of a module as a ``cuflash.kernels.LoadedKernel``."""
 
     def __init__(self, module: Module, entry: str, smem_bytes: int) -> None:
         self._module, self._entry, self._smem_bytes = module, entry, smem_bytes
