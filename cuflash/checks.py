@@ -200,8 +200,13 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
         raise ValueError(
             f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.strides, strict=True)):
-        raise ValueError(f"{name}: expected distinct elements, got a broadcast array with strides {target.strides}")
+    extent = target.dtype.itemsize
+    for stride, size in sorted((abs(stride), size) for size, stride in zip(target.shape, target.strides, strict=True)):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"{name}: expected distinct elements, got a broadcast or overlapping ones with strides {target.strides}"
+            )
+        extent += (size - 1) * stride
     for other, x in inputs.items():
         if x is not None and share_memory(target, x):
             raise ValueError(

@@ -94,7 +94,9 @@ class Backward:
         tiling, heads = self.tiling, block.heads
         q = load_rows(tiling, tiling.operands.q, block)
         dout = load_rows(tiling, self.dout, block)
-        delta = np.einsum("hrd,hrd->hr", dout, load_rows(tiling, self.out, block))
+        out = load_rows(tiling, self.out, block)
+        # No dout, NaN neither, counts of a row that sees nothing.
+        delta = np.where(out.any(axis=-1), np.einsum("hrd,hrd->hr", dout, out), out.dtype.type(0))
         if self.dlse is not None:
             dlse = tiling.lse_of_sequence(self.dlse, block.sequence)[heads.query, block.rows]
             delta = delta - by_kv_head(dlse, heads)

@@ -278,6 +278,21 @@ def test_no_warnings_from_hidden_values() -> None:
         on_device.backward(out, lse)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_values_of_rows_that_see_nothing_do_not_count(bad: float, has_sink: bool) -> None:
+    rng = np.random.default_rng(6)
+    q, k, v, dout = (gaussian(rng, (1, rows, 2, 8), "float32") for rows in (30, 20, 20, 30))
+    sink = np.array([0.5, -1.0], np.float32) if has_sink else None
+    _, backward = cuflash.attention_vjp(q, k, v, causal=True, sink=sink)
+    expected = backward(dout, dlse := np.ones((1, 2, 30), np.float32))
+    q, dout = q.copy(), dout.copy()
+    q[:, :10], dout[:, :10] = bad, bad
+    _, backward = cuflash.attention_vjp(q, k, v, causal=True, sink=sink)
+    for got, want in zip(backward(dout, dlse), expected, strict=True):
+        assert np.array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_gradient_of_a_row_of_the_lowest_score(dtype: str) -> None:
     """Its lse cannot tell how many keys it counts; the gradient is that of uniform weights all the same."""

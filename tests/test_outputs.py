@@ -257,6 +257,19 @@ def test_out_of_a_read_only_array() -> None:
         cuflash.attention(q, k, v, out=one_row)
 
 
+def test_out_must_not_overlap_itself() -> None:
+    q, k, v, _ = (np.zeros((1, 4, 2, 8), np.float32) for _ in range(4))
+    fine, overlapping = [(64, 32), (-64, 32), (32, 128)], [(60, 32), (64, 28), (32, 32)]
+    for strides in fine + overlapping:
+        middle = np.zeros(256, np.float32)[64:]
+        target = np.lib.stride_tricks.as_strided(middle, q.shape, (0, *strides, 4))
+        if strides in fine:
+            assert cuflash.attention(q, k, v, out=target) is target
+        else:
+            with pytest.raises(ValueError, match=r"^out: expected distinct elements, got .*overlapping"):
+                cuflash.attention(q, k, v, out=target)
+
+
 @examples(60)
 @given(case=cases(), data=st.data())
 def test_inputs_are_never_modified(device: Device, case: Case, data: st.DataObject) -> None:
