@@ -339,7 +339,7 @@ class BlockMask(Patterns):
         if known is None:
             xp = device.namespace
             number = _HOST if xp is np else xp.cuda.runtime.getDevice()
-            lists = [self._lists[(number, *tile)] for tile in tiles]
+            lists = [self._lists[(number,) + tile] for tile in tiles]
             arrays = [*self.arrays(xp), *(x for made in lists for x in made.get())]
             known = [device.pointer(x) for x in arrays]
             store = self._on_device.get(number)

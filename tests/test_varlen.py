@@ -59,7 +59,8 @@ def _assert_each_sequence_alone(device: Device, case: Case) -> None:
         alone = _alone(case, index, sequence)
         rows = (*sequence.rows[:-1], slice(sequence.rows[-1].start, sequence.rows[-1].start + sequence.used_rows))
         keys = (*sequence.keys[:-1], slice(sequence.keys[-1].start, sequence.keys[-1].start + sequence.used_keys))
-        alone.assert_forward(out[rows][None], lse[(*sequence.lse_rows[:-1], rows[-1])][None])
+        lse_rows = (*sequence.lse_rows[:-1], rows[-1])
+        alone.assert_forward(out[rows][None], lse[lse_rows][None])
         # The extras' gradients belong to all sequences together; the reference's agreement covers them.
         own = {"q": grads["q"][rows][None], "k": grads["k"][keys][None], "v": grads["v"][keys][None]}
         alone.assert_gradients({name: own.get(name) for name in alone.grad_names})

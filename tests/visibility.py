@@ -65,7 +65,7 @@ def _sequence(case: Case, b: int, rows: tuple[Any, ...], keys: tuple[Any, ...]) 
 
 def _own(extra: Array, b: int, seqlen_q: int, seqlen_k: int) -> Array:
     """The part of a mask or bias that belongs to sequence b, (heads or 1, rows or 1, keys or 1)."""
-    full = extra.reshape((1,) * (4 - extra.ndim) + extra.shape)
+    full = np.reshape(extra, (1,) * (4 - extra.ndim) + extra.shape)
     own = full[b if full.shape[0] > 1 else 0]
     return own[:, : seqlen_q if own.shape[1] > 1 else 1, : seqlen_k if own.shape[2] > 1 else 1]
 

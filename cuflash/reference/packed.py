@@ -41,7 +41,7 @@ def _sequence_options(index: int, seqlen_q: int, seqlen_k: int, options: dict[st
 
 def _sequence_extra(x: Array, index: int, seqlen_q: int, seqlen_k: int) -> Array:
     """The part of a bias, mask or gradient of shape (batch | 1, heads | 1, rows | 1, columns | 1) for one sequence."""
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    x = np.reshape(x, (1,) * (4 - x.ndim) + x.shape)
     batch = slice(index, index + 1) if x.shape[0] > 1 else slice(None)
     rows = slice(seqlen_q) if x.shape[2] > 1 else slice(None)
     columns = slice(seqlen_k) if x.shape[3] > 1 else slice(None)
