@@ -1,1 +1,1 @@
-"""The CUDA sources, which ``cuflash.kernels`` reads."""
+"""CUDA sources."""

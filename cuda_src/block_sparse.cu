@@ -177,7 +177,7 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
 // The bits of the partial blocks in the order of fragments: a word for each thread of four warps, a bit for each
 // element of its fragment of 64 queries x 64 keys or, where tiles stay with keys, the reverse. One warp per 32 words.
 extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, int rows_are_queries,
-                                      unsigned* key_bits) {
+                                      unsigned* fragment_bits) {
   constexpr int WARPS = CANONICAL / 16;
   const long long warp = warp_in_grid();
   if (warp >= num_partial * WARPS) return;
@@ -189,7 +189,7 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
     const int query = rows_are_queries ? row : column, key = rows_are_queries ? column : row;
     own |= (block[query * WORDS + key / WARP] >> key % WARP & 1) << e;
   }
-  key_bits[warp * WARP + lane] = own;
+  fragment_bits[warp * WARP + lane] = own;
 }
 
 // TileLists of cuflash/block_store.py; an image is a (batch, head).

@@ -148,7 +148,7 @@ struct Mask {
 DEVICE u32 block_bits(const AttentionParams& p, int slot, int row, int column) {
   if (slot < 0) return slot == VISIBLE_SLOT ? 0xffffffffu : 0;
   const i64 warp = slot * (CANONICAL / 16) + row % CANONICAL / 16;
-  return p.block_key_bits[warp * 32 + threadIdx.x % 32] >> column % CANONICAL / 2;
+  return p.fragment_bits[warp * 32 + threadIdx.x % 32] >> column % CANONICAL / 2;
 }
 
 struct Blocks {

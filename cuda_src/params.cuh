@@ -130,14 +130,14 @@ struct AttentionParams {
   const int* block_count;     // (.., num_lists)
   const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
   const u32* block_bits;      // (num_partial, 64, 2)
-  const u32* block_key_bits;  // (num_partial, 128): the same in the order of fragments
-  u32* tile_counter;          // sm90/schedule.cuh, or null; 0 before and after a launch
-  Accum* dq_sum;              // sm90/gradient_rows.cuh, like row_lse and row_delta
-  u8* work_space;             // sm90/split_layout.cuh
-  Accum* row_lse;             // (.., num_query_tiles, BLOCK_M)
-  Accum* row_delta;           // (.., num_query_tiles, BLOCK_M)
-  int* dq_turns;              // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
-  int* rows_done;             // by each thread block of the kernel that writes row_lse and row_delta; or null
+  const u32* fragment_bits;   // (num_partial, 128): the same in the order of fragments
+  u32* tile_counter;  // tiles that persistent thread blocks took (sm90/schedule.cuh), or null; 0 between launches
+  Accum* dq_sum;      // dq in the order of its additions (sm*/gradient_rows.cuh)
+  u8* work_space;     // float32 operands in float16 parts (sm90/split_layout.cuh)
+  Accum* row_lse;     // (.., num_query_tiles, BLOCK_M)
+  Accum* row_delta;   // (.., num_query_tiles, BLOCK_M)
+  int* dq_turns;      // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
+  int* rows_done;     // by each thread block of the kernel that writes row_lse and row_delta; or null
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;
@@ -153,7 +153,7 @@ struct AttentionParams {
   int num_tiles;                                              // tiles (packed: tile slots) of one head
   int num_query_tiles;                                        // the same of queries where num_tiles are of keys
   int splits;                                                 // of the loop behind one tile of dbias, or of the keys
-  int heads_together;                                         // sm90/schedule.cuh
+  int heads_together;  // the last heads, whose longest tiles come first (sm90/*schedule.cuh)
 };
 
 struct Sequence {

@@ -240,15 +240,15 @@ class TileLists(NamedTuple):
 
     ``row_index[b, h, m, :row_count[b, h, m]]`` are the columns of tiles that tile row m visits, ascending, each as
     ``(tile << 1) | partial``; a tile that is not partial is visible as far as the array reaches. ``col_index`` and
-    ``col_count`` are the same for the columns. Entries beyond the count are not set. `key_bits` are the mask's bits in
-    the order in which the kernel reads them.
+    ``col_count`` are the same for the columns. Entries beyond the count are not set. `fragment_bits` are the mask's
+    bits as the kernel reads them.
     """
 
     row_index: Array  # (B, H, num_m, num_n)
     row_count: Array  # (B, H, num_m)
     col_index: Array  # (B, H, num_n, num_m)
     col_count: Array  # (B, H, num_n)
-    key_bits: Array
+    fragment_bits: Array
 
 
 class OnDevice(Generic[Made]):

@@ -67,7 +67,7 @@ class Device(Protocol):
     has_wgmma: bool  # runs the kernels of cuda_src/sm90
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
-        """Compile `source` and return its entry."""
+        """Compile `source`, or take it from a cache, and return its entry for the current device."""
 
     def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
         """Describe an array for TMA: `params.encode_tensor_map`."""
@@ -98,8 +98,8 @@ class Device(Protocol):
         """The array module, numpy or cupy."""
 
 
-class CupyDevice:
-    """One GPU under CuPy."""
+class _CupyDevice:
+    """One GPU under CuPy: a `Device`."""
 
     def __init__(self, index: int) -> None:
         import cupy
@@ -122,13 +122,11 @@ class CupyDevice:
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
     def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
-        """Describe an array for TMA: `params.encode_tensor_map`."""
         if not self.namespace.cuda.driver.ctxGetCurrent():
             _begin_thread(self.namespace, self.index)
         return encode_tensor_map(address, *description, once=once)
 
     def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
-        """Compile `source`, or take it from CuPy's cache; loaded for the current device."""
         cupy = self.namespace
         try:
             kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
@@ -136,15 +134,13 @@ class CupyDevice:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return CupyKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
+        return _CupyKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
 
     def scratch(self, size: int) -> tuple[int, Any]:
-        """The address of so many uninitialised bytes, and what keeps them."""
         memory = self._alloc(size)
         return memory.ptr, memory
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
         cuda = self.namespace.cuda
         mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -155,31 +151,26 @@ class CupyDevice:
         return memory.ptr, memory
 
     def pointer(self, x: Array) -> int:
-        """Address of an array's first element."""
         return x.data.ptr
 
     def is_current(self) -> bool:
-        """Whether it is the current device."""
         return self._current_device() == self.index
 
     def stream(self) -> int:
-        """Handle of the current stream."""
         return self._current_stream(self.index).ptr
 
     def capture(self, stream: int) -> int:
-        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
         # The legacy default stream is never captured.
         return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
 
-class CupyKernel:
-    """A kernel that CuPy has loaded on a device."""
+class _CupyKernel:
+    """A `LoadedKernel` of CuPy's."""
 
     def __init__(self, cupy: Any, index: int, function: Any) -> None:
         self._cupy, self._index, self._function = cupy, index, function
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
-        """Launch it."""
         self._function(grid, block, args, shared_mem=shared_mem)
 
     def bound(
@@ -190,7 +181,7 @@ class CupyKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch: `LoadedKernel.bound`. CuPy's own packs the arguments anew each time."""
+        # CuPy's own packs the arguments anew each time.
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
         shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
@@ -257,7 +248,7 @@ def _capture_of(stream: int) -> int:
     return number.value if status.value else 0
 
 
-_cupy_device = cache(CupyDevice)
+_cupy_device = cache(_CupyDevice)
 
 
 def device_of(x: Array) -> Device:

@@ -256,7 +256,7 @@ class Work:
             "block_count": lists.col_count if kernel.of_keys else lists.row_count,
             "block_slots": slots,
             "block_bits": bits,
-            "block_key_bits": lists.key_bits,
+            "fragment_bits": lists.fragment_bits,
         }
 
 
@@ -297,10 +297,7 @@ class Bias(Kernel):
 class WithoutTiles(Kernel):
     """A kernel that has nothing to do with scores."""
 
-    @property
-    def visits_tiles(self) -> bool:
-        """No tiles of scores."""
-        return False
+    visits_tiles = False
 
 
 def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:

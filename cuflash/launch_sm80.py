@@ -21,10 +21,7 @@ class Gradient(Kernel):
         """Whether it is the main one."""
         return self.entry == MAIN
 
-    @property
-    def of_keys(self) -> bool:
-        """Whether it is the main one."""
-        return self.entry == MAIN
+    of_keys = visits_tiles
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """How sums of dq are laid out."""

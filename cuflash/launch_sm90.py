@@ -292,15 +292,7 @@ class Dq(_OfQueries):
 class Gradients(_OfQueries):
     """The gradients of scores, and all that is multiplied with them."""
 
-    @property
-    def visits_tiles(self) -> bool:
-        """Tiles of keys, and the queries that see them."""
-        return True
-
-    @property
-    def of_keys(self) -> bool:
-        """Tiles stay with keys and walk queries."""
-        return True
+    visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """How sums of dq are laid out, the order of tiles."""

@@ -68,7 +68,7 @@ POINTERS = (
     "block_count",
     "block_slots",
     "block_bits",
-    "block_key_bits",
+    "fragment_bits",
     "tile_counter",
     "dq_sum",
     "work_space",

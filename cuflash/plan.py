@@ -12,10 +12,6 @@ from typing import Any
 from cuflash.problem import MAX_HEAD_DIM, MOST_KEPT, AttentionProblem, accum_of
 
 HALF_BYTES, FLOAT_BYTES = 2, 4
-# Of Hopper's blocks: barriers, the running tiles, and which keys are seen, in shared memory beside the tiles.
-SMEM_BESIDE_TILES = 1024
-# Of Hopper's 50 MB, for what heads that are computed together share.
-L2_BYTES = 32 << 20
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 _SIZES = {"float32": 4, "float64": 8}
 # Threads along either side of a tile, and the padding of transposed tiles in bytes (cuda_src/tile.cuh).

@@ -1,4 +1,4 @@
-"""Rows of the table for the backward pass by mma.sync (sm_75 and later), and when they run. Pure, no CuPy."""
+"""Rows of the table for the backward pass by mma.sync (sm_75 and later), and when they run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

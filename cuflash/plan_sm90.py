@@ -1,4 +1,4 @@
-"""Rows of the table for Hopper's own kernels (wgmma, TMA), and when they run. Pure, no CuPy."""
+"""Rows of the table for Hopper's own kernels (wgmma, TMA), and when they run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,8 +9,6 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    L2_BYTES,
-    SMEM_BESIDE_TILES,
     KernelConfig,
     common,
     flags_of,
@@ -31,6 +29,8 @@ OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
 _POWERS_AT_ONCE = 4
 SMEM_BYTES = 227 * 1024
+SMEM_BESIDE_TILES = 1024  # of these: barriers, the running tiles, and which keys are seen
+L2_BYTES = 32 << 20  # of 50 MB, for what heads that are computed together share
 _SMEM_ALIGNMENT = 1024
 # Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
 # H100's multiprocessors.
@@ -88,7 +88,7 @@ class Row:
 
 
 _TEAMS = Tile(128, 64, ping_pong=False, teams=2)
-# The first row that is wide enough is taken.
+# The first row that is wide enough is taken. Tiles: full, windowed, with_score, _dropout, _mask, _bias, _more.
 FORWARD = (
     Row(
         64,

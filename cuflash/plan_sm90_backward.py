@@ -1,4 +1,4 @@
-"""Rows of the table for Hopper's own backward kernels (wgmma, TMA), and when they run. Pure, no CuPy."""
+"""Rows of the table for Hopper's own backward kernels (wgmma, TMA), and when they run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    L2_BYTES,
-    SMEM_BESIDE_TILES,
     are_products,
     common,
     flags_of,
 )
-from cuflash.plan_sm90 import DTYPES, ROWS_OF_WARPGROUP, HopperConfig
+from cuflash.plan_sm90 import DTYPES, L2_BYTES, ROWS_OF_WARPGROUP, SMEM_BESIDE_TILES, HopperConfig
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
@@ -59,7 +57,7 @@ class Row:
         return problem.head_dim <= self.head_dim and problem.head_dim_v <= self.head_dim_v
 
 
-# The first row that is wide enough is taken.
+# The first row that is wide enough is taken. Numbers: head dims, block_m, block_n, stages of queries, dout, ds, keys.
 BACKWARD = (
     Row(NARROW, 64, 64, 128, 128, 2, 2, 2),
     Row(NARROW, 96, 96, 64, 128, 2, 2, 2, 2),

@@ -1,4 +1,4 @@
-"""Rows of the table for Hopper's float32 kernels, with operands in float16 parts, and when they run. No CuPy."""
+"""Rows of the table for Hopper's float32 kernels, with operands in float16 parts, and when they run."""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +11,12 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    SMEM_BESIDE_TILES,
     are_products,
     common,
     flags_of,
     has_plain_scale,
 )
-from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BYTES, HopperConfig
+from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BESIDE_TILES, SMEM_BYTES, HopperConfig
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
@@ -26,7 +25,6 @@ KEY_PARTS = {2: 3, 1: 1}
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
 # Kernels whose tiles stay with keys, and what they compute.
 KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
-_FACTOR_STAGES = 4  # of a tile of keys and values
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class ForwardConfig(Config):
     key_stages: int
     value_stages: int
     query_stages: int
-    factor_stages: int = _FACTOR_STAGES
+    factor_stages: int = 4  # of the factors of a tile of keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +209,7 @@ def forward_config(
     )
     queries = tile.block_m * row_bytes
     keys = tile.block_n * (tile.key_stages * row_bytes + tile.value_stages * row_bytes_v)
-    smem_bytes = queries + keys + _FACTOR_STAGES * 2 * tile.block_n * FLOAT_BYTES + SMEM_BESIDE_TILES
+    smem_bytes = queries + keys + ForwardConfig.factor_stages * 2 * tile.block_n * FLOAT_BYTES + SMEM_BESIDE_TILES
     # With room for them the next tile's queries come early.
     query_stages = 2 if smem_bytes + queries <= SMEM_BYTES else 1
     smem_bytes += (query_stages - 1) * queries

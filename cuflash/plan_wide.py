@@ -1,4 +1,4 @@
-"""Rows of the table for mma.sync on float64, and on float32 in float16 parts (sm_80 and later). Pure, no CuPy."""
+"""Rows of the table for mma.sync on wide elements: float64, and float32 in float16 parts (from sm_80 on)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,1 +1,1 @@
-"""Worked examples, installed as ``cuflash.examples``."""
+"""Examples."""

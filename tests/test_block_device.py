@@ -122,7 +122,7 @@ def test_bits_in_the_order_of_fragments(of_keys: bool | None) -> None:
     dense = random_dense(np.random.default_rng(0), (1, 2, 100, 200), 64)
     bm = BlockMask.from_dense(dense)
     slots, bits = bm.arrays(np)
-    ordered = bm.tile_lists(64, 64, get_kernel, np, of_keys=of_keys).key_bits
+    ordered = bm.tile_lists(64, 64, get_kernel, np, of_keys=of_keys).fragment_bits
     if of_keys is None:
         assert np.shares_memory(ordered, bits)
         return

@@ -96,7 +96,7 @@ struct BlockBits {
       for (int i = 0; i < BLOCKS_M; i++) {
         const int slot = slots.slots[warpgroup * BLOCKS_M + i];
         words[i] = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
-        if (slot >= 0) words[i] = p.block_key_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
+        if (slot >= 0) words[i] = p.fragment_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
       }
     }
   }

@@ -155,7 +155,7 @@ struct UnitFragment : ScoreFragment {
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
         const int slot = slots[i];
         bits.blocks[i] = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
-        if (slot >= 0) bits.blocks[i] = p.block_key_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
+        if (slot >= 0) bits.blocks[i] = p.fragment_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
       }
     }
   }
