@@ -310,10 +310,7 @@ def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
 class Sum(WithoutTiles):
     """A kernel of reduce.cu."""
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return _SUM_THREADS
+    threads = _SUM_THREADS
 
     def load(self, device: kernels.Device) -> kernels.LoadedKernel:
         """The kernel itself, one for all configurations of the same types."""

@@ -127,11 +127,7 @@ class Split(WithoutTiles):
     """The kernel that fills the work space."""
 
     config: Config
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return _THREADS
+    threads = _THREADS
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> OnOperands:
         """The operands' places."""
