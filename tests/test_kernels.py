@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ import pytest
 from cuflash import (
     kernels,
     launch,
+    launch_sm90,
+    launch_split,
     params,
     plan,
     plan_sm80,
@@ -51,6 +54,27 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with he
 
 def source(config: KernelConfig) -> str:
     return kernels.source_of(plan.file_of(config.entry), config)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "number"),
+    [
+        ("params.cuh", "WARP", plan_sm80.WARP),
+        ("params.cuh", "WARP", launch_sm90._ROW_BLOCKS),  # a lane asks for each
+        ("tile.cuh", "SIDE", plan._SIDE),
+        ("score_fragment.cuh", "MASK_WORD", plan_split._MASK_WORD),
+        ("sm80/direct.cuh", "CHUNK", plan_wide._CHUNK),
+        ("sm90/schedule.cuh", "WARPGROUP", plan_sm90.WARPGROUP),
+        ("sm90/products.cuh", "ROWS_OF_WARPGROUP", plan_sm90.ROWS_OF_WARPGROUP),
+        ("sm90/products.cuh", "ROWS_OF_WARP", plan_sm90.ROWS_OF_WARP),
+        ("sm90/products.cuh", "PANEL", plan_sm90_backward._PANEL),
+        ("sm90/split_layout.cuh", "SPLIT_PANEL", launch_split._PANEL),
+        ("sm90/split_layout.cuh", "ROW_ALIGNMENT", launch_split._ROW_ALIGNMENT),
+    ],
+)
+def test_numbers_that_stand_in_headers_too(file: str, name: str, number: int) -> None:
+    """What a header is written for is no constant of a configuration; the host has the same number."""
+    assert re.findall(rf"constexpr int {name} = (\d+)", kernels.inlined(file))[0] == str(number)
 
 
 @functools.cache  # some rows of a table are the same kernel
