@@ -23,7 +23,7 @@ WARPGROUP = 128
 # that are done again, lists of a block mask and tiles of a bias take more of the first; several other options, of the
 # others.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-_MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152)}
+_MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
 # What runs where these kernels do not: by mma.sync if it can, else the portable ones.
 OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
@@ -56,7 +56,7 @@ class Tile:
     early_eighths: int = 0
     exact: bool = False
     stages: int = 2
-    teams: int = 1  # of warpgroups
+    alone: int = 0  # warpgroups of a second team
     from_last: bool = False
 
 
@@ -87,7 +87,8 @@ class Row:
     exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
 
 
-_TEAMS = Tile(128, 64, ping_pong=False, teams=2)
+_TEAMS = Tile(128, 64, ping_pong=False, alone=1)
+_EVEN_TEAMS = Tile(128, 64, ping_pong=False, alone=2)
 # The first row that is wide enough is taken. Tiles: full, windowed, with_score, _dropout, _mask, _bias, _more.
 FORWARD = (
     Row(
@@ -104,7 +105,7 @@ FORWARD = (
         many_windowed=Tile(192, 128, exact=True),
         narrow_window=Tile(256, 64),
         few_queries=Tile(64, 128, ping_pong=False, stages=3),
-        with_blocks=_TEAMS,
+        with_blocks=_EVEN_TEAMS,
     ),
     Row(
         96,
@@ -144,6 +145,7 @@ FORWARD = (
         Tile(128, 96),
         Tile(128, 96),
         Tile(128, 32),
+        with_blocks=Tile(128, 128),
     ),
     Row(
         192,
@@ -169,6 +171,7 @@ FORWARD = (
         many_keys=Tile(128, 64, early_eighths=4),
         many_windowed=Tile(128, 64, early_eighths=2, from_last=True),
         few_queries=Tile(64, 32, ping_pong=False, stages=3),
+        with_blocks=Tile(128, 64),
         exact_again=4096,
     ),
 )
@@ -247,11 +250,11 @@ def forward_config(
         tile = row.with_mask if "has_bias" not in options else row.with_bias if bias_tiles else row.with_more
     else:
         tile = row.with_more
-    consumers = tile.block_m // ROWS_OF_WARPGROUP + tile.teams - 1
+    consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
     row_bytes, row_bytes_v = (whole_rows(HALF_BYTES * d) for d in (row.head_dim, row.head_dim_v))
-    most_bytes = SMEM_BYTES // tile.teams
+    most_bytes = SMEM_BYTES // teams
     queries = tile.block_m * row_bytes
     smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     if plain_scores and options == {"has_alibi"}:
@@ -279,6 +282,7 @@ def forward_config(
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
         consumers=consumers,
+        teams=teams,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         exact_maxima=tile.exact,
@@ -286,7 +290,7 @@ def forward_config(
         has_bias_tiles=bias_tiles,
         bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
-        smem_bytes=tile.teams * smem_bytes,
+        smem_bytes=teams * smem_bytes,
         **common(Config, dtype, bias_dtype, flags, row, tile),
     )
 

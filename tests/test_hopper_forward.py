@@ -214,13 +214,25 @@ def test_teams_leave_out_what_only_others_see(place: Device, options: dict[str, 
     assert_two_teams()
 
 
+@pytest.mark.parametrize("head_dims", [(192, 128), (160, 160), (256, 256)])
+@pytest.mark.parametrize("options", TEAMS_OPTIONS, ids=lambda options: "-".join(options) or "none")
+def test_block_masks_of_wide_heads(place: Device, options: dict[str, Any], head_dims: tuple[int, int]) -> None:
+    """Keys that nobody sees hold NaN."""
+    (q, k), v = (normal(2, n, 4, head_dims[0]) for n in (450, 1290)), normal(2, 1290, 4, head_dims[1])
+    blocks = RNG.random((2, 1, 8, 21)) < 0.4
+    blocks[..., 3] = False
+    block_mask = cuflash.BlockMask.from_blocks(blocks, 450, 1290, block_size=(64, 64))
+    both(place, q, k, v, slice(192, 256), block_mask=block_mask, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tiles", [1, 7, 9, 23])
-def test_every_strip_has_one_team(place: Device, tiles: int) -> None:
+def test_every_strip_has_one_team(place: Device, tiles: int, head_dim: int) -> None:
     """Results are poisoned; the last tile has one strip."""
     seqlen = 128 * tiles - 70
     mask = cuflash.BlockMask.sliding_window(seqlen, seqlen, 100, 30)
     mask &= cuflash.BlockMask.from_function(lambda b, h, i, j: i + j != seqlen - 1, seqlen, seqlen)  # else a window
-    q, k, v = (normal(1, seqlen, 1, 64) for _ in range(3))
+    q, k, v = (normal(1, seqlen, 1, head_dim) for _ in range(3))
     both(place, q, k, v, block_mask=mask)
     assert_two_teams()
 

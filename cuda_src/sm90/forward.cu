@@ -4,12 +4,12 @@
 #include "../softmax_fragment.cuh"
 #include "forward_loader.cuh"
 
-// Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
-constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && !HAS_OPTIONS);
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
+// Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
+constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
-static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && 2 * BLOCK_N <= WARPGROUP), "no team waits for another");
+static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0, those before
 // first_row() are none. out_map has boxes of 16 rows, row_map of one: before and behind a sequence are others' rows.

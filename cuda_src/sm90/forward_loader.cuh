@@ -5,22 +5,24 @@
 #include "unit_fragment.cuh"
 
 // A tile has strips of 64 queries, a warpgroup each. With a block mask there may be two teams, with shared memory and
-// loading threads of their own: one for tiles, and a warpgroup for strips of others, beside whose products they end.
+// loading threads of their own: one for tiles, and one for other tiles or, if it is a single warpgroup, their strips.
 constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
-static_assert(STRIPS + TEAMS - 1 == CONSUMERS, "a warpgroup has 64 queries");
+static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
 
 struct Team {
-  static constexpr u32 TILES = 16, ALONE = 5;  // of these: with a third, strips end last
+  static constexpr u32 TILES = 16, OTHERS = 5;  // of these: with a third, strips end last
   int number;
 
   // How many of `tiles` or strips the team has, and which.
   DEVICE u32 units(u32 tiles) const {
-    const u32 alone = TEAMS == 1 ? 0 : tiles * ALONE / TILES;
-    return number == 0 ? tiles - alone : alone * STRIPS;
+    if (ALONE > 1) return (tiles + 1 - number) / 2;
+    const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
+    return number == 0 ? tiles - others : others * STRIPS;
   }
   DEVICE u32 tile(u32 unit) const {
     if (TEAMS == 1) return unit;
-    return number == 0 ? unit * TILES / (TILES - ALONE) : unit / STRIPS * TILES / ALONE + (TILES - 1) / ALONE;
+    if (ALONE > 1) return 2 * unit + number;
+    return number == 0 ? unit * TILES / (TILES - OTHERS) : unit / STRIPS * TILES / OTHERS + (TILES - 1) / OTHERS;
   }
 };
 
@@ -151,18 +153,18 @@ struct GivenBlocks {
 struct GivenSlots {
   alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
 
-  // Of an entry of a list.
-  DEVICE void find(const AttentionParams& p, const Work& work, int entry) {
+  // Of an entry of a tile's list; `slots` are those of its first row of blocks.
+  DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
     for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
     if ((entry & 1) == 0) return;
-    const Mask mask(p, work.sequence, work.head);
 #pragma unroll
-    for (int warpgroup = 0; warpgroup < STRIPS; warpgroup++) {
+    for (int strip = 0; strip < STRIPS; strip++) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
-        of[warpgroup][i] =
-            mask.slot_at(work.tile * BLOCK_M + warpgroup * ROWS_OF_WARPGROUP, (entry >> 1) * BLOCK_N + i * CANONICAL);
+        const int column = (entry >> 1) * BLOCK_N / CANONICAL + i;
+        const bool inside = tile * STRIPS + strip < p.slot_rows && column < p.slot_columns;
+        of[strip][i] = inside ? slots[strip * p.slot_columns + column] : HIDDEN_SLOT;
       }
     }
   }
@@ -207,6 +209,18 @@ struct Rings {
         k(shared.k, shared.k_barriers),
         v(shared.v, shared.v_barriers),
         bias(shared.bias, shared.bias_barriers) {}
+
+  // Addresses are found anew, not held in registers: beside four warpgroups a loading thread has few.
+  DEVICE void forget(SharedStorage& shared) {
+    const Rings same(shared);
+    const u32 from = same.q.buffers;
+    u32 to = from;
+    ptx::forget(to);
+    work.move(same.work, from, to);
+    q.move(same.q, from, to);
+    k.move(same.k, from, to);
+    v.move(same.v, from, to);
+  }
 };
 
 // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch).
@@ -259,7 +273,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     }
     const u32 tile = team.tile(index);
     const PartialWork work = {work_at(p, tile / parts),
-                              static_cast<int>(team.number > 0 ? index % STRIPS : tile % parts)};
+                              static_cast<int>(ALONE == 1 && team.number > 0 ? index % STRIPS : tile % parts)};
     if (work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
     index = next_index(p, index, total, gridDim.x, team.number);
@@ -298,6 +312,7 @@ struct Loader {
  private:
   // Tiles come in the order of their use: the next keys before the values of the current ones.
   DEVICE void load_tile(const GivenWork& work) {
+    if constexpr (ALONE > 1) rings.forget(shared);
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
@@ -306,6 +321,9 @@ struct Loader {
     const int row_k = static_cast<int>(s.row_k);
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
+      const Mask mask(p, s, work.head);
+      // In the place of the list, whose next entries are known.
+      shared.lists[rings.work.stage].list = mask.slots + static_cast<i64>(work.tile) * STRIPS * p.slot_columns;
       listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
@@ -313,6 +331,7 @@ struct Loader {
     load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.first_of_rows(), work.head, batch);
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
+      if constexpr (ALONE > 1) rings.forget(shared);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       const int values = row_k + block * BLOCK_N;
       last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
@@ -326,7 +345,7 @@ struct Loader {
   DEVICE void look_ahead(const Work& work) {
     listed.entry = listed.following;
     if (listed.left > 1) listed.following = *listed.next++;
-    listed.slots.find(p, work, listed.entry);
+    listed.slots.find(p, shared.lists[rings.work.stage].list, work.tile, listed.entry);
   }
 
   // Loads the current tile of keys, and returns its number.

@@ -11,11 +11,12 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last warpgroup of two teams (forward_loader.cuh) has tiles of keys of its own.
-constexpr int FIRST_ALONE = (CONSUMERS + 1 - TEAMS) * WARPGROUP;
+// The last warpgroups of two teams (forward_loader.cuh) have tiles of keys of their own.
+constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
+constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
 DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }
 DEVICE u32 thread_of_team() { return threadIdx.x - is_alone() * FIRST_ALONE; }
-DEVICE int threads_of_team() { return is_alone() ? WARPGROUP : FIRST_ALONE; }
+DEVICE int threads_of_team() { return is_alone() ? ALONE * WARPGROUP : FIRST_ALONE; }
 DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + is_alone(), threads_of_team()); }
 
 // All warpgroups find a tile masked, or careful, and clear its rows together.
@@ -26,8 +27,7 @@ struct HiddenValues {
 
   DEVICE explicit HiddenValues(SeenKeys& seen) : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
     if (HIDES_ANYWHERE) {
-      for (int i = thread_of_team(); i < 2 * BLOCK_N; i += CONSUMERS * WARPGROUP)
-        seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
+      for (int i = thread_of_team(); i < 2 * BLOCK_N; i += threads_of_team()) seen.flags[i / BLOCK_N][i % BLOCK_N] = 0;
       sync_team();
     }
   }

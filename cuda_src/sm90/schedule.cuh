@@ -62,6 +62,13 @@ struct Ring {
     }
   }
 
+  // The place of another one, seen from `to` as that is from `from`.
+  DEVICE void move(const Ring& other, u32 from, u32 to) {
+    buffers = to + (other.buffers - from);
+    full_barriers = to + (other.full_barriers - from);
+    empty_barriers = to + (other.empty_barriers - from);
+  }
+
   // The place before this one.
   DEVICE Ring behind() const {
     Ring ring = *this;
