@@ -153,6 +153,7 @@ class Config(MmaConfig):
     """One kernel of this family."""
 
     key_warps: int
+    chunk: int = 64  # columns that the gradient of a bias brings at once, where there are stages
     has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
 
 

@@ -153,7 +153,7 @@ OF_QUERIES = tuple(
         (256, (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2))),
     )
 )
-# Of the kernel for the gradient of a bias; options are those beside it.
+# Of the kernel for the gradient of a bias; options are those beside it. Stages: see `plan_wide.BIAS`.
 _HALF_OF_KEYS = (QueryTile(64, 32, 4, min_blocks=2), QueryTile(64, 32, 4), QueryTile(32, 32, 2), QueryTile(32, 16, 2))
 _BIAS_TILES = (
     QueryTile(64, 64, 4, min_blocks=3, below=_LARGER),
@@ -163,7 +163,7 @@ _BIAS_TILES = (
 )
 OF_BIAS = (
     *(Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
-    Row(256, 256, (QueryTile(128, 64, 8), *_BIAS_TILES), _HALF_OF_KEYS),
+    Row(256, 256, tuple(replace(tile, stages=2) for tile in _BIAS_TILES), _HALF_OF_KEYS),
 )
 # Queries that a tile of keys walks: up to so many, blocks that share a multiprocessor are faster.
 _SHORT = 1024
@@ -277,7 +277,8 @@ of_queries = partial(plan_sm80.forward, **_QUERY_KERNEL)
 
 
 def _smem_of_bias(tile: QueryTile, row: Row[QueryTile]) -> int:
-    return (tile.block_m + tile.block_n) * (row.head_dim + row.head_dim_v) * HALF_BYTES + SMEM_BESIDE_TILES
+    columns = tile.stages * QueryConfig.chunk if tile.stages > 1 else row.head_dim + row.head_dim_v
+    return (tile.block_m + tile.block_n) * columns * HALF_BYTES + SMEM_BESIDE_TILES
 
 
 _BIAS_KERNEL: dict[str, Any] = {"rows": OF_BIAS, "entry": BIAS, "smem_bytes": _smem_of_bias}

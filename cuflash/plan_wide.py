@@ -88,6 +88,7 @@ class GradientRow:
 
 _TOGETHER, _APART = ("dkv",), ("dk", "dv")  # where both do not fit the registers
 _SHARED = Tile(64, 32, 8, key_warps=2)  # or fewer rows, as many as fit
+_PAIRS = Tile(32, 32, 4, min_blocks=2, key_warps=2)
 _SHARED_BY_FOUR, _SHARED_BY_TWO = Tile(32, 32, 8, key_warps=4), Tile(64, 16, 8, key_warps=2)  # of float64
 BACKWARD = {
     "float32": (
@@ -102,31 +103,28 @@ BACKWARD = {
         GradientRow(256, _APART, Tile(64, 32, 4), Tile(64, 16, 4)),
     ),
     "float64": (
-        GradientRow(64, _TOGETHER, Tile(64, 16, 4), Tile(64, 16, 4)),
-        GradientRow(128, _APART, Tile(32, 16, 2), Tile(32, 16, 2)),
+        GradientRow(64, _APART, _PAIRS, _PAIRS),
+        GradientRow(128, _APART, _SHARED, _SHARED),
         GradientRow(192, _APART, _SHARED_BY_FOUR, _SHARED_BY_FOUR),
         GradientRow(256, _APART, _SHARED_BY_TWO, _SHARED_BY_TWO),
     ),
 }
-# Of the kernel for the gradient of a bias; options are those beside it. Stages are of chunks of so many columns where
-# there are several: two blocks that share a multiprocessor hide each other's waits.
-_CHUNK = 64
+# Of the kernel for the gradient of a bias; options are those beside it. Stages are of chunks of columns where there are
+# several: two blocks that share a multiprocessor hide each other's waits.
 _IN_CHUNKS = (Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 2))
 BIAS = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (Tile(64, 64, 4),), (Tile(64, 32, 4),)),
-        *(Row(d, d, _IN_CHUNKS, _IN_CHUNKS[1:], _IN_CHUNKS[:1]) for d in (192, 256)),
+        *(Row(d, d, _IN_CHUNKS, _IN_CHUNKS[1:], _IN_CHUNKS[:1]) for d in (128, 192, 256)),
     ),
     "tf32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 3, below=_LARGER), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
         Row(128, 128, (Tile(128, 64, 8, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 64, 4)), (Tile(64, 32, 4),)),
-        Row(256, 256, (Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(256, 256, (Tile(64, 64, 4, 2, 3, below=_LARGER), Tile(64, 64, 4, 2, 2)), (Tile(64, 32, 4),)),
     ),
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(128, 128, (Tile(64, 32, 4), Tile(64, 16, 4)), (Tile(64, 16, 4),)),
-        *(Row(d, d, _IN_CHUNKS[1:], _IN_CHUNKS[1:]) for d in (192, 256)),
+        *(Row(d, d, _IN_CHUNKS[1:], _IN_CHUNKS[1:]) for d in (128, 192, 256)),
     ),
 }
 
@@ -257,9 +255,7 @@ def gradient_configs(
         tile = replace(tile, block_n=16)
     limit = smem_limit("sm_{}{}".format(*capability))
     parts, shares = _PARTS[kind], tile.key_warps > 1
-    # The wider product takes registers.
-    takes_wider = kind == "float64" and capability >= (9, 0) and is_plain and not flags and row.head_dim <= 64
-    takes_wider |= shares and not parts and capability >= (9, 0)
+    takes_wider = not parts and capability >= (9, 0)
     unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind)  # half of a result is many sums
     configs = []
     size, size_v = _bytes(kind)
@@ -279,7 +275,7 @@ def gradient_configs(
         config = GradientConfig(
             entry=entry,
             head_dim_v=row.head_dim_v,
-            whole_products=takes_wider and (shares or not wanted),
+            whole_products=takes_wider,
             of_keys=bool(wanted),
             computes_dk="dk" in wanted,
             computes_dv="dv" in wanted,
@@ -302,7 +298,7 @@ def bias_config(
     """The kernel for the gradient of a bias; `flags` are those of options beside it."""
 
     def smem_bytes(tile: Tile) -> int:
-        whole, chunks = row.head_dim * sum(_bytes(kind)), tile.stages * _CHUNK * max(_bytes(kind))
+        whole, chunks = row.head_dim * sum(_bytes(kind)), tile.stages * Config.chunk * max(_bytes(kind))
         row_bytes = (chunks if tile.stages > 1 else whole) + _NUMBERS_BYTES
         return (tile.block_m + tile.block_n) * row_bytes + SMEM_BESIDE_TILES
 

@@ -63,7 +63,6 @@ def source(config: KernelConfig) -> str:
         ("params.cuh", "WARP", launch_sm90._ROW_BLOCKS),  # a lane asks for each
         ("tile.cuh", "SIDE", plan._SIDE),
         ("score_fragment.cuh", "MASK_WORD", plan_split._MASK_WORD),
-        ("sm80/direct.cuh", "CHUNK", plan_wide._CHUNK),
         ("sm90/schedule.cuh", "WARPGROUP", plan_sm90.WARPGROUP),
         ("sm90/products.cuh", "ROWS_OF_WARPGROUP", plan_sm90.ROWS_OF_WARPGROUP),
         ("sm90/products.cuh", "ROWS_OF_WARP", plan_sm90.ROWS_OF_WARP),

@@ -86,7 +86,7 @@ def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
     agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options), capability)
 
 
-# Beyond head dim 128 warps share rows, and tell each other what each has found.
+# Beyond head dim 128, in float64 at all, warps share rows, and tell each other what each has found.
 MANY: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": RNG.random(4), "mask": MASK} | OPTIONS["dropout"]
 BLOCK_MASK = OPTIONS["block mask"]
 
@@ -97,7 +97,9 @@ def test_warps_that_share_rows(options: Any, capability: tuple[int, int], dims: 
     agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, **options), capability)
 
 
-@pytest.mark.parametrize(("capability", "dims"), [((8, 0), (192, 150)), ((9, 0), (250, 256))])
+@pytest.mark.parametrize(
+    ("capability", "dims"), [((8, 0), (192, 150)), ((9, 0), (250, 256)), ((9, 0), (100, 128)), ((9, 0), (64, 40))]
+)
 @pytest.mark.parametrize("name", ["softcap and slopes", "lengths", "dropout", "block mask"])
 def test_float64_of_warps_that_share_rows(name: str, capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float64", SHAPE, (4, 2), dims, 2, **OPTIONS[name]), capability)
@@ -128,7 +130,7 @@ def test_one_gradient_of_float64_beyond_head_dim_128(wanted: str) -> None:
     assert {x.kernel.entry for x in launch._launches.values()} >= {f"wide_d{wanted}"}
 
 
-# Beyond head dim 128 operands come in chunks for the gradient of a bias: its shape, and what stands beside it.
+# Beyond head dim 64 operands come in chunks for the gradient of a bias: its shape, and what stands beside it.
 BIASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "of scores": ((2, 4, 90, 110), {"causal": True}),
     "of all batches": ((1, 4, 90, 110), {"window": (30, 10)}),
@@ -152,7 +154,13 @@ def gradient_of_bias_agrees(case: cases.Case, capability: tuple[int, int]) -> No
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "dims"),
-    [("float32", (8, 0), (192, 150)), ("float32", (10, 0), (250, 256)), ("float64", (9, 0), (200, 256))],
+    [
+        ("float32", (8, 0), (192, 150)),
+        ("float32", (10, 0), (250, 256)),
+        ("float32", (9, 0), (128, 100)),
+        ("float64", (9, 0), (200, 256)),
+        ("float64", (8, 0), (90, 128)),
+    ],
 )
 @pytest.mark.parametrize("name", BIASES)
 def test_gradient_of_a_bias_in_chunks(

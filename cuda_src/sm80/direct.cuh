@@ -17,7 +17,6 @@ DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand
               keyed ? p.head_dim : p.head_dim_v);
 }
 
-constexpr int CHUNK = 64;  // columns that are brought by themselves
 template <int COLUMNS>
 DEVICE Rows chunk_of(Rows rows, int number) {
   rows.data += number * CHUNK;

@@ -24,7 +24,7 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand 
           x.factors_at(p.work_space, image, row), i64(x.rows) * SPLIT_PANEL / 2, of_keys ? s.len_k : s.len_q};
 }
 
-constexpr int CHUNK = SPLIT_PANEL;
+static_assert(CHUNK == SPLIT_PANEL, "a chunk is a panel");
 template <int COLUMNS>
 DEVICE OperandRows chunk_of(const OperandRows& rows, int number) {
   return {rows.panels + number * rows.panel_stride, rows.factors, COLUMNS / CHUNK * rows.panel_stride, rows.num_rows};
