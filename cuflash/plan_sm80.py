@@ -84,6 +84,7 @@ _64X64 = (
     Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
     Tile(64, 64, 4, min_blocks=2, only=FLAGS),
 )
+_SHARED = Tile(64, 64, 4, min_blocks=2, key_warps=2, only=("has_block_mask",))
 # The first row that is wide enough is taken.
 FORWARD = (
     Row(
@@ -118,14 +119,13 @@ FORWARD = (
             *_64X64[1:],
         ),
     ),
-    Row(192, 128, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-    Row(192, 192, (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+    *(Row(192, d, (_SHARED, Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),), (_SHARED,)) for d in (128, 192)),
     Row(
         256,
         256,
-        (Tile(64, 64, 4, min_blocks=2, key_warps=2), Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
+        (_SHARED, Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
         (Tile(64, 32, 4), Tile(32, 32, 2)),
-        (Tile(64, 64, 4, only=FLAGS),),
+        (replace(_SHARED, below=(10, 0)), Tile(64, 64, 4, only=FLAGS)),
     ),
 )
 
@@ -275,6 +275,6 @@ def table(
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in rows:
         for dtype in dtypes(capability):
-            for flags in table_flags(row):
+            for flags in (*table_flags(row), *([("has_block_mask",)] if row.with_one else [])):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

@@ -117,3 +117,30 @@ def test_odd_strides(place: Device, head_dim: int) -> None:
         wide[..., :-1] = x
         setattr(case, name, wide[..., :-1])
     agrees(place, case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_listed_tiles(dims: tuple[int, int], causal: bool) -> None:
+    """Whole blocks, odd and even numbers of them, beside partial ones; what no query sees may be NaN."""
+    rng = np.random.default_rng(1)
+    blocks = rng.random((3, 9)) < 0.5
+    blocks[0] = False
+    blocks[0, [1, 4, 7]] = True
+    mask = np.repeat(np.repeat(blocks, 64, 0), 64, 1)[:150, :530]
+    mask[100:, 200:300] &= rng.random((50, 100)) < 0.5
+    mask[:, 70:75] = False
+    device = cpu_device.CpuDevice((9, 0), num_sms=3)
+    device.has_wgmma = False
+    case = gaussian_case(0, "float16", mask.shape, (2, 1), dims, 1, block_mask=mask, causal=causal)
+    place = Device("sm_90", np, nullcontext)
+    launch._launches.clear()
+    with hook.kernels_on(device):
+        clean = case.on(place).forward()
+        case.assert_forward(*clean)
+        for x in (case.k, case.v):
+            x[:, ~mask.any(0)] = np.nan
+        for before, after in zip(clean, case.on(place).forward(), strict=True):
+            np.testing.assert_array_equal(before, after)
+    assert {x.kernel.entry for x in launch._launches.values()} == {plan_sm80.ENTRY}

@@ -29,9 +29,9 @@ struct SharedStorage {
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
-static_assert(!SHARES_QUERIES || !(HIDES_ANYWHERE || HAS_DROPOUT), "plain or with a window");
-// The first scores do not wait for values.
-constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2;
+static_assert(!SHARES_QUERIES || !(HAS_MASK || HAS_BIAS || HAS_DROPOUT), "plain, or with a window or a block mask");
+// The first scores do not wait for values. Beside a block mask that takes registers.
+constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
 // Whether keys that are hidden one by one are looked after only where the result is not finite.
 constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
 // A mask and a bias are read while scores are computed where registers hold them.
@@ -80,6 +80,12 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   for (int other = 1; other < KEY_WARPS; other++) {
     multiply_part<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values, key_warp * WARP_COLUMNS);
   }
+}
+
+DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
+  if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
+  __syncthreads();
+  if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
 }
 
 // False where the block has no queries. Unless careful, hidden keys that are not finite show: the sums are not, either.
@@ -190,6 +196,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, careful, options[f]);
+        if (HIDES_ANYWHERE && masked) mark_seen(shared.seen + own_key, x[f]);
         softmax[f].take_factors(shared.softmax);
         FragmentSoftmax::find_tops(x[f], top[f]);
         exceeded |= softmax[f].exceeded(top[f]);
@@ -200,6 +207,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         if (!blocks.done()) keys.load(k, next_key);
         commit_copies();
       }
+      if (HIDES_ANYWHERE && masked) clear_unseen(shared, values);
       if (grown) across_warps(shared, top, warp_row, key_warp, [](Accum a, Accum b) { return larger(a, b); });
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
@@ -248,9 +256,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       }
       if (HIDES_ANYWHERE && masked && careful) {
         __syncthreads();
-        if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
-        __syncthreads();
-        if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
+        clear_unseen(shared, values);
       }
       multiply_values(out, weights, values);
     }
