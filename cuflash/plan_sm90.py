@@ -88,7 +88,6 @@ class Row:
 
 
 _TEAMS = Tile(128, 64, ping_pong=False, alone=1)
-_EVEN_TEAMS = Tile(128, 64, ping_pong=False, alone=2)
 # The first row that is wide enough is taken. Tiles: full, windowed, with_score, _dropout, _mask, _bias, _more.
 FORWARD = (
     Row(
@@ -105,7 +104,7 @@ FORWARD = (
         many_windowed=Tile(192, 128, exact=True),
         narrow_window=Tile(256, 64),
         few_queries=Tile(64, 128, ping_pong=False, stages=3),
-        with_blocks=_EVEN_TEAMS,
+        with_blocks=Tile(128, 64, ping_pong=False, alone=2),
     ),
     Row(
         96,

@@ -137,7 +137,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
       };
       const auto take = [&] {
-        blocks.take(rings.k, shared.blocks, slots());
+        blocks.take(rings.k, shared.entries, strip);
         if constexpr (TEAMS > 1) blocks.hidden &= !careful;
       };
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
@@ -151,7 +151,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
-          blocks.take(rings.k, shared.blocks, slots());
+          blocks.take(rings.k, shared.entries, strip);
           next_masked = needs_mask();
         }
       };
@@ -185,7 +185,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         float x[BLOCK_N / 2], shift[2] = {0, 0};
         const int first_key = blocks.block * BLOCK_N;
         if (masked) scores.fetch(bits, row, first_key, slots());
-        rings.k.wait();
+        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // take() has
         turns.take();
         multiply(x, first_key, masked);
         if (first) {
@@ -261,7 +261,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           const int first_key = blocks.block * BLOCK_N;
           const bool masked = needs_mask();
           if (masked) scores.fetch(bits, row, first_key, slots());
-          rings.k.wait();
+          if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
           turns.take();
           multiply(x, first_key, masked);
           turns.pass();

@@ -5,7 +5,7 @@
 #include "unit_fragment.cuh"
 
 // A tile has strips of 64 queries, a warpgroup each. With a block mask there may be two teams, with shared memory and
-// loading threads of their own: one for tiles, and one for other tiles or, if it is a single warpgroup, their strips.
+// loading threads of their own: one for tiles, one for others or, if it is one warpgroup, their strips.
 constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
 static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
 
@@ -112,7 +112,8 @@ struct GivenWork : PartialWork {
 constexpr int NO_WORK = -2;  // in place of a tile
 
 // Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
-// tile of keys which one it is, whether it is the last, and whether to mask it.
+// tile of keys which one it is, whether it is the last, and what is hidden or to be masked to each strip.
+constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
 struct GivenBlocks {
   int block, next, end;  // the end is none of them
   bool masked = false, hidden = false;
@@ -129,31 +130,26 @@ struct GivenBlocks {
   DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
   template <class KeyRing>
-  DEVICE void take(const KeyRing& keys, const int* entries, const int (&slots)[BLOCKS_OF_ROW]) {
+  DEVICE void take(const KeyRing& keys, const int (*entries)[SAID_STRIPS], int strip) {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
-      const int entry = entries[keys.stage];
-      block = entry >> 2;
-      next = entry >> 1 & 1;
+      const int entry = entries[keys.stage][strip];
+      block = entry >> 3;
+      next = entry >> 2 & 1;
+      hidden = entry & 2;
       masked = entry & 1;
-      hidden = TEAMS > 1;
-#pragma unroll
-      for (int slot : slots) {
-        masked |= slot != VISIBLE_SLOT;
-        hidden &= slot == HIDDEN_SLOT;
-      }
     } else {
       block = FROM_LAST ? next-- : next++;
     }
   }
 };
 
-// Of a tile of keys with a block mask: the blocks of its store that each warpgroup's queries have there. Found by the
-// loading thread, so that no warp waits for one read to begin the next.
+// The blocks of a block mask's store in a tile of keys, for each strip. Found by the loading thread: no warp waits for
+// one read to begin the next.
 struct GivenSlots {
   alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
 
-  // Of an entry of a tile's list; `slots` are those of its first row of blocks.
+  // Of an entry of a tile's list; `slots`: of its first row of blocks, in the list's place (it is read ahead).
   DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
     for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
@@ -184,8 +180,8 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   alignas(1024) unsigned char v[STAGES * V_BYTES];
   alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
   GivenWork work[WORK_STAGES];
-  Blocks lists[WORK_STAGES];                // with a block mask, of the tiles handed on
-  int blocks[HAS_BLOCK_MASK ? STAGES : 1];  // of GivenBlocks
+  Blocks lists[WORK_STAGES];                              // with a block mask, of the tiles handed on
+  int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];  // of GivenBlocks
   GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
   int spoiled[WORK_STAGES];  // whether hidden values have come into a tile's result
   RingBarriers<WORK_STAGES> work_barriers;
@@ -210,7 +206,7 @@ struct Rings {
         v(shared.v, shared.v_barriers),
         bias(shared.bias, shared.bias_barriers) {}
 
-  // Addresses are found anew, not held in registers: beside four warpgroups a loading thread has few.
+  // Addresses are found anew: beside four warpgroups a loading thread has few registers.
   DEVICE void forget(SharedStorage& shared) {
     const Rings same(shared);
     const u32 from = same.q.buffers;
@@ -322,7 +318,6 @@ struct Loader {
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      // In the place of the list, whose next entries are known.
       shared.lists[rings.work.stage].list = mask.slots + static_cast<i64>(work.tile) * STRIPS * p.slot_columns;
       listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
@@ -355,7 +350,17 @@ struct Loader {
       const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
       rings.k.acquire();
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
-      shared.blocks[rings.k.stage] = block << 2 | last << 1 | needs_mask(block, work);
+      const bool masks_all = needs_mask(block, work);
+#pragma unroll
+      for (int strip = 0; strip < STRIPS; strip++) {
+        bool masked = masks_all, hidden = TEAMS > 1;
+#pragma unroll
+        for (int slot : listed.slots.of[strip]) {
+          masked |= slot != VISIBLE_SLOT;
+          hidden &= slot == HIDDEN_SLOT;
+        }
+        shared.entries[rings.k.stage][strip] = block << 3 | last << 2 | hidden << 1 | masked;
+      }
       shared.slots[rings.k.stage] = listed.slots;
       rings.k.expect();
       rings.k.advance();

@@ -62,7 +62,7 @@ struct Ring {
     }
   }
 
-  // The place of another one, seen from `to` as that is from `from`.
+  // Seen from `to` as the other one is from `from`.
   DEVICE void move(const Ring& other, u32 from, u32 to) {
     buffers = to + (other.buffers - from);
     full_barriers = to + (other.full_barriers - from);
