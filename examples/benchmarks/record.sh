@@ -5,7 +5,8 @@
 #
 # PART is one of the names below. COMMIT where this is no checkout with git. The part window comes first, while the card
 # is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch, whose
-# path is in MYTORCH, the part paper_io needs ncu. The parts mma... take the kernels of other GPUs.
+# path is in MYTORCH, the parts paper_io and counters need ncu, and counters the records of the dense and the float32 parts.
+# The parts mma... take the kernels of other GPUs.
 set -eu
 part=$1 folder=${2:-examples/benchmarks/results} commit=${3:-}
 
@@ -26,6 +27,7 @@ mma_fp16) CUFLASH_WITHOUT_WGMMA=1 bench --dtype float16 --peers cuflash flash --
 mma_sparse) CUFLASH_WITHOUT_WGMMA=1 bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.json" ;;
+counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
 window) bench --suite window --peers cuflash fa3 --budget-ms 12 ;;

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import counters
 import measured
 import pages
 from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row, varlen_row
@@ -46,12 +47,17 @@ ERRORS_HEAD = """From [errors.json](errors.json).
 Against float64, as a multiple of FlashAttention-3's, with the standard error over heads: the mean error over all
 elements, and the mean over heads of each head's largest error.
 """
-# What `bench --json`, `host.py` and `errors.py` call themselves.
-COMMANDS = ("bench", "errors")
+COUNTERS_HEAD = """From [counters.json](counters.json).
+
+By ncu, of the cell with the best and the worst ratio to its fastest peer; of a pass the kernel that takes longest. A
+stall is how many warps wait for that reason whenever an instruction is issued; the three largest are shown.
+"""
+# What `bench --json`, `host.py`, `errors.py` and `counters.py` call themselves.
+COMMANDS = ("bench", "errors", "counters")
 
 
 def load(folder: Path) -> list[Recorded]:
-    """All files that `python -m cuflash bench`, `host.py` and `errors.py` wrote on a GPU, each with its facts."""
+    """All files that `python -m cuflash bench`, `errors.py` and the like wrote on a GPU, each with its facts."""
     recorded = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
@@ -181,6 +187,10 @@ def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
             parts.append("## Errors of all heads\n")
             parts.append(f"{pages.origin(record.facts)} {ERRORS_HEAD}")
             parts.append(errors_of_all_heads(record.facts["errors"]))
+        if "counters" in record.facts:
+            parts.append("## Hardware counters\n")
+            parts.append(f"{pages.origin(record.facts)} {COUNTERS_HEAD}")
+            parts.append(counters.table(record.facts["counters"]))
     for record, suite, direction, dtype, results in sections:
         files = ", ".join(f"[{file}]({file})" for file in record.files)
         parts.append(f"## {suite}: {direction}, {dtype}{', mma.sync' if record.is_mma else ''}\n")
