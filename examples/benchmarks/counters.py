@@ -78,7 +78,8 @@ def make_calls(calls: Sequence[Call]) -> None:
 
     mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
     for call in calls:
-        of_peer = gpu_peers()[call["peer"]](Inputs(Cell(**call["cell"]), cupy))
+        cell = Cell(**{name: tuple(x) if isinstance(x, list) else x for name, x in call["cell"].items()})
+        of_peer = gpu_peers()[call["peer"]](Inputs(cell, cupy))
         run = getattr(of_peer, call["direction"])
         run()
         mark((1,), (1,), ())
@@ -88,6 +89,7 @@ def make_calls(calls: Sequence[Call]) -> None:
         mark((1,), (1,), ())
         cupy.cuda.Device().synchronize()
         cupy.cuda.profiler.stop()
+        print(f"{call['part']}, {call['which']}: {call['peer']}", file=sys.stderr, flush=True)
 
 
 def by_call(rows: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
