@@ -78,8 +78,7 @@ def make_calls(calls: Sequence[Call]) -> None:
 
     mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
     for call in calls:
-        cell = Cell(**{name: tuple(x) if isinstance(x, list) else x for name, x in call["cell"].items()})
-        of_peer = gpu_peers()[call["peer"]](Inputs(cell, cupy))
+        of_peer = gpu_peers()[call["peer"]](Inputs(Cell(**call["cell"]), cupy))
         run = getattr(of_peer, call["direction"])
         run()
         mark((1,), (1,), ())
