@@ -127,7 +127,8 @@ class Forward(Kernel):
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(tiles of one head, tiles in all, each part of the keys by itself)."""
-        tiles, total = super().grid(problem, arrays)
+        tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
+        total = tiles * images(problem, problem.num_heads_q)
         return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
@@ -136,7 +137,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
-        return {"heads_together": plan_sm90.heads_together(problem, self.config.block_m)}
+        return {"heads_together": plan_sm90.heads_together(problem, self.config.block_m * self.config.pair)}
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
         """Maps of the arrays that TMA reads and writes."""
@@ -147,7 +148,7 @@ class Forward(Kernel):
             bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)
         out = "out" if self.config.staging_panels else "v"
         tiles_of = (("q", m), ("k", n), ("v", n), bias, (out, plan_sm90.ROWS_OF_WARP), (out, 1))
-        return Persistent(problem, tiles_of, arrays, device, tiles)
+        return Persistent(problem, tiles_of, arrays, device, tiles, self.config.pair)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def forward(work: Work) -> bool:
         return False
     parts = _results_of_parts(work, config)
     if parts or not _is_out_expressible(work):
-        config = replace(config, splits_keys=bool(parts), staging_panels=0)
+        config = replace(config, splits_keys=bool(parts), staging_panels=0, pair=1)
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
         work.run(MergeParts("merge_parts", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)

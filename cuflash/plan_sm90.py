@@ -58,6 +58,8 @@ class Tile:
     stages: int = 2
     alone: int = 0  # warpgroups of a second team
     from_last: bool = False
+    held_steps: int = 0  # of queries, in registers
+    pair: int = 1  # blocks of a tile
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,15 @@ FORWARD = (
     Row(
         256,
         256,
-        Tile(128, 64, early_eighths=4, exact=True),
-        Tile(128, 64, early_eighths=4, exact=True),
+        Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
+        Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
         Tile(128, 48),
         Tile(128, 32),
         Tile(128, 32),
         Tile(128, 32),
         Tile(64, 32, ping_pong=False),
-        many_keys=Tile(128, 64, early_eighths=4),
-        many_windowed=Tile(128, 64, early_eighths=2, from_last=True),
+        many_keys=Tile(128, 64, early_eighths=4, held_steps=6),
+        many_windowed=Tile(128, 64, early_eighths=2, from_last=True, held_steps=6, pair=2),
         few_queries=Tile(64, 32, ping_pong=False, stages=3),
         with_blocks=Tile(128, 64),
         exact_again=4096,
@@ -212,6 +214,8 @@ class Config(HopperConfig):
     teams: int
     exact_maxima: bool
     from_last: bool
+    held_steps: int
+    pair: int
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     bounded_scores: bool  # their powers need no maximum
@@ -372,7 +376,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
     plain_scores = has_plain_scale(problem)
     flags = flags_of(problem)
     grow_rarely = not (flags or problem.packed) and problem.seqlen_k >= row.exact_again
-    return forward_config(
+    config = forward_config(
         row,
         problem.dtype,
         problem.bias_dtype,
@@ -384,6 +388,8 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         few_queries=has_few_queries(problem),
         bounded_scores=problem.softcap <= _LARGEST_BOUND,
     )
+    few = problem.seqlen_q < _LONG_QUERIES or problem.packed or problem.window_left is not None
+    return replace(config, pair=1) if few else config
 
 
 def reason(problem: AttentionProblem) -> str:

@@ -333,6 +333,29 @@ def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
     assert only.kernel.config.from_last
 
 
+PAIRS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "q_lengths": {"q_lengths": np.array([290, 77], np.int32)},
+    "kv_lengths": {"kv_lengths": np.array([290, 0], np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("seqlen_k", [300, 700])
+def test_pairs_of_blocks(place: Device, name: str, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loads half of the keys for both; a block may have no row of a tile, or rows that see no keys."""
+    monkeypatch.setattr(plan_sm90, "_MANY_KEYS", 1)
+    monkeypatch.setattr(plan_sm90, "_LONG_QUERIES", 1)
+    plan_sm90.forward.cache_clear()
+    q, k, v = normal(2, 600, 2, 256), normal(2, seqlen_k, 1, 256), normal(2, seqlen_k, 1, 256)
+    hidden = slice(290, None) if name == "kv_lengths" else None
+    both(place, q, k, v, hidden=hidden, causal=True, **PAIRS[name])
+    (only,) = launch._launches.values()
+    plan_sm90.forward.cache_clear()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.pair == 2
+
+
 @no_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_results_at_any_address(causal: bool) -> None:

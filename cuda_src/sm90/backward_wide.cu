@@ -347,9 +347,7 @@ DEVICE void sync_pair() {
   if constexpr (PAIR == 1) {
     __syncthreads();
   } else {
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    sync_cluster();
   }
 }
 

@@ -4,7 +4,6 @@
 #include "../softmax_fragment.cuh"
 #include "forward_loader.cuh"
 
-constexpr bool SCALE_ONCE = !HAS_OPTIONS || (HAS_BIAS && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
@@ -63,14 +62,13 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   }
 }
 
-// A warpgroup.
 DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
-  // Converted once, where there is a register to hold it: beside a bias each step would, and waits for it.
+  // Converted once, where there is a register to hold it.
   float scale = static_cast<float>(p.softmax_scale);
-  if constexpr (SCALE_ONCE) ptx::keep(scale);
+  if constexpr (!HAS_OPTIONS) ptx::keep(scale);
   while (true) {
     rings.work.wait();
     const GivenWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
@@ -84,7 +82,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const int strip = warpgroup + work.first_strip();
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     auto softmax = softmax_of<BOUNDED_SCORES>(scores.units);
@@ -128,6 +126,14 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // Shared memory is busy.
+      u32 held[HELD_STEPS + 1][4];
+      const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
+#pragma unroll
+      for (int step = 0; step < HELD_STEPS; step++) {
+        ptx::ldmatrix_x4(held[step],
+                         own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
+      }
       const bool careful = HIDES_ANYWHERE && work.careful;
       FragmentBits bits;
       bool last, next_masked;
@@ -144,8 +150,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
         slope.find_left(left, first_key, masked);
-        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N>(x, queries, rings.k.buffer(),
-                                                     [&] { slope.multiply(x, left, shared.numbers); });
+        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
+            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
       };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
@@ -337,7 +343,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
   if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();  // shared memory stays until TMA has read it
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                  const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap out_map,
@@ -351,14 +357,19 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const int warps = threads_of_team() / WARP;
     shared.work_barriers.init(warps + 1);
     shared.q_barriers.init(warps);
-    shared.k_barriers.init(warps);
-    shared.v_barriers.init(warps);
+    shared.k_barriers.init(PAIR * warps);
+    shared.v_barriers.init(PAIR * warps);
+    if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
     for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
   }
   shared.numbers.fill();
-  __syncthreads();
+  if constexpr (PAIR == 1) {
+    __syncthreads();
+  } else {
+    sync_cluster();
+  }
 
   const Rings rings(shared);
   const int warpgroup = own_warpgroup();
@@ -371,4 +382,5 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
   }
+  if (PAIR > 1) sync_cluster();  // the other may still send
 }

@@ -1,6 +1,5 @@
 // The forward kernel's shared memory; what its warpgroups are handed with a tile, and with each tile of its keys; and
 // the two threads that do so: one finds out which tiles there are, one loads them.
-#include "bias_tile.cuh"
 #include "hidden_values.cuh"
 #include "unit_fragment.cuh"
 
@@ -8,6 +7,12 @@
 // loading threads of their own: one for tiles, one for others or, if it is one warpgroup, their strips.
 constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
 static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
+
+// A pair of blocks has the halves of a tile of queries; each loads half of the keys and values for both.
+DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
+constexpr int ROWS_OF_TILE = PAIR * BLOCK_M;
+
+constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 16;
 
 struct Team {
   static constexpr u32 TILES = 16, OTHERS = 5;  // of these: with a third, strips end last
@@ -33,14 +38,16 @@ struct PartialWork : Work {
 
   DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
   DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
-  DEVICE int first_of_rows() const { return tile * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP; }
+  DEVICE int first_of_rows() const {
+    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP;
+  }
 };
 
 DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
 // Tiles of keys that some query of the tile sees, or the part of them.
 DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
-  Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N);
+  Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, ROWS_OF_TILE, BLOCK_N);
   if constexpr (SPLITS_KEYS) {
     const int first = blocks.block, number = larger(blocks.end - first, 0), part = work.part_of_keys();
     blocks.block = first + number * part / p.splits;
@@ -89,7 +96,7 @@ struct GivenWork : PartialWork {
   // earlier than it does, by rows that nobody writes; the diagonal stays where it is, as it is counted from the end.
   DEVICE void fill_last_tile() {
     Sequence& s = sequence;
-    skipped = ceil_div(s.rows_q, BLOCK_M) * BLOCK_M - s.rows_q;
+    skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
     s.row_q -= skipped;
     s.rows_q += skipped;
     s.len_q += skipped;
@@ -102,8 +109,9 @@ struct GivenWork : PartialWork {
     if constexpr (!HIDES_ANYWHERE) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
-        const Blocks own = blocks_of_keys(p, sequence, head, tile * CONSUMERS + warpgroup, ROWS_OF_WARPGROUP, BLOCK_N);
-        const bool skips_all = (tile * CONSUMERS + warpgroup + 1) * ROWS_OF_WARPGROUP <= skipped;
+        const int strip = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
+        const Blocks own = blocks_of_keys(p, sequence, head, strip, ROWS_OF_WARPGROUP, BLOCK_N);
+        const bool skips_all = (strip + 1) * ROWS_OF_WARPGROUP <= skipped;
         own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
       }
     }
@@ -190,13 +198,15 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   RingBarriers<BIAS_STAGES> bias_barriers;
   SeenKeys seen;
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
+  uint4 index;  // of a pair's next tile, in x: a copy has 16 bytes
+  RingBarriers<1> index_barriers;
 };
 
 struct Rings {
   Ring<WORK_STAGES, sizeof(GivenWork), true> work;
   Ring<QUERY_STAGES, Q_BYTES, true> q;
-  Ring<STAGES, K_BYTES, true> k;
-  Ring<STAGES, V_BYTES, true> v;
+  Ring<STAGES, K_BYTES, true, PAIR> k;
+  Ring<STAGES, V_BYTES, true, PAIR> v;
   Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
 
   DEVICE explicit Rings(const SharedStorage& shared)
@@ -224,7 +234,12 @@ template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
 #pragma unroll
   for (int panel = 0; panel < NUM_PANELS; panel++) {
-    ptx::tma_load(ring.buffer() + panel * ROWS * ROW_BYTES, map, ring.full(), panel * PANEL, row, head, batch);
+    const u32 target = ring.buffer() + panel * ROWS * ROW_BYTES;
+    if constexpr (PAIR == 1 || ROWS == BLOCK_M) {
+      ptx::tma_load(target, map, ring.full(), panel * PANEL, row, head, batch);
+    } else if (panel % PAIR == rank()) {
+      ptx::tma_load_multicast(target, map, ring.full(), 3, panel * PANEL, row, head, batch);
+    }
   }
 }
 template <int ROWS, int NUM_PANELS, class AnyRing>
@@ -259,7 +274,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     } while (careful);
   };
   const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
-  u32 index = blockIdx.x;
+  u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
   int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
   while (index < total || looks-- > 0) {
@@ -270,9 +285,25 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     const u32 tile = team.tile(index);
     const PartialWork work = {work_at(p, tile / parts),
                               static_cast<int>(ALONE == 1 && team.number > 0 ? index % STRIPS : tile % parts)};
-    if (work.first_of_rows() < work.sequence.rows_q) hand_on(work);
+    if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
-    index = next_index(p, index, total, gridDim.x, team.number);
+    if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
+    if constexpr (PAIR > 1) {
+      Ring<1, sizeof(uint4)> ring(&shared.index, shared.index_barriers);
+      ring.phase = rings.work.stage ^ 1;
+      if (rank() == 0) {
+        ring.acquire();
+        shared.index.x = index;
+        ptx::fence_async_shared();
+        ptx::bulk_copy_cluster(ptx::cluster_address(ring.buffer(), 1), ring.buffer(), sizeof(uint4),
+                               ptx::cluster_address(ring.full(), 1));
+      } else {
+        ring.expect();
+        ring.wait();
+        index = shared.index.x;
+        ptx::mbarrier_arrive_cluster(ptx::cluster_address(ring.empty_barriers, 0));
+      }
+    }
   }
   rings.work.acquire();
   shared.work[rings.work.stage].tile = NO_TILE;
@@ -287,7 +318,6 @@ struct Listed {
   GivenSlots slots;
 };
 
-// The loading thread.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;

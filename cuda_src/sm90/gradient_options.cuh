@@ -1,6 +1,6 @@
 // Options as the gradients meet them, with few registers: masks as bits, a bias in tiles, softcap's derivative.
 #include "../gradient_fragment.cuh"
-#include "bias_tile.cuh"
+#include "products.cuh"
 #include "gradient_schedule.cuh"
 
 // ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys; of a partial one each thread
@@ -113,12 +113,12 @@ struct BlockBits {
 // ---- A bias beside the queries that it is added to.
 
 struct GradientBias {
-  alignas(HAS_BIAS_TILES ? 1024 : 1) unsigned char tiles[HAS_BIAS_TILES ? QUERY_STAGES * BIAS_BYTES : 1];
+  alignas(HAS_BIAS_TILES ? 1024 : 1) unsigned char tiles[HAS_BIAS_TILES ? QUERY_STAGES * BIAS_TILE_BYTES : 1];
 };
 
 // Address of the panel of a warpgroup's keys.
 DEVICE u32 bias_panel(const GradientBias& bias, u32 stage, int warpgroup) {
-  return ptx::shared_address(bias.tiles) + stage * BIAS_BYTES + warpgroup * BIAS_PANEL_BYTES;
+  return ptx::shared_address(bias.tiles) + stage * BIAS_TILE_BYTES + warpgroup * BIAS_PANEL_BYTES;
 }
 
 struct NothingElse {

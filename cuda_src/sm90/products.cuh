@@ -12,7 +12,7 @@ constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BY
 
 // Uniform, and known to be.
 DEVICE int own_warpgroup() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
-// First row of the thread's warp within its warpgroup.
+// Of the warp, in its warpgroup.
 DEVICE int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 
 template <class T, int N>
@@ -25,21 +25,25 @@ DEVICE void keep(T (&x)[N]) {
 DEVICE u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
 DEVICE constexpr u32 step_offset(int step, int rows) { return step / 4 * rows * ROW_BYTES + step % 4 * 32; }
 
-// Every tile is used as it lies, by its rows, or transposed by its columns.
-
 struct NothingMore {
   DEVICE void operator()() const {}
 };
 
 // Starts x = a b^T over DEPTH, and what `more` starts to be added; the panels of a and b have ROWS_A and ROWS_B rows.
-template <int DEPTH, int ROWS_A, int ROWS_B, int N, class More = NothingMore>
-DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}) {
+// The first HELD steps of a are fragments.
+template <int DEPTH, int ROWS_A, int ROWS_B, int HELD = 0, int N, class More = NothingMore>
+DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}, const u32 (*held)[4] = nullptr) {
   const u64 left = rows_descriptor(a), right = rows_descriptor(b);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < DEPTH / STEP; step++) {
-    ptx::wgmma_ss<Element, 0, 0>(x, left + step_offset(step, ROWS_A) / 16, right + step_offset(step, ROWS_B) / 16,
-                                 step > 0);
+    const u64 b_step = right + step_offset(step, ROWS_B) / 16;
+    if (step < HELD) {
+      const u32(&f)[4] = held[step];
+      ptx::wgmma_rs<Element, 0>(x, f[0], f[1], f[2], f[3], b_step, step > 0);
+    } else {
+      ptx::wgmma_ss<Element, 0, 0>(x, left + step_offset(step, ROWS_A) / 16, b_step, step > 0);
+    }
   }
   more();
   ptx::wgmma_commit_group();
@@ -155,5 +159,53 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
       }
     }
     __syncwarp();
+  }
+}
+
+// ---- A bias in tiles that TMA brings. One that is the same for all queries has one row.
+
+constexpr int BIAS_PANEL = ROW_BYTES / sizeof(BiasElement);  // columns
+constexpr int PANELS_BIAS = (BLOCK_N + BIAS_PANEL - 1) / BIAS_PANEL;
+constexpr u32 BIAS_PANEL_BYTES = BLOCK_M * ROW_BYTES, BIAS_TILE_BYTES = PANELS_BIAS * BIAS_PANEL_BYTES;
+
+DEVICE float2 unpacked(__nv_bfloat16, u32 pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+DEVICE float2 unpacked(__half, u32 pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
+
+// One row of a tile, of which `column` is a multiple of the elements of 16 bytes.
+DEVICE u32 bias_address(u32 tile, int row, int column) {
+  const u32 chunk = column % BIAS_PANEL * sizeof(BiasElement) / 16;
+  return tile + column / BIAS_PANEL * BIAS_PANEL_BYTES + row * ROW_BYTES + (chunk ^ row % 8) * 16;
+}
+
+DEVICE void add_pair(float& x, float& y, float2 bias, bool masked) {
+  x = masked && bias.x == -infinity() ? bias.x : x + bias.x;
+  y = masked && bias.y == -infinity() ? bias.y : y + bias.y;
+}
+
+// Adds a tile to the fragment of a warp whose first row it is, or of all warps if `one_row`.
+template <class Bias = BiasElement>
+DEVICE void add_bias_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row, bool one_row, bool masked) {
+  if constexpr (sizeof(Bias) == 2) {
+    const int row = one_row ? 0 : warp_row + lane() % 16;
+#pragma unroll
+    for (int column = 0; column < BLOCK_N; column += 16) {
+      u32 pairs[4];  // rows 0 and 8, columns 0 and 8
+      ptx::ldmatrix_x4(pairs, bias_address(tile, row, column) ^ (lane() / 16 * 16));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = column / 2 + 2 * i;
+        add_pair(x[e], x[e + 1], unpacked(Bias(), pairs[i]), masked);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e += 2) {
+      const int row = one_row ? 0 : warp_row + fragment_row() + row_offset(e);
+      const int column = column_offset(e) + fragment_column() / 4 * 4;
+      const u32 address = bias_address(tile, row, column) + fragment_column() % 4 * sizeof(BiasElement);
+      add_pair(x[e], x[e + 1], *static_cast<const float2*>(__cvta_shared_to_generic(address)), masked);
+    }
   }
 }

@@ -75,6 +75,15 @@ DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, i
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+// To each block of a cluster whose bit is set.
+DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short blocks, int c0,
+                               int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+      : "memory");
+}
 DEVICE void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)

@@ -5,6 +5,12 @@
 
 constexpr int WARPGROUP = 128;
 
+DEVICE void sync_cluster() {
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
 DEVICE void wait_for(u32 mbarrier, u32 parity) {
   while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
   }
@@ -25,8 +31,8 @@ struct RingBarriers {
 };
 
 // One side's walk around a ring; both sides visit the buffers in the same order. HURRIED: two buffers change without a
-// comparison, where steps wait for it.
-template <int STAGES, u32 BYTES, bool HURRIED = false>
+// comparison, where steps wait for it. BLOCKS fill each other's.
+template <int STAGES, u32 BYTES, bool HURRIED = false, u32 BLOCKS = 1>
 struct Ring {
   static constexpr u32 SIZE = BYTES;
   u32 buffers, full_barriers, empty_barriers;
@@ -69,7 +75,6 @@ struct Ring {
     empty_barriers = to + (other.empty_barriers - from);
   }
 
-  // The place before this one.
   DEVICE Ring behind() const {
     Ring ring = *this;
     ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
@@ -105,7 +110,11 @@ struct Ring {
   // The using warps.
   DEVICE void wait() const { wait_for(full(), phase); }
   DEVICE void release() {
-    if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
+    if constexpr (BLOCKS == 1) {
+      if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
+    } else if (lane() < BLOCKS) {
+      ptx::mbarrier_arrive_cluster(ptx::cluster_address(empty_barriers + stage * 8, lane()));
+    }
     advance();
   }
 };
