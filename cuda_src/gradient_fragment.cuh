@@ -92,7 +92,9 @@ struct GradientFragment {
       if constexpr (PLAIN_SCORES || (SCORES && !HAS_BIAS)) {
         x[e] = x[e] * to_base_2 - reference;
       } else {
-        const float value = SCORES ? x[e] : score.value(x[e], row + column_offset(e), key + row_offset(e));
+        const int i = row + column_offset(e), j = key + row_offset(e);
+        float value = SCORES ? x[e] : score.value(x[e], i, j);
+        if constexpr (SCORES && HAS_ALIBI) value -= score.slope * score.distance(i, j);
         x[e] = HAS_BIAS ? (value - reference) * LOG2_E : value * LOG2_E - reference;
       }
     }

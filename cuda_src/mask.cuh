@@ -188,9 +188,8 @@ struct Blocks {
   }
 };
 
-// Tiles of keys that some query of a tile sees.
-DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
-                             int block_n) {
+// The tiles of keys that lengths and window leave.
+DEVICE Mask::Range range_of_keys(const AttentionParams& p, const Sequence& s, int tile, int block_m, int block_n) {
   const int row = tile * block_m;
   int begin = 0, end = row < s.len_q ? s.len_k : 0;
   if constexpr (HAS_WINDOW) {
@@ -198,7 +197,14 @@ DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int he
     begin = larger(begin, row + s.diagonal() - p.window_left);
     end = smaller(end, last_row + s.diagonal() + p.window_right + 1);
   }
-  return Blocks(begin / block_n, end <= begin ? 0 : ceil_div(end, block_n), p, s, head, tile);
+  return {begin / block_n, end <= begin ? 0 : ceil_div(end, block_n)};
+}
+
+// Those that some query sees.
+DEVICE Blocks blocks_of_keys(const AttentionParams& p, const Sequence& s, int head, int tile, int block_m,
+                             int block_n) {
+  const Mask::Range range = range_of_keys(p, s, tile, block_m, block_n);
+  return Blocks(range.begin, range.end, p, s, head, tile);
 }
 
 // Tiles of queries that see some key of a tile.

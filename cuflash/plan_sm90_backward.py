@@ -28,6 +28,8 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
+_REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another option
+_REGISTERS_OF_SEVERAL = (40, 232, 0)  # of NARROW: the loading warp asks arrays for hidden keys
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
 # sums would not stay in L2.
@@ -71,13 +73,13 @@ BACKWARD = (
 # With softcap, a bias that TMA brings, or a mask that is read in vectors (not where sums have an order: registers).
 _FEW_QUERIES = Row(NARROW, 64, 64, 64, 128, 2, 2, 2)
 WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:])
-_WITH_BIAS_TILES = WITH_ONE_OPTION[:-1]  # which have room
-# With options that take registers; one that is an array stands alone.
+# With options that take registers.
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2), *BACKWARD[3:])
+_WITH_BIAS_TILES = (*WITH_ONE_OPTION[:-1], WITH_OPTIONS[1])  # which have room
 # A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away. A third
 # tile of queries also lets half hidden steps be passed over, which counts where walks are short.
 _WITH_SHORT_WALKS = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2), *BACKWARD[3:])
-_ARRAYS = ("has_bias", "has_mask", "has_block_mask")
+_ARRAYS = {"has_bias", "has_mask", "has_block_mask"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,16 @@ def backward_config(
     if row in BACKWARD and row.entry == WIDE and not alone:
         pair += smem_bytes + of_other + SMEM_BESIDE_TILES <= plan_sm90.SMEM_BYTES
     smem_bytes += (pair - 1) * of_other
+    # Barriers and steps of each; turns and slots.
+    beside = row.query_stages // 2 + (deterministic and row.entry == WIDE and "has_block_mask" in flags)
     registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
+    options = set(flags) - {"has_window"}
+    arrays = options & _ARRAYS
+    if row.entry == NARROW and (len(arrays) > 1 or (arrays and len(options) > 2) or options > {"has_block_mask"}):
+        registers = _REGISTERS_OF_SEVERAL
+    masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
+    if row == BACKWARD[-1] and len(options) > 1 and options & {"has_mask", "has_dropout"} and not masks_in_order:
+        registers = _REGISTERS_OF_WIDEST
     producer_registers, consumer_registers, dq_registers = (
         _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else registers
     )
@@ -193,28 +204,38 @@ def backward_config(
         has_bias_tiles=bias_tiles,
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
-        smem_bytes=smem_bytes + SMEM_BESIDE_TILES * row.query_stages // 2,  # barriers and steps of each
+        smem_bytes=smem_bytes + SMEM_BESIDE_TILES * beside,
         **common(Config, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
     )
 
 
+def _options(problem: AttentionProblem) -> set[str]:
+    return set(flags_of(problem)) - {"has_window"}
+
+
 def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Row | None:
-    options = set(flags_of(problem)) - {"has_window"}
+    options = _options(problem)
     rows: tuple[Row, ...] = WITH_OPTIONS
     if not options and not problem.deterministic and _has_short_walks(problem):
         rows = _WITH_SHORT_WALKS
     elif options <= {"has_alibi"}:
         rows = BACKWARD
     elif options == {"has_block_mask"}:
-        rows = _WITH_SHORT_WALKS
+        rows = WITH_ONE_OPTION if problem.deterministic else _WITH_SHORT_WALKS
     elif (
         options == {"has_softcap"}
         or (options == {"has_bias"} and bias_tiles)
         or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
     ):
         rows = WITH_ONE_OPTION
-    if "has_dropout" in options and len(options) > 1:
-        rows = rows[: -2 if problem.deterministic else -1]  # registers
+    # Softcap's derivative would read a bias again; for others registers are too few.
+    if {"has_bias", "has_softcap"} <= options or options >= _ARRAYS:
+        return None
+    many = len(options) > 2 or "has_alibi" in options
+    if {"has_bias", "has_block_mask"} <= options or ("has_dropout" in options and many):
+        rows = rows[:-1]
+    if options & _ARRAYS and len(options) > 2:
+        rows = tuple(row for row in rows if row.head_dim_v <= 128)
     return next((r for r in rows if r.holds(problem)), None)
 
 
@@ -224,12 +245,9 @@ def obstacle(problem: AttentionProblem) -> str:
         return plan_sm90.obstacle(problem)
     if problem.head_dim * HALF_BYTES % ALIGNMENT or problem.head_dim_v * HALF_BYTES % ALIGNMENT:
         return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
-    options = set(flags_of(problem)) - {"has_window"}
-    if options.intersection(_ARRAYS) and len(options) > 1:
-        return f"no kernel for {' and '.join(sorted(flag.removeprefix('has_') for flag in options))} together"
-    if problem.deterministic and problem.block_mask:
-        return "sums of dq have no order beside a block mask"
-    return "" if _row(problem) else f"no kernel for head dims {problem.head_dim} and {problem.head_dim_v} with options"
+    return (
+        "" if _row(problem) else f"no kernel for head dims {problem.head_dim}, {problem.head_dim_v} and these options"
+    )
 
 
 @lru_cache(maxsize=MOST_KEPT)
@@ -250,7 +268,10 @@ def backward(
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and _has_vectors(bias, HALF_BYTES)
     in_vectors = _has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
     config = _config(problem, in_tiles, in_vectors)
+    if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(_options(problem)) > 1:
+        return None  # slower than mma.sync
     whole = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
+    whole = whole and not problem.block_mask
     return replace(config, writes_dbias=True) if whole else config
 
 
@@ -264,7 +285,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
         flags_of(problem),
         bool(problem.deterministic),
         bias_tiles and row in _WITH_BIAS_TILES,
-        mask_vectors and row in WITH_ONE_OPTION,
+        mask_vectors,
     )
 
 
@@ -318,7 +339,9 @@ def _of_scores() -> Iterator[tuple[Config, str]]:
             config = backward_config(row, dtype, None, ("has_window", "has_bias"), deterministic, bias_tiles=True)
             yield replace(config, writes_dbias=row.entry == NARROW), dtype
         yield backward_config(row, dtype, None, ("has_window", "has_softcap"), deterministic), dtype
-        if not deterministic:
+        if deterministic:
+            yield backward_config(row, dtype, None, ("has_window", "has_block_mask"), True), dtype
+        else:
             yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
     for row, dtype in product(WITH_OPTIONS, DTYPES):
         several: tuple[tuple[str, ...], ...] = (("has_softcap", "has_alibi", "has_dropout"),)
@@ -326,6 +349,11 @@ def _of_scores() -> Iterator[tuple[Config, str]]:
             several = ("has_softcap", "has_alibi"), ("has_dropout",)
         for options in (*several, ("has_bias",), ("has_mask",)):
             yield backward_config(row, dtype, None, ("has_window", *options)), dtype
+    for row, dtype, deterministic in product(WITH_OPTIONS, DTYPES, (False, True)):
+        blocks = "has_window", "has_block_mask", "has_dropout" if row == BACKWARD[-1] else "has_bias"
+        yield backward_config(row, dtype, None, blocks, deterministic, row in _WITH_BIAS_TILES), dtype
+        masks = "has_window", "has_mask", "has_dropout"
+        yield backward_config(row, dtype, None, masks, deterministic, mask_vectors=True), dtype
 
 
 def _seen(problem: AttentionProblem) -> int:

@@ -149,6 +149,51 @@ def test_options_of_wide_heads_with_lengths(name: str) -> None:
     both(*inputs(200, 256), **{**OPTIONS[name], **LENGTHS, "hidden_queries": (1, slice(70, None))})
 
 
+BLOCKS = RNG.random((LENGTH_Q, LENGTH_K)) < 0.6
+BLOCKS[:, 60:90] = False
+BLOCKS[70:] |= np.arange(LENGTH_K) >= 128  # some blocks are visible
+OPTIONS["blocks"] = {"block_mask": cuflash.BlockMask.from_dense(BLOCKS), "hidden_keys": (slice(None), slice(60, 90))}
+COMBINATIONS = [
+    "bias, alibi",
+    "bias, mask",
+    "bias, blocks, dropout",
+    "mask, dropout",
+    "mask, blocks, softcap, alibi, dropout",
+    "blocks, softcap",
+    "blocks, dropout",
+]
+
+
+def combined(names: str) -> dict[str, Any]:
+    return {key: x for name in names.split(", ") for key, x in OPTIONS[name].items()}
+
+
+def padded(options: dict[str, Any], keys: int) -> dict[str, Any]:
+    """Arrays like the scores with so many more keys, which all queries see."""
+    pad = (0, 0), (0, keys)
+    return {
+        name: cuflash.BlockMask.from_dense(np.pad(BLOCKS, pad, constant_values=True))
+        if name == "block_mask"
+        else np.pad(x, pad, constant_values=name == "mask")
+        if name in ("bias", "mask")
+        else x
+        for name, x in options.items()
+    }
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 96), (192, 128), (192, 192), (256, 200)], ids=str)
+@pytest.mark.parametrize("names", COMBINATIONS)
+def test_several_options(names: str, head_dims: tuple[int, int], deterministic: bool) -> None:
+    chosen = names.split(", ")[: None if head_dims[1] <= 128 else 2]  # for more there are too few registers
+    if head_dims[0] > 192 and chosen == ["bias", "blocks"]:
+        chosen = ["bias", "dropout"]
+    keys = 208  # vectors of 16
+    q, k, v = (normal(2, n, h, d) for n, h, d in ((LENGTH_Q, 4, head_dims[0]), *((keys, 2, d) for d in head_dims)))
+    options = padded(combined(", ".join(chosen)), keys - LENGTH_K)
+    both(q, k, v, **{**options, **LENGTHS}, deterministic=deterministic)
+
+
 def test_block_masks_of_heads_that_share_keys() -> None:
     mask = np.stack([np.roll(MASK, 37 * head) for head in range(4)])
     both(*inputs(192, 128), block_mask=cuflash.BlockMask.from_dense(mask), window=(100, 30))
@@ -194,6 +239,15 @@ def test_gradient_of_a_whole_bias_comes_beside_the_others(head_dim: int, options
         plan_sm90_backward.NARROW,
         plan_sm90_backward.DQ,
     }
+
+
+def test_gradient_of_a_whole_bias_beside_other_options() -> None:
+    bias = normal(2, 4, LENGTH_Q, 208)
+    for names, kernels in (("mask", 3), ("dropout", 3), ("blocks", 4)):
+        q, k, v = normal(2, LENGTH_Q, 4, 64), normal(2, 208, 2, 64), normal(2, 208, 2, 64)
+        both(q, k, v, bias=bias, **{**padded(combined(names), 8), **LENGTHS})
+        # What a block mask leaves out nobody writes, so that the gradient has a kernel of its own.
+        assert len({x.kernel.entry for x in launch._launches.values()}) == kernels
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

@@ -240,9 +240,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || HAS_MASK_VECTORS>(
+        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
             x, lse, masked, static_cast<float>(p.softcap), bits);
-        if constexpr (HAS_MASK_VECTORS) {
+        if constexpr (MASK_IN_BITS) {
           mask.clear_hidden(x);
           masked = true;
         }

@@ -91,7 +91,7 @@ struct BlockBits {
 
   DEVICE BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked)
       : slots(slots), warpgroup(warpgroup) {
-    if (HAS_BLOCK_MASK && masked) {
+    if (HAS_BLOCK_MASK && (masked || HAS_BIAS_TILES)) {  // a bias may hide, too
 #pragma unroll
       for (int i = 0; i < BLOCKS_M; i++) {
         const int slot = slots.slots[warpgroup * BLOCKS_M + i];
@@ -266,8 +266,8 @@ struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
 
-// Of wide heads even a mask that is read element by element, under a product: registers are scarce behind it.
-constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && HEAD_DIM > 128);
+// Of wide heads and beside options even one by elements, under a product: registers are scarce behind it.
+constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 || NUM_OPTIONS > 1));
 
 // A mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and asks others for its own
 // elements.

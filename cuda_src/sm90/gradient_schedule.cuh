@@ -25,12 +25,13 @@ static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "tu
 // The first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
   const u32 images = num_key_images(p);
-  return HAS_WINDOW ? images - min(p.heads_together, images) : images;
+  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? images - min(p.heads_together, images) : images;
 }
 
 // If sums of dq have an order, it is that of tiles of keys: the last come first, and walk queries from the first, so
 // that with a diagonal a tile comes to a query a step after the one before it; without one, so many heads in turn that
-// tiles of one head begin two steps apart. In the last group the longest tiles come first, and walk from the last.
+// tiles of one head begin two steps apart. In the last group the longest tiles come first, and walk from the last;
+// beside a block mask, whose lists are walked forwards, there is none.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * (p.num_heads_q / p.num_heads_kv), 1), 1u);
 }
@@ -111,12 +112,29 @@ struct QueryWalk {
   // How many tiles of keys add to dq of the current tile before this one.
   DEVICE int turn() const {
     if (!DETERMINISTIC) return 0;
-    const Blocks keys = blocks_of_keys(p, sequence, head, block(), BLOCK_M, BLOCK_N);
-    return backwards ? tile - keys.block : keys.end - 1 - tile;
+    const Mask::Range keys = range_of_keys(p, sequence, block(), BLOCK_M, BLOCK_N);
+    if constexpr (HAS_BLOCK_MASK) return tiles_seen(tile + 1, keys.end);
+    return backwards ? tile - keys.begin : keys.end - 1 - tile;
   }
 
  private:
   DEVICE Blocks of_head() const { return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N); }
+  // Of tiles of keys, by the current one of queries. By a warp.
+  DEVICE int tiles_seen(int begin, int end) const {
+    const Mask mask(p, sequence, head);
+    int count = 0;
+    for (int first = begin; first < end; first += WARP) {
+      const int j = first + static_cast<int>(lane());
+      bool seen = false;
+      for (int i = 0; i < BLOCK_M; i += CANONICAL) {
+        for (int k = 0; k < BLOCK_N; k += CANONICAL) {
+          seen |= j < end && mask.slot_at(first_row() + i, j * BLOCK_N + k) != HIDDEN_SLOT;
+        }
+      }
+      count += __popc(__ballot_sync(ALL_LANES, seen));
+    }
+    return count;
+  }
   DEVICE void skip() {
     while (blocks.done() && ++head < end_head) {
       blocks = of_head();
@@ -124,7 +142,6 @@ struct QueryWalk {
     }
   }
 };
-static_assert(!DETERMINISTIC || !HAS_BLOCK_MASK, "a list is walked forwards");
 
 // The same tiles, where query heads share keys: some rows of all heads before the next, as L2 does not hold all heads.
 // Tiles that begin together walk from the last queries, those that follow from the first, so that they meet; each
