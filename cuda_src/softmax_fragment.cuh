@@ -226,10 +226,10 @@ struct BoundedSoftmax {
 
   template <int BEGIN, int END>
   DEVICE void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
-    float top = 0;
+    float tops[2] = {};  // of one, each would wait for the last
 #pragma unroll
-    for (int e = BEGIN; e < END; e++) top = larger(top, fabsf(x[e]));
-    if (!masked && __all_sync(ALL_LANES, top <= small)) {
+    for (int e = BEGIN; e < END; e++) tops[e % 2] = larger(tops[e % 2], fabsf(x[e]));
+    if (!masked && __all_sync(ALL_LANES, larger(tops[0], tops[1]) <= small)) {
 #pragma unroll
       for (int e = BEGIN; e < END; e++) x[e] = ptx::ex2(of_small(x[e]));
     } else {

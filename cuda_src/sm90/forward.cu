@@ -4,6 +4,7 @@
 #include "../softmax_fragment.cuh"
 #include "forward_loader.cuh"
 
+constexpr bool SCALE_ONCE = !HAS_OPTIONS || (HAS_BIAS && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
@@ -66,9 +67,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
-  // Converted once, where there is a register to hold it.
+  // Converted once, where there is a register to hold it: beside a bias each step would, and waits for it.
   float scale = static_cast<float>(p.softmax_scale);
-  if constexpr (!HAS_OPTIONS) ptx::keep(scale);
+  if constexpr (SCALE_ONCE) ptx::keep(scale);
   while (true) {
     rings.work.wait();
     const GivenWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
@@ -82,7 +83,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const int strip = warpgroup + work.first_strip();
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const UnitFragment scores(p, s, work.head, HAS_OPTIONS ? static_cast<float>(p.softmax_scale) : scale);
+    const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     auto softmax = softmax_of<BOUNDED_SCORES>(scores.units);
