@@ -26,9 +26,8 @@ struct ScoreFragment {
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
   // For queries [first_row, first_row + rows).
-  DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows) const {
-    return HAS_MASK || HAS_BIAS || blocks.partial ||
-           !mask.columns_inside(first_row, rows, blocks.block * BLOCK_N, BLOCK_N);
+  DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows, int keys = BLOCK_N) const {
+    return HAS_MASK || HAS_BIAS || blocks.partial || !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
   }
 
   DEVICE void fetch(FragmentOptions& options, int row, int first_key) const {

@@ -246,7 +246,9 @@ class Work:
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         xp = self.device.namespace
-        tile = kernel.config.block_m, kernel.config.block_n, kernel.of_keys if kernel.orders_bits else None
+        config = kernel.config
+        block_n = config.block_n // getattr(config, "listed", 1)
+        tile = config.block_m, block_n, kernel.of_keys if kernel.orders_bits else None
         get = partial(kernels.get, device=self.device)
         lists = block_mask.tile_lists(*tile[:2], get, xp, of_keys=tile[2])
         slots, bits = block_mask.arrays(xp)

@@ -35,7 +35,8 @@ ANY: Capability = (99, 0)  # beyond all
 class Tile:
     """Queries and keys of a tile, warps, buffers of keys and values, blocks that share a multiprocessor.
 
-    Of `key_warps` warps that have the same queries each has a part of the keys, and of the columns of the result.
+    Of `key_warps` warps that have the same queries each has a part of the keys, and of the columns of the result. The
+    keys are those of `listed` tiles in the list of a block mask, where there is no window.
     GPUs from `below` on would have too few registers; `only` these options leave enough.
     """
 
@@ -45,6 +46,7 @@ class Tile:
     stages: int = 1
     min_blocks: int = 1
     key_warps: int = 1
+    listed: int = 1
     below: Capability = ANY
     only: tuple[str, ...] = ()
 
@@ -97,6 +99,7 @@ FORWARD = (
         ),
         (Tile(64, 32, 4, min_blocks=2),),
         (
+            Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=(10, 0), only=("has_block_mask",)),
             Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
             Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
             *_64X64,
@@ -153,6 +156,7 @@ class Config(MmaConfig):
     """One kernel of this family."""
 
     key_warps: int
+    listed: int
     chunk: int = 64  # columns that the gradient of a bias brings at once, where there are stages
     has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
 
@@ -168,7 +172,7 @@ def _forward_smem(tile: Tile, row: Row[Tile]) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
     shared = tile.block_m * (tile.block_n * HALF_BYTES + tile.key_warps * FLOAT_BYTES) if tile.key_warps > 1 else 0
-    return elements * HALF_BYTES + shared + SMEM_BESIDE_TILES
+    return elements * HALF_BYTES + shared + tile.block_n + SMEM_BESIDE_TILES
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
@@ -211,11 +215,14 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
+    wide_blocks: bool = True,
     entry: str = ENTRY,
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     tiles = row.tiles_for(flags, plain_scores and aligned)
+    if "has_window" in flags or not wide_blocks:
+        tiles = tuple(t for t in tiles if t.listed == 1)
     plain_scores = plain_scores and are_products(flags)
 
     def of_bias(t: Tile) -> int:
@@ -250,7 +257,7 @@ def forward(
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    return forward_config(*given, has_plain_scale(problem), aligned, **of)
+    return forward_config(*given, has_plain_scale(problem), aligned, problem.wide_blocks, **of)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -275,6 +282,9 @@ def table(
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in rows:
         for dtype in dtypes(capability):
-            for flags in (*table_flags(row), *([("has_block_mask",)] if row.with_one else [])):
+            for flags in table_flags(row):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
+            for wide in (False, True) if row.with_one else ():
+                blocks = row, dtype, None, ("has_block_mask",), capability, limit
+                yield forward_config(*blocks, wide_blocks=wide, **of), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

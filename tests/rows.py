@@ -11,7 +11,7 @@ import numpy as np
 from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from devices import Device
 
-from cuflash import launch, plan_sm80_backward, plan_sm90, plan_sm90_backward
+from cuflash import launch, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward
 from cuflash.plan import FLAGS, KernelConfig
 
 HOST = Device("numpy", np)
@@ -130,6 +130,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         chosen["deterministic"] = True
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
+    if isinstance(config, plan_sm80.Config):
+        case.block_size = (64, 64 * config.listed)  # wide blocks are listed in twos
     if "precision" in chosen:
         return Tf32Case(**vars(case))
     return case.with_inputs(q=at_odd_address(case.q)) if of.get("aligned") is False else case

@@ -14,6 +14,7 @@ using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
 using WeightTile = Tile<BLOCK_M, BLOCK_N>;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
+constexpr int LISTED_N = BLOCK_N / LISTED;
 
 struct SharedStorage {
   alignas(128) unsigned char q[QueryTile::BYTES];
@@ -29,6 +30,7 @@ struct SharedStorage {
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
+static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
 static_assert(!SHARES_QUERIES || !(HAS_MASK || HAS_BIAS || HAS_DROPOUT), "plain, or with a window or a block mask");
 // The first scores do not wait for values. Beside a block mask that takes registers.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
@@ -82,6 +84,20 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   }
 }
 
+// Brings the two listed tiles of a step, neighbours at once.
+template <class T>
+DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
+  using One = Tile<LISTED_N, T::PER_ROW * VECTOR>;
+  const int first = blocks.block;
+  blocks.advance();
+  if (blocks.block == first + 1) {
+    both.load(rows, first * LISTED_N, begin);
+  } else {
+    One{both.address}.load(rows, first * LISTED_N, begin);
+    One{both.address + One::BYTES}.load(rows, blocks.block * LISTED_N, begin);
+  }
+}
+
 DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
   if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
   __syncthreads();
@@ -105,7 +121,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   // Keys before it are hidden: they may hold anything.
   const int first_seen = Mask(p, work.sequence, head).columns(0).begin;
 
-  Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, BLOCK_N);
+  Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, LISTED_N);
   {
     const Sequence& s = work.sequence;
     const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
@@ -114,10 +130,18 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       const OperandRows q = rows_of(p, s, Operand::Q, head);
       queries.load(q, tile_row);
       shared.query_factors.load(0, q, q, tile_row);
-      keys.load(k, blocks.block * BLOCK_N);
+      if constexpr (LISTED == 2) {
+        load_two(keys, k, blocks);
+      } else {
+        keys.load(k, blocks.block * BLOCK_N);
+      }
       shared.factors.load(0, k, v, blocks.block * BLOCK_N);
       if constexpr (VALUES_LATER) commit_copies();
-      if constexpr (STAGES == 2) values.load(v, blocks.block * BLOCK_N, first_seen);
+      if constexpr (LISTED == 2) {
+        load_two(values, v, blocks, first_seen);
+      } else if constexpr (STAGES == 2) {
+        values.load(v, blocks.block * BLOCK_N, first_seen);
+      }
       commit_copies();
       if (HIDES_ANYWHERE && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
     }
@@ -141,12 +165,16 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
 
   bool first = true;
   for (u32 stage = 0; !blocks.done(); stage ^= 1) {
-    const int first_key = blocks.block * BLOCK_N;
     const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, shared.work.head);
-    const bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
-                                       : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
+    const int first_key = blocks.block * LISTED_N;
+    bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N)
+                                 : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
     blocks.advance();
-    const int next_key = blocks.block * BLOCK_N;
+    const int next_key = blocks.block * LISTED_N;  // of this step, if it takes two
+    if constexpr (LISTED == 2) {
+      masked |= scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N);
+      blocks.advance();
+    }
     if constexpr (STAGES == 2) {
       keys.address = ptx::shared_address(shared.k) + stage * KeyTile::BYTES;
       values.address = ptx::shared_address(shared.v) + stage * ValueTile::BYTES;
@@ -161,8 +189,13 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     if constexpr (STAGES == 2) {
       if (!blocks.done()) {
         shared.factors.load(stage ^ 1, k, v, next_key);
-        KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}.load(k, next_key);
-        ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}.load(v, next_key, first_seen);
+        if constexpr (LISTED == 2) {
+          load_two(KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}, k, blocks);
+          load_two(ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}, v, blocks, first_seen);
+        } else {
+          KeyTile{ptx::shared_address(shared.k) + (stage ^ 1) * KeyTile::BYTES}.load(k, next_key);
+          ValueTile{ptx::shared_address(shared.v) + (stage ^ 1) * ValueTile::BYTES}.load(v, next_key, first_seen);
+        }
       }
     } else {
       values.load(v, first_key, first_seen);
@@ -240,8 +273,12 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         } else if constexpr (!FETCHES_AHEAD) {
           scores.fetch(options[f], row, first_key);
         }
-        scores.apply(x[f], p, row, first_key, masked, careful, options[f]);
-        if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen, x[f]);
+#pragma unroll
+        for (int i = 0; i < LISTED; i++) {
+          auto& part = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
+          scores.apply(part, p, row, i == 0 ? first_key : next_key, masked, careful, options[f]);
+          if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen + i * LISTED_N, part);
+        }
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale);
         scores.drop(x[f], row, first_key);
