@@ -52,14 +52,6 @@ DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1
       "r"(shared), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short ctas, int c0,
-                               int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared),
-      "l"(map), "r"(mbarrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
 DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
