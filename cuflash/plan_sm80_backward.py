@@ -39,12 +39,14 @@ class Tile:
     dq_buffer: bool = False  # and out of a buffer of its own
     short: bool = False  # for short walks only
     below: Capability = ANY
+    but: Capability = ANY  # nor for this one
     only: tuple[str, ...] = ()
 
 
 # From here on some kernels take more registers.
 _LARGER = (10, 0)
 _LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, score_stages=2, query_parts=2, below=_LARGER)
+_HALF = Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
 # The first row that is wide enough is taken.
 BACKWARD = (
     Row(
@@ -52,11 +54,11 @@ BACKWARD = (
         64,
         (
             _LONG,
-            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
+            _HALF,
             Tile(64, 64, 4, 2, True, query_warps=2),
         ),
         (Tile(32, 64, 4, 1, True, min_blocks=2, query_warps=2), Tile(32, 64, 4, 1, True, query_warps=2)),
-        (replace(_LONG, only=MORE), Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2, only=FLAGS)),
+        (replace(_LONG, only=MORE), replace(_HALF, only=FLAGS)),
     ),
     Row(
         128,
@@ -89,14 +91,14 @@ BACKWARD = (
                 below=_LARGER,
             ),
             Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2),
-            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2),
+            _HALF,
             Tile(64, 64, 8, 2, True, query_warps=2),
             Tile(32, 64, 4, 1, True, query_warps=2),
         ),
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
         (
             Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, below=_LARGER, only=MORE),
-            Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2, below=_LARGER, only=("has_block_mask",)),
+            replace(_HALF, below=_LARGER, but=(8, 7), only=("has_block_mask",)),
         ),
     ),
     Row(
@@ -218,6 +220,7 @@ def configs(
         t
         for t in row.tiles_for(flags, aligned)
         if capability < t.below
+        and capability != t.but
         and (capability >= _LARGE_ADDS or not t.bulk_adds)
         and (is_short or not t.short)
         and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
@@ -309,7 +312,7 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False) for flags in plan_sm80.table_flags(row)]
+            kinds = [(flags, True, False) for flags in (*plan_sm80.table_flags(row), ("has_block_mask",))]
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True), (("has_window",), True, True)]
             for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):

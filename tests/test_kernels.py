@@ -31,7 +31,7 @@ from cuflash.plan import FLAGS, KernelConfig
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100", "sm_120")
 ENTRIES = sorted({entry for entry, *_ in plan.PORTABLE})
 SMALL_ENTRIES = ("delta", "merge_parts", "reduce_sink", "reduce_slopes", "reduce_bias")
 
