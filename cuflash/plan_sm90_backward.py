@@ -174,8 +174,9 @@ def backward_config(
     if row in BACKWARD and row.entry == WIDE and not alone:
         pair += smem_bytes + of_other + SMEM_BESIDE_TILES <= plan_sm90.SMEM_BYTES
     smem_bytes += (pair - 1) * of_other
-    beside = row.query_stages / 2  # barriers and steps of each
-    beside += deterministic and row.entry == WIDE and "has_block_mask" in flags  # turns and slots
+    smem_bytes += SMEM_BESIDE_TILES * row.query_stages // 2  # barriers and steps of each
+    if deterministic and row.entry == WIDE and "has_block_mask" in flags:
+        smem_bytes += SMEM_BESIDE_TILES  # turns and slots
     registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
     options = set(flags) - {"has_window"}
     arrays = options & _ARRAYS
@@ -204,7 +205,7 @@ def backward_config(
         has_bias_tiles=bias_tiles,
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
-        smem_bytes=smem_bytes + int(SMEM_BESIDE_TILES * beside),
+        smem_bytes=smem_bytes,
         **common(Config, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib
 import io
 import json
 import os
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pages
+from recorded import PLAIN, US
 
 RESULTS = Path(__file__).parent / "results"
-US = "cuflash"
 # By name: the records, and whether Hopper runs the kernels of other GPUs.
 PARTS = {
     "forward": (("forward.json",), False),
@@ -62,7 +61,7 @@ def best_and_worst(part: str, folder: Path) -> list[Call]:
     chosen.sort(key=lambda r: float(r["speed_of_fastest_peer"]))
     calls = []
     for which, result in (("best", chosen[-1]), ("worst", chosen[0])):
-        times = {name: peer["median_ms"] for name, peer in result["peers"].items() if name not in (US, "plain")}
+        times = {name: peer["median_ms"] for name, peer in result["peers"].items() if name not in (US, PLAIN)}
         for peer in (US, min(times, key=lambda name: times[name])):
             calls.append({"part": part, "which": which, "direction": direction, "cell": result["cell"], "peer": peer})
     return calls
@@ -159,13 +158,16 @@ def main() -> None:
         return
     if shutil.which("ncu") is None:
         parser.error("ncu (Nsight Compute) is not on the path")
+    import cupy
+
+    from cuflash.bench import report
+
     calls = [call for part in args.part for call in best_and_worst(part, args.results)]
     counted = []
     for without_wgmma in (False, True):  # a process each, as it is read from the environment
         here = [call for call in calls if PARTS[call["part"]][1] == without_wgmma]
         counted += count(here, without_wgmma) if here else []
-    report = importlib.import_module("cuflash.bench.report")
-    facts = report.environment(importlib.import_module("cupy"), args.commit, "counters")
+    facts = report.environment(cupy, args.commit, "counters")
     print(table(counted))
     (args.results / "counters.json").write_text(json.dumps({**facts, "counters": counted}, indent=1) + "\n")
 
