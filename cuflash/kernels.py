@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from cuflash.block_store import CONSTANTS
 from cuflash.params import driver, encode_tensor_map, layout_asserts
@@ -37,12 +37,15 @@ _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
 _RELAXED = 2
 
 
-class LoadedKernel(Protocol):
-    """A loaded entry; `shared_mem` is dynamic, in bytes."""
+class LoadedKernel:
+    """A loaded entry; the tests have theirs on the CPU."""
 
-    def __call__(  # noqa: D102 (the class says it)
-        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0
-    ) -> None: ...
+    def __init__(self, cupy: Any, index: int, function: Any) -> None:
+        self._cupy, self._index, self._function = cupy, index, function
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
+        """Launch it; `shared_mem` is dynamic, in bytes."""
+        self._function(grid, block, args, shared_mem=shared_mem)
 
     def bound(
         self,
@@ -56,131 +59,6 @@ class LoadedKernel(Protocol):
 
         The arguments are read before it returns.
         """
-
-
-class Device(Protocol):
-    """A GPU; the tests have one that runs on the CPU."""
-
-    num_sms: int
-    capability: tuple[int, int]
-    smem_limit: int  # bytes of shared memory that one thread block may use
-    has_wgmma: bool  # runs the kernels of cuda_src/sm90
-
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
-        """Compile `source`, or take it from a cache, and return its entry for the current device."""
-
-    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
-        """Describe an array for TMA: `params.encode_tensor_map`."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Array:
-        """An uninitialised array, in `memory` of `scratch` if that is given."""
-
-    def scratch(self, size: int) -> tuple[int, Any]:
-        """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
-
-    def lasting(self, size: int) -> tuple[int, Any]:
-        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
-
-    def pointer(self, x: Array) -> int:
-        """Address of an array's first element."""
-
-    def is_current(self) -> bool:
-        """Whether it is the current device."""
-
-    def stream(self) -> int:
-        """Handle of the current stream."""
-
-    def capture(self, stream: int) -> int:
-        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
-
-    @property
-    def namespace(self) -> Any:
-        """The array module, numpy or cupy."""
-
-
-class _CupyDevice:
-    """One GPU under CuPy: a `Device`."""
-
-    def __init__(self, index: int) -> None:
-        import cupy
-
-        self.namespace = cupy
-        self.index = index
-        properties = cupy.cuda.runtime.getDeviceProperties(index)
-        self.num_sms: int = properties["multiProcessorCount"]
-        self.smem_limit: int = properties["sharedMemPerBlockOptin"]
-        self.capability: tuple[int, int] = (properties["major"], properties["minor"])
-        self.has_wgmma = (
-            self.capability == (9, 0)
-            and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
-            and not os.environ.get(WITHOUT_WGMMA)
-        )
-        self.empty = cupy.ndarray  # cupy.empty by its shorter way
-        self._alloc = cupy.cuda.alloc
-        self._current_device = cupy.cuda.runtime.getDevice
-        self._current_stream = cupy.cuda.get_current_stream
-        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
-
-    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
-        if not self.namespace.cuda.driver.ctxGetCurrent():
-            _begin_thread(self.namespace, self.index)
-        return encode_tensor_map(address, *description, once=once)
-
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
-        cupy = self.namespace
-        try:
-            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
-        except cupy.cuda.compiler.CompileException as error:
-            raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
-        if smem_bytes > _DEFAULT_SMEM_BYTES:
-            kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return _CupyKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
-
-    def scratch(self, size: int) -> tuple[int, Any]:
-        memory = self._alloc(size)
-        return memory.ptr, memory
-
-    def lasting(self, size: int) -> tuple[int, Any]:
-        cuda = self.namespace.cuda
-        mode = ctypes.c_int(_RELAXED)
-        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        try:
-            memory = cuda.MemoryPointer(cuda.Memory(size), 0)
-        finally:
-            driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        return memory.ptr, memory
-
-    def pointer(self, x: Array) -> int:
-        return x.data.ptr
-
-    def is_current(self) -> bool:
-        return self._current_device() == self.index
-
-    def stream(self) -> int:
-        return self._current_stream(self.index).ptr
-
-    def capture(self, stream: int) -> int:
-        # The legacy default stream is never captured.
-        return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
-
-
-class _CupyKernel:
-    """A `LoadedKernel` of CuPy's."""
-
-    def __init__(self, cupy: Any, index: int, function: Any) -> None:
-        self._cupy, self._index, self._function = cupy, index, function
-
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
-        self._function(grid, block, args, shared_mem=shared_mem)
-
-    def bound(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        sizes: Sequence[int],
-        smem_bytes: int,
-        begins_early: bool = False,
-    ) -> Callable[[int, int], None]:
         # CuPy's own packs the arguments anew each time.
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
@@ -198,6 +76,81 @@ class _CupyKernel:
                 launch(*shape, stream, arguments, 0)
 
         return enqueue
+
+
+class Device:
+    """One GPU under CuPy; the tests have theirs on the CPU."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.namespace = cupy  # the array module
+        self.index = index
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.num_sms: int = properties["multiProcessorCount"]
+        self.smem_limit: int = properties["sharedMemPerBlockOptin"]  # bytes that one thread block may use
+        self.capability: tuple[int, int] = (properties["major"], properties["minor"])
+        self.has_wgmma = (  # runs the kernels of cuda_src/sm90
+            self.capability == (9, 0)
+            and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
+            and not os.environ.get(WITHOUT_WGMMA)
+        )
+        # cupy.empty by its shorter way: shape, dtype, and memory of `scratch` if it is to lie there.
+        self.empty: Callable[..., Array] = cupy.ndarray
+        self._alloc = cupy.cuda.alloc
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
+
+    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
+        """Describe an array for TMA: `params.encode_tensor_map`."""
+        if not self.namespace.cuda.driver.ctxGetCurrent():
+            _begin_thread(self.namespace, self.index)
+        return encode_tensor_map(address, *description, once=once)
+
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
+        """Compile `source`, or take it from a cache, and return its entry for the current device."""
+        cupy = self.namespace
+        try:
+            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
+        if smem_bytes > _DEFAULT_SMEM_BYTES:
+            kernel.max_dynamic_shared_size_bytes = smem_bytes
+        return LoadedKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
+
+    def scratch(self, size: int) -> tuple[int, Any]:
+        """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
+        memory = self._alloc(size)
+        return memory.ptr, memory
+
+    def lasting(self, size: int) -> tuple[int, Any]:
+        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
+        cuda = self.namespace.cuda
+        mode = ctypes.c_int(_RELAXED)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            memory = cuda.MemoryPointer(cuda.Memory(size), 0)
+        finally:
+            driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        return memory.ptr, memory
+
+    def pointer(self, x: Array) -> int:
+        """Address of an array's first element."""
+        return x.data.ptr
+
+    def is_current(self) -> bool:
+        """Whether it is the current device."""
+        return self._current_device() == self.index
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return self._current_stream(self.index).ptr
+
+    def capture(self, stream: int) -> int:
+        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
+        # The legacy default stream is never captured.
+        return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -248,12 +201,12 @@ def _capture_of(stream: int) -> int:
     return number.value if status.value else 0
 
 
-_cupy_device = cache(_CupyDevice)
+_device = cache(Device)
 
 
 def device_of(x: Array) -> Device:
     """The device of an array."""
-    return _cupy_device(x.data.device_id)
+    return _device(x.data.device_id)
 
 
 def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> LoadedKernel:
@@ -265,7 +218,7 @@ def get(entry_file: str, entry: str, constants: Any, device: Device | None = Non
     if device is None:
         import cupy
 
-        device = _cupy_device(cupy.cuda.runtime.getDevice())
+        device = _device(cupy.cuda.runtime.getDevice())
     key = (entry_file, entry, tuple(constants.items()) if isinstance(constants, Mapping) else constants, device)
     kernel = _kernels.get(key)
     if kernel is None:

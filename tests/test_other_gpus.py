@@ -53,7 +53,7 @@ def all_rows() -> Iterator[Row]:
                     yield Row(arch, capability, *row[-1])
 
 
-class OtherGpu(kernels._CupyDevice):
+class OtherGpu(kernels.Device):
     """This GPU, with the kernels and the shared memory of another."""
 
     def __init__(self, arch: str, capability: tuple[int, int]) -> None:
@@ -72,7 +72,7 @@ class OtherGpu(kernels._CupyDevice):
         kernel = cupy.RawModule(path=str(ptx_file(source, self._ptx_arch))).get_function(entry)
         if smem_bytes > kernels._DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return kernels._CupyKernel(cupy, self.index, kernel.kernel)
+        return kernels.LoadedKernel(cupy, self.index, kernel.kernel)
 
 
 def ptx_file(source: str, arch: str) -> Path:
