@@ -272,7 +272,7 @@ def test_command_survives_a_kill(tmp_path: Path) -> None:
         pytest.importorskip(library)
     text, run = tmp_path / "text", tmp_path / "run"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 400)
-    command = [sys.executable, "-m", "cuflash.examples.gpt2", *OPTIONS, "--text", str(text)]
+    command = [sys.executable, "-m", "cuflash.examples.train_gpt2", *OPTIONS, "--text", str(text)]
     command += ["--steps", "15", "--checkpoint-every", "2", "--out", str(run)]
 
     def steps_before_a_kill() -> int:

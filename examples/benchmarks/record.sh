@@ -38,7 +38,7 @@ host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "
 gpt2)
     for kind in "" _fp8; do
         for context in 1024 4096; do
-            python3 -m cuflash.examples.gpt2 --compare 3 --context $context --batch $((32768 / context)) \
+            python3 -m cuflash.examples.train_gpt2 --compare 3 --context $context --batch $((32768 / context)) \
                 ${kind:+--fp8} ${commit:+--commit "$commit"} --json "$folder/gpt2_$context$kind.json"
         done
     done
@@ -48,7 +48,7 @@ loss)
     library=$(python3 -c 'import os; print(os.path.dirname(os.__file__))')
     cat "$library"/*.py "$library"/*/*.py >"$run/text"
     for kind in "" _fp8; do
-        python3 -m cuflash.examples.gpt2 --text "$run/text" --context 1024 --batch 16 --steps 200 --out "$run$kind" \
+        python3 -m cuflash.examples.train_gpt2 --text "$run/text" --context 1024 --batch 16 --steps 200 --out "$run$kind" \
             ${kind:+--fp8} ${commit:+--commit "$commit"}
         cp "$run$kind/losses.json" "$folder/gpt2_loss$kind.json"
         cp "$run$kind/loss.png" "$folder/gpt2_loss$kind.png"

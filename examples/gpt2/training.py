@@ -1,7 +1,7 @@
 """Train GPT-2 small (124M parameters) on a text, on CuPy alone.
 
-    python -m cuflash.examples.gpt2 --text book.txt --context 1024 --steps 1000 --out run
-    python -m cuflash.examples.gpt2 --compare 20 --context 4096 --batch 8
+    python -m cuflash.examples.train_gpt2 --text book.txt --context 1024 --steps 1000 --out run
+    python -m cuflash.examples.train_gpt2 --compare 20 --context 4096 --batch 8
 
 The first trains, shows its progress, and leaves a checkpoint, the losses and their picture in the folder; given again,
 it goes on from the checkpoint as if nothing had happened (to the bit on the CPU, and with ``--deterministic``). The
@@ -273,7 +273,7 @@ def draw(losses: list[float], unit: str, path: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m cuflash.examples.gpt2",
+        prog="python -m cuflash.examples.train_gpt2",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
