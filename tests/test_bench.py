@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import bench, reference
 from cuflash.bench import peers, report
 from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, block_mask
@@ -124,6 +125,15 @@ def test_suites(suite: str) -> None:
     assert len({cell.name for cell in chosen}) == len(chosen)
     for cell in chosen:
         assert not cell.lengths or sum(cell.lengths) == cell.seqlen_q
+
+
+def test_plain_packed_sequences_have_equal_lengths() -> None:
+    cell = Cell("packed", "float32", 3, 4096, 4096, 1, 1, 8, 8, lengths=(4000, 1, 95), causal=True)
+    inputs = Inputs(cell, np)
+    q, k, v = (inputs[name][None] for name in "qkv")
+    np.testing.assert_allclose(peers.plain_calls(inputs).forward()[None], cuflash.attention(q, k, v, causal=True))
+    with pytest.raises(peers.Unavailable):
+        peers.plain_calls(inputs.of(cell.plain))
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

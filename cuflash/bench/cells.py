@@ -99,8 +99,9 @@ class Cell:
 
     @property
     def plain(self) -> Cell:
-        """Without options, window and block mask."""
-        return replace(self, options=(), window_left=None, density=None)
+        """Without options, window and block mask, packed in sequences of 4096."""
+        lengths = (4096,) * (sum(self.lengths) // 4096)
+        return replace(self, options=(), window_left=None, density=None, lengths=lengths)
 
     @property
     def restricted(self) -> bool:
@@ -243,7 +244,7 @@ def _varlen(grid: Grid) -> list[Cell]:
         lengths.append(min(left, int(2 ** rng.uniform(6, 13))))
     mix = _square(f"{len(lengths)} sequences of 64 to 8k", grid.dtype, len(lengths), 16, total, 128)
     mix = replace(mix, causal=True, lengths=tuple(lengths))
-    return [mix, replace(mix, name="8 sequences of 4k", batch=8, lengths=(4096,) * 8)]
+    return [mix, replace(mix, name="8 sequences of 4k", batch=8, lengths=mix.plain.lengths)]
 
 
 def _decode(grid: Grid) -> list[Cell]:

@@ -13,7 +13,7 @@ from cuflash.bench.cells import default_scale
 from cuflash.bench.inputs import WITH_PEERS, Array, Inputs, arguments, as_torch, backward_arguments
 
 US = "cuflash"
-# cuflash without options, window and block mask: what these cost.
+# cuflash on `Cell.plain`: what the rest costs.
 PLAIN = "plain"
 
 
@@ -53,11 +53,11 @@ def cuflash_calls(inputs: Inputs) -> Calls:
 
 
 def plain_calls(inputs: Inputs) -> Calls:
-    """Cuflash without the cell's options."""
-    cell = inputs.cell
-    if not cell.restricted and not set(cell.options) - {"tf32"}:
+    """Cuflash on `Cell.plain`."""
+    plain = inputs.cell.plain
+    if plain == inputs.cell:
         raise Unavailable("the cell is plain")
-    return cuflash_calls(inputs.of(cell.plain))
+    return cuflash_calls(inputs.of(plain))
 
 
 def _entry_points(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Array, ...]]:

@@ -39,7 +39,7 @@ class Result:
 
     cell: Cell
     direction: str
-    times: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, list[Any]] = field(default_factory=dict)  # of rounds
     errors: dict[str, Errors] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     wrong: bool = False  # cuflash's error is beyond the limit
@@ -59,10 +59,16 @@ class Result:
         others = [self.median(peer) for peer in self.times if peer not in (US, PLAIN)]
         return min(others) / self.median(US) if others and US in self.times else None
 
+    def of_plain(self) -> float | None:
+        """Speed as a share of plain's in the same round: clocks differ between rounds."""
+        if not {US, PLAIN} <= self.times.keys():
+            return None
+        return float(np.median(np.median(self.times[PLAIN], -1) / np.median(self.times[US], -1)))
+
     @property
     def is_unsteady(self) -> bool:
         """By `STEADY`."""
-        return any(self.median(peer) > STEADY * min(times) for peer, times in self.times.items())
+        return any(self.median(peer) > STEADY * np.min(times) for peer, times in self.times.items())
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON takes it."""
@@ -73,9 +79,9 @@ class Result:
             "peers": {
                 peer: {
                     "median_ms": self.median(peer),
-                    "min_ms": min(times),
-                    "max_ms": max(times),
-                    "calls": len(times),
+                    "min_ms": np.min(times),
+                    "max_ms": np.max(times),
+                    "calls": np.size(times),
                     "tflops": self.tflops(peer),
                     "errors": self.errors.get(peer),
                 }
@@ -86,6 +92,7 @@ class Result:
             "unsteady": self.is_unsteady,
             "same_bits": self.same_bits,
             "speed_of_fastest_peer": self.ratio(),
+            "speed_of_plain": self.of_plain(),
         }
 
 
@@ -96,15 +103,15 @@ class Stopwatch:
         self.xp = xp
         self.budget_ms = budget_ms  # of one round of one call
 
-    def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-        """All times in ms of each call, every round in another order."""
+    def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[Any]]:
+        """Times in ms of each call, a list a round, every round in another order."""
         counts = {name: self._count(call) for name, call in calls.items()}
-        times: dict[str, list[float]] = {name: [] for name in calls}
+        times: dict[str, list[Any]] = {name: [] for name in calls}
         names = list(calls)
         for turn in range(rounds):
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:
-                times[name] += self._times(calls[name], *counts[name])
+                times[name].append(self._times(calls[name], *counts[name]))
         return times
 
     def _count(self, call: Call) -> tuple[int, bool]:

@@ -32,7 +32,7 @@ options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
 window) bench --suite window --peers cuflash fa3 --budget-ms 12 ;;
 sparse) bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
-shapes) bench --suite gqa varlen decode --peers cuflash fa3 cudnn --budget-ms 12 ;;
+shapes) bench --suite gqa varlen decode --peers cuflash plain fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.json" ;;
 gpt2)
