@@ -286,21 +286,7 @@ class BlockMask(Patterns):
         )
 
     def arrays(self, xp: Any) -> tuple[Array, Array]:
-        """The canonical store as arrays of `xp` on the current device, moved there once.
-
-        Parameters
-        ----------
-        xp : module
-            numpy or cupy.
-
-        Returns
-        -------
-        slots : int32 (batch or 1, heads or 1, ceil(seqlen_q / 64), ceil(seqlen_k / 64))
-            -1 for a hidden block of 64 x 64 elements, -2 for one that is visible as far as the array reaches, else the
-            block's index in `bits`.
-        bits : uint32 (num_partial, 64, 2)
-            Bit ``j % 32`` of word ``bits[s, i % 64, j % 64 // 32]`` says whether (i, j) is visible; 0 beyond the array.
-        """
+        """Slots and bits of the canonical store (`Store`) as arrays of `xp` on the current device, moved there once."""
         if xp is np:
             return self._store.slots, self._store.bits
         device = xp.cuda.runtime.getDevice()
@@ -312,18 +298,13 @@ class BlockMask(Patterns):
         return made.get()
 
     def tile_lists(
-        self, block_m: int, block_n: int, launch: GetKernel, xp: Any = None, *, of_keys: bool | None = None
+        self, block_m: int, block_n: int, launch: GetKernel, xp: Any, *, of_keys: bool | None = None
     ) -> TileLists:
         """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
 
-        `launch` is `kernels.get`, `xp` the namespace of the arrays, by default cupy; rows of the kernel's fragments are
-        queries or, `of_keys`, keys; None where it takes bits as the store has them. Enqueues work on the current stream
-        and never waits for it.
+        `launch` is `kernels.get`, `xp` the namespace of the arrays; rows of the kernel's fragments are queries or,
+        `of_keys`, keys; None where it takes bits as the store has them. Never waits for the device.
         """
-        if xp is None:
-            import cupy
-
-            xp = cupy
         device = _HOST if xp is np else xp.cuda.runtime.getDevice()
         key = (device, block_m, block_n, of_keys)
         lists = self._lists.get(key)
@@ -348,10 +329,7 @@ class BlockMask(Patterns):
         return known
 
     def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
-        """What the tile of rows [i0, i1) and columns [j0, j1) shows: None if all is hidden, True if all is visible.
-
-        Else bool (i1 - i0, j1 - j0). `b` and `h` are the call's, whether or not the mask has more than one.
-        """
+        """What rows [i0, i1) see of columns [j0, j1), of the call's `b` and `h`: None, True (everything) or bools."""
         slots, table = self._store
         top, left = i0 // CANONICAL, j0 // CANONICAL
         covered = slots[

@@ -1,7 +1,4 @@
-"""Checks from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value.
-
-Those of options return what the problem holds of them, if anything.
-"""
+"""Checks from metadata alone: TypeError for a wrong kind or dtype, ValueError for a shape or value."""
 
 from __future__ import annotations
 

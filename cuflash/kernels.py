@@ -1,7 +1,6 @@
 """Constants + headers + entry -> one source text -> a loaded module -> launch. Nothing else compiles or launches.
 
-Every header is inlined once, behind a `#line` that keeps the real file name in messages: CuPy's disk cache, keyed by
-source text and options, is then right.
+CuPy's disk cache is keyed by source text and options: so every header is inlined.
 """
 
 import ctypes
@@ -16,7 +15,6 @@ from typing import Any
 
 from cuflash.block_store import CONSTANTS
 from cuflash.params import driver, encode_tensor_map, layout_asserts
-from cuflash.plan import FLAGS
 from cuflash.problem import MOST_KEPT
 
 Array = Any
@@ -28,7 +26,6 @@ OWN_ARCH_SINCE = (12, 9)
 # Set for tests: Hopper takes the kernels of other GPUs.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _INCLUDE = re.compile(r'^#include "([^"]+)"[ \t]*$', re.MULTILINE)
-_LAST = ("smem_bytes", *FLAGS)
 _PRELUDE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#define DEVICE __device__ __forceinline__\n"
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # CUlaunchAttributeID, and the first driver that captures such a launch.
@@ -55,10 +52,7 @@ class LoadedKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch with arguments of these sizes in bytes: call it with the address of their addresses, and a stream.
-
-        The arguments are read before it returns.
-        """
+        """Its launch with arguments of these sizes: call it with the address of their addresses, and a stream."""
         # CuPy's own packs the arguments anew each time.
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
@@ -284,9 +278,7 @@ def source_of(entry_file: str, constants: Any) -> str:
 
 def _constants_text(constants: Any) -> str:
     if is_dataclass(constants):
-        # First what the tiles are, then what is made of it.
-        names = sorted((f.name for f in fields(constants) if f.name != "entry"), key=_LAST.__contains__)
-        values = {name: getattr(constants, name) for name in names} | CONSTANTS
+        values = {f.name: getattr(constants, f.name) for f in fields(constants) if f.name != "entry"} | CONSTANTS
     else:
         values = dict(constants)
     lines = []

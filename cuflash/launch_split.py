@@ -93,10 +93,7 @@ class WorkSpace:
 
 
 class OnOperands(Further):
-    """The operands' places in a work space, and what changes from call to call.
-
-    `with_space`: its address, too. `boxes` are the rows of the tiles that TMA reads of each operand.
-    """
+    """The operands' places in a work space, its address if `with_space`, and maps for `boxes` rows of each operand."""
 
     def __init__(
         self,

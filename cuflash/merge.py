@@ -1,7 +1,7 @@
 """Attentions over disjoint sets of keys are one attention: their results merge exactly, and the merge has a gradient.
 
 With the weight ``w_i = exp(lse_i - lse)`` of each part, ``out = sum_i w_i out_i`` and ``lse = log sum_i exp(lse_i)``
-(Dao et al., "FlashAttention", 2022, section 3.1, there for the blocks of one call).
+(Dao et al., "FlashAttention", 2022, section 3.1).
 """
 
 from collections.abc import Sequence

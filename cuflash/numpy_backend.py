@@ -1,9 +1,8 @@
 """The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
 
 Each worker walks the keys of one block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Every result has the same bits whatever the number
-of cores: backward, a task owns some rows of a few heads; it writes their dq, and its share of every sum over tasks (dk,
-dv and the extras) is added in the order of the tasks.
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Backward, a task owns some rows of a few heads; it
+writes their dq, and its share of other sums is added in the order of the tasks, whatever the number of cores.
 """
 
 import functools
@@ -146,10 +145,7 @@ def backward(
 
 
 def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
-    """The gradients of the main pass, and dbias if it needs one of its own.
-
-    That is where a full matrix is a sum over batch or heads.
-    """
+    """The gradients of the main pass, and dbias if it needs its own: a full matrix, summed over batch or heads."""
     shape = problem.bias
     if shape is None or "bias" not in grads:
         return grads, None
@@ -161,7 +157,7 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
-    """The main pass: all gradients but a dbias that is a sum of full matrices."""
+    """The main pass."""
 
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call

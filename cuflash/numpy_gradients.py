@@ -37,10 +37,7 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 
 
 class Rows(NamedTuple):
-    """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...).
-
-    `q` and `dout` are here in both orders, for two products each.
-    """
+    """A block's rows in the type of the arithmetic, by KV head: (KV heads, query heads of each * rows, ...)."""
 
     q: Array  # times softmax_scale
     dout: Array
@@ -59,10 +56,7 @@ class Rows(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """The gradients of a tile of scores, in scratch memory, and the operands of what follows.
-
-    What is hidden from all rows or keys is 0 in the operands: NaN would come through a product with 0.
-    """
+    """The gradients of a tile of scores, in scratch memory, and the operands of what follows, 0 where all is hidden."""
 
     p: Array  # as v meets it: after dropout
     ds: Array | None  # of the scores
@@ -114,10 +108,9 @@ class Backward:
         return rows
 
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
-        """What makes a row's probabilities sum to 1 where its lse is too large to do so.
+        """What makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
 
-        Where all scores are finfo.min, so is lse, and exp(score - lse) = 1 at every key. A sum that the rounding of lse
-        does not explain is left alone: the lse of a merge counts other keys, too.
+        A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
         """
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)

@@ -1,8 +1,7 @@
 """The scores of a tile on the CPU: products, softcap, bias, ALiBi, what is visible, and what dropout keeps.
 
-Scores lie in memory as (KV heads, keys, query heads of each * rows). The query heads that share a KV head thus need one
-matrix product only, and k is read along its rows, as BLAS likes it. `split_heads` gives the view (KV heads, keys, query
-heads of each, rows), against which everything per head, row or key broadcasts.
+Scores lie in memory as (KV heads, keys, query heads of each * rows): one matrix product for each KV head, in which k is
+read along its rows. Everything per head, row or key broadcasts against `split_heads` of them.
 """
 
 import functools
@@ -273,8 +272,8 @@ def keep_tile(
 ) -> NDArray[np.bool_]:
     """Which of (heads, keys, rows), half-open ranges, of batch index `batch` dropout keeps.
 
-    A pure function of the element, the same as the kernels': with key = seed and counter = (i without bit 3, j without
-    bit 3, query head, batch) element (i, j) takes word ``2 * bit3(i) + bit3(j)``.
+    With key = seed and counter = (i without bit 3, j without bit 3, query head, batch) element (i, j) takes word
+    ``2 * bit3(i) + bit3(j)``.
     """
     # Whole groups of 16 on both axes hold all four elements of each call.
     first_row, first_key = rows[0] // 16 * 16, keys[0] // 16 * 16

@@ -1,7 +1,4 @@
-"""Workers of the CPU path: one thread a core, each with single-threaded BLAS and its own scratch memory.
-
-BLAS's own threads would fight them, and split sums by their number: there is one until the last concurrent call ends.
-"""
+"""Workers of the CPU path: one thread a core; BLAS's own would fight them, and split sums by their number."""
 
 import contextlib
 import ctypes
@@ -126,10 +123,7 @@ class InOrder:
 
 
 def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
-
-    What a task computes must not depend on which worker runs it.
-    """
+    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`."""
     lock = threading.Lock()
     numbers = iter(range(count))
 

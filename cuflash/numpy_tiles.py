@@ -1,7 +1,6 @@
 """One call of the CPU path cut into tiles: which rows, keys and heads are computed together, and in what order.
 
-A tile is (a few query heads) x (a block of query rows) x (a block of keys) of one sequence. Cuts depend on the problem
-alone, never on the number of cores, and so do a result's bits.
+Cuts depend on the problem alone, never on the number of cores, and so do a result's bits.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Problem and device -> kernels, tile sizes, shared memory: THE table of kernel configurations. Pure, no CuPy.
-
-Other families' are `plan_<family>`.
-"""
+"""Problem and device -> kernels, tile sizes, shared memory: THE table, with those of `plan_<family>`. Pure, no CuPy."""
 
 import math
 from collections.abc import Iterator

@@ -62,8 +62,8 @@ FORWARD = {
         Row(256, 128, (Tile(64, 16, 4), Tile(32, 16, 2)), (Tile(32, 32, 2),)),
     ),
 }
-# Where products of this kind are faster than multiply-adds. Exact float32 takes 4.5 in float16 for one, which pays
-# where mma.sync has 16 or 8 times the rate, not twice or four times (sm_86, sm_89, sm_120). TF32's error takes one.
+# Where products of this kind are faster than multiply-adds. Exact float32 takes 4.5 in float16 for one, which does not
+# pay where mma.sync has twice or four times the rate (sm_86, sm_89, sm_120).
 CAPABILITIES: dict[str, tuple[Capability, ...]] = {
     "float32": ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)),
     "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
@@ -109,8 +109,7 @@ BACKWARD = {
         GradientRow(256, _APART, _SHARED_BY_TWO, _SHARED_BY_TWO),
     ),
 }
-# Of the kernel for the gradient of a bias; options are those beside it. Stages are of chunks of columns where there are
-# several: two blocks that share a multiprocessor hide each other's waits.
+# Of the kernel for the gradient of a bias; options are those beside it. Several stages are of chunks of columns.
 _IN_CHUNKS = (Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 2))
 BIAS = {
     "float32": (

@@ -214,10 +214,7 @@ def _windows(o: Options, packed: bool) -> tuple[tuple[int | None, int | None], b
 
 
 def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: Options) -> Operands:
-    """Bring checked arrays to the full rank of `Operands`; copies only where a last axis is not contiguous.
-
-    The seed is checked here: it changes from call to call, the problem does not.
-    """
+    """Bring checked arrays to the full rank of `Operands`, and check the seed, which is no part of the problem."""
     seed = arrays.get("dropout_seed", options.dropout_seed)
     checks.check_seed(seed, options.dropout_p)
 

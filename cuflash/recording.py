@@ -45,10 +45,7 @@ class Metadata(NamedTuple):
 def metadata_of(
     what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
 ) -> Metadata | None:
-    """None if the call, of kind `what`, cannot be repeated by addresses alone.
-
-    These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
-    """
+    """None if the call, of kind `what`, cannot be repeated by addresses alone."""
     key, addresses, extras = [what], [], []
     seed, block_mask = None, None
     for name, x in keywords.items():
@@ -179,10 +176,7 @@ _free: dict[tuple[int, int], list[Block]] = {}
 
 
 def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
-    """A block of at least `size` bytes for a call that is captured.
-
-    `allocate(size)` gives address and memory: not of a pool, which has only what the call before the capture left.
-    """
+    """A block of at least `size` bytes for a call that is captured: no pool has more than the call before it left."""
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]
     if fitting:
@@ -247,7 +241,7 @@ class Recording:
     ) -> None:
         """Let `repeated` know the call, unless something about its launches is particular to it.
 
-        `arguments` are the arrays whose addresses `metadata` has, in their order. What is not wanted or given is None.
+        `arguments` are the arrays whose addresses `metadata` has, in their order.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]

@@ -1,7 +1,6 @@
 """A small character GPT on NumPy or CuPy arrays: the autodiff is ``tape.py``, the attention cuflash's.
 
-Rotary positions, RMS norm in front of every block, squared ReLU, an embedding that is also the output layer, every
-block's last matrix zero at first, and Muon: so a minute of training on two CPU cores gives recognisable text.
+Rotary positions, RMS norm, squared ReLU and Muon: so a minute of training on two cores gives recognisable text.
 """
 
 import math
@@ -51,10 +50,7 @@ class Config:
 
 
 class Corpus:
-    """The help texts that come with Python, as character numbers; the last tenth is held out for validation.
-
-    Each paragraph is kept once, as some chapters contain others whole.
-    """
+    """Python's help, each paragraph once, as character numbers; the last tenth is held out for validation."""
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics

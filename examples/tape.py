@@ -1,20 +1,14 @@
 """Reverse-mode automatic differentiation on a tape, small enough to read in one sitting.
 
-A *primitive* is a plain function on arrays that returns its result together with its derivative::
+A *primitive* is a plain function on arrays that returns its result together with its derivative, as
+``cuflash.attention_vjp`` does::
 
     out, backward = primitive_vjp(*arrays, **options)
     dx, dy, ... = backward(dout)          # one gradient for each array, None for a constant
 
-``backward`` is the vector-Jacobian product: it turns the gradient of ``out`` into those of the inputs, and keeps what
-it needs in its closure. ``cuflash.attention_vjp`` has this form, so attention joins the tape in one line::
-
-    attention = primitive(cuflash.attention_vjp)
-
-``primitive`` lifts such a function to :class:`Variable` operands: each call leaves one record on the tape, to which
-:meth:`Tape.gradient` applies the chain rule, the last record first. Called on plain arrays a lifted function records
-nothing, so the same model code trains and infers.
-
-CuPy arrays work, too: NumPy's functions hand them to their own library.
+:func:`primitive` lifts it to :class:`Variable` operands: each call leaves one record on the tape, to which
+:meth:`Tape.gradient` applies the chain rule, the last record first. On plain arrays it records nothing, so the same
+model code trains and infers. CuPy arrays work, too: NumPy's functions hand them to their own library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``python -m cuflash bench``: forward and backward beside every peer that can be imported.
 
-All peers of a cell are measured in one run, in interleaved rounds, on the same random inputs; what each computes is
-checked against float64 before it is timed.
+All peers of a cell are measured in interleaved rounds on the same inputs, and checked against float64 before.
 """
 
 import argparse
