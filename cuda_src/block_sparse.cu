@@ -1,5 +1,5 @@
 // Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/block_store.py), and the store
-// lists of tiles. No atomics: the same results in every run. The host writes its constants in front.
+// lists of tiles, without atomics.
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include "softmax.cuh"
 
 // Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
-// weights up to 256 are as exact. Decided per row, so rows stay independent.
+// weights up to 256 are as exact.
 constexpr float MAX_GROWTH = 8;
 
 // a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.
@@ -123,8 +123,8 @@ struct FragmentSoftmax {
     }
   }
 
-  // The same in two halves, for scores without shift[r], so that weights can be found a few at a time. First, whether
-  // earlier results are to be multiplied: EVERY growth of the maximum is followed, or only large ones.
+  // The same in two halves, for scores without shift[r], so that weights can be found a few at a time: EVERY growth of
+  // the maximum is followed, or only large ones.
   template <bool EVERY>
   DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2];
@@ -191,11 +191,10 @@ DEVICE void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
 }
 
-// The softmax of scores that softcap bounds: their powers and sums of them stay finite as they are, and bfloat16 holds
-// them as exactly as any others. So no maximum is looked for, and nothing is ever rescaled.
+// The softmax of scores that softcap bounds: their powers stay finite without a maximum.
 struct BoundedSoftmax {
-  // The unit for tanh and powers is left to powers: below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 of itself as
-  // the instruction is. The smallest are as they are: an error that all have in common would be one of lse.
+  // Below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 as the instruction is, whose unit is left to powers. An error
+  // that the smallest had in common would be one of lse.
   static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
   float factor;         // from a product to tanh's argument
   float power;          // and from tanh to the power of 2

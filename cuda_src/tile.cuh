@@ -1,8 +1,6 @@
-// Tiles of the portable kernels: products by plain multiply-adds, with operands streamed through two buffers; score,
-// mask and dropout.
-//
-// A block is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices
-// come in pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
+// Tiles of the portable kernels: products by plain multiply-adds, with operands streamed through two buffers. A block
+// is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in
+// pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
 #include "mask.cuh"
 #include "score.cuh"
 

@@ -1,8 +1,7 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A block has BLOCK_N keys and walks the queries that
 // see them. Scores are transposed, so that weights and their gradients stay in registers as left factors of dv and dk.
-// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk: the rest
-// comes through shared memory. So do the gradients that dq takes; it is added up in global memory. Without dk (and dq)
-// or dv the other has all registers.
+// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk. Without dk
+// (and dq) or dv the other has all registers.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
 #include "../query_walk.cuh"
@@ -11,8 +10,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
-// So many that those of a head, which add to a tile of queries one after the other, are some steps apart. Queries are
-// walked from the last, which all see under a diagonal.
+// So many that those of a head, which add to a tile of queries one after the other, are some steps apart.
 constexpr u32 TILES_IN_TURN = 1024;
 constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.

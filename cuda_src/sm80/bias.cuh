@@ -1,5 +1,4 @@
-// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply:
-// half_tile.cuh, wide_tile.cuh or split_tile.cuh.
+// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
 #include "../query_walk.cuh"
 #include "../score_gradient.cuh"
 #include "../softmax.cuh"

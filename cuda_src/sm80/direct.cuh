@@ -1,4 +1,4 @@
-// Operands as they lie in their arrays; split_tile.cuh has those in parts.
+// Operands as they lie in their arrays.
 #include "tile.cuh"
 
 enum class Operand { Q, K, V, DOUT };

@@ -7,8 +7,7 @@ constexpr int DQ_WARPS_M = BLOCK_M / (DQ_FRAGMENTS * 16), DQ_WARPS_N = NUM_WARPS
 constexpr int DQ_COLUMNS = HEAD_DIM / DQ_WARPS_N;
 static_assert(DQ_WARPS_M * DQ_WARPS_N == NUM_WARPS && DQ_COLUMNS % 32 == 0, "how dq is divided");
 
-// A warp's part of a tile's sum, fragment by fragment. Element e of a thread's DQ_COLUMNS / 2 of a fragment is at
-// sum_offset(e) from its first: side by side for a warp's lanes, in the width of the additions.
+// A warp's part of a tile's sum, fragment by fragment: side by side for its lanes, in the width of the additions.
 constexpr int OWN_SUM = DQ_FRAGMENTS * 16 * DQ_COLUMNS;
 constexpr int ADDED = VECTOR_ADDS ? 4 : 1;
 DEVICE constexpr int sum_offset(int e) { return e / ADDED * ADDED * WARP + e % ADDED; }
@@ -41,8 +40,7 @@ DEVICE void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
   }
 }
 
-// The same for all fragments of a warp, while it goes on. Half of them wait at `first`, half at `second`, where shared
-// memory has room for all warps'.
+// The same for all fragments of a warp, while it goes on. Half of them wait at `first`, half at `second`.
 DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
   constexpr int GROUPS = DQ_COLUMNS / 8, HALF = OWN_SUM / 2;
   first += threadIdx.x / WARP * HALF;

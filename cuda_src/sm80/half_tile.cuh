@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements for the products of the forward pass, of dq in the order of keys, and of dbias.
+// Tiles of 16-bit elements as they lie.
 #include "direct.cuh"
 
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;

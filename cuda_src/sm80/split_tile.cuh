@@ -114,9 +114,7 @@ struct Units {
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Parts whose numbers add up to COUNT or more are left out: together
-// less than float32 keeps for three, than TF32 for one. (Middle * middle has one sign where a channel is the same in
-// all rows.)
+// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32) would not keep are left out.
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
 DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
                             const SplitTile<1, ROWS, COLUMNS>& b) {

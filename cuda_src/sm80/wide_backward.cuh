@@ -1,7 +1,6 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. dq: blocks
 // stay with BLOCK_M queries and walk keys. dk and dv: they stay with BLOCK_N keys and walk queries. Rows are what
-// stays, FRAGMENTS * 16 a warp, columns what is walked. What stands before says how to multiply: half_tile.cuh (dq
-// alone), wide_tile.cuh or split_tile.cuh.
+// stays, FRAGMENTS * 16 a warp, columns what is walked. What stands before says how to multiply.
 #include "../query_walk.cuh"
 #include "../softmax_fragment.cuh"
 // Walks as what is above does, or keys.

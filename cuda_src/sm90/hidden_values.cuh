@@ -1,8 +1,6 @@
 // Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
-//
-// Keys outside the lengths and the window of all queries are known beforehand; which are hidden one by one shows only
-// in all warpgroups' scores, at a cost. So a tile is computed without looking: if hidden keys or values were not
-// finite, its result is not either, and it is computed again, carefully.
+// Which keys are hidden one by one shows only in all warpgroups' scores, at a cost: a tile is computed without looking,
+// and again, carefully, if its result is not finite.
 #include "../mask.cuh"
 #include "products.cuh"
 

@@ -1,5 +1,4 @@
-// Forward attention in float32 on Hopper's float16 units: operands in float16 parts (split_layout.cuh), and for every
-// product six of the parts' (scores) or three (results); for precision="tf32" one. Otherwise as forward.cu.
+// Forward attention in float32 on Hopper's float16 units (split_layout.cuh). Otherwise as forward.cu.
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
 #include "hidden_values.cuh"

@@ -1,7 +1,5 @@
-// float32 operands in float16 parts, each of which holds 11 bits of what the parts before it left: x = (high + middle +
-// low) * factor of its row. The factor, a power of two, puts the row's largest value into [2^14, 2^15), so that parts
-// are off by 2^-40 of it at most: two keep 23 bits of every element above 2^-17 of it, three all of float32's above
-// 2^-15. Padded and packed inputs look alike from here on.
+// float32 operands in float16 parts: x = (high + middle + low) * factor of its row (docs/kernels.md). Padded and packed
+// inputs look alike from here on.
 #include "../params.cuh"
 
 constexpr int SPLIT_PANEL = 64;  // columns that lie together, as in shared memory

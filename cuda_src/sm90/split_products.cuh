@@ -1,4 +1,4 @@
-// Products of operands in parts (split_layout.cuh). The tensor cores cut sums off instead of rounding, so the small
+// Products of operands in parts (docs/kernels.md). The tensor cores cut sums off instead of rounding, so the small
 // products come first, and sums over many tiles are made elsewhere.
 #include "products.cuh"
 #include "split_factors.cuh"
@@ -44,11 +44,8 @@ DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Scores: with three parts all that float32 would keep, as without it a score of 100 is off by 1e-5; middle * middle,
-// too, which has one sign where a channel is the same in all rows. Where all scores of a row are large, what the tensor
-// cores cut off step by step does not average out. So no sum takes more than two steps of the largest product: the
-// first two follow the small ones into x, the others leave sums of their own. What is still cut off split_rows.cu puts
-// in.
+// Scores: no sum takes more than two steps of the largest product, as what is cut off adds up. The first two follow the
+// small ones into x, the others leave sums of their own; what is still cut off split_rows.cu puts in.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
 using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];

@@ -7,13 +7,11 @@ constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // that sh
 constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // of a lane
 constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 
-// Exponent fields of float32. Rows below 2^-112 take its factor: their subnormal elements are exact in a pair, and
-// factors and their inverses normal.
+// Exponent fields of float32. Rows below 2^-112 take its factor: factors and their inverses are normal.
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
 constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
 constexpr int MANTISSA_BITS = 23;
-// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back. Exact
-// sums round to the same: it is less than half of a unit in the last place.
+// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back.
 constexpr float CUT_OFF = 0x1p-25f;
 
 // Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
