@@ -107,6 +107,16 @@ def test_shares_and_repeats(tables: ModuleType, tmp_path: Path) -> None:
     assert rows["forward: random blocks, time over dense time over density, down to 2%"] == ["2.00", "no"]
 
 
+def test_packed_sequences_beside_equal_lengths_in_the_same_rounds(tables: ModuleType, tmp_path: Path) -> None:
+    mix, equal = cells_of("varlen", Grid())
+    # The medians of all calls are from either side of a change of clocks, .8 and .76.
+    times = {"cuflash": [[0.7] * 3, [0.8] * 3, [0.8] * 3], "plain": [[0.76] * 2, [0.76] * 2, [0.87] * 2]}
+    record(tmp_path, [report.Result(mix, FORWARD, times), report.Result(equal, FORWARD, {"cuflash": [[0.1]]})])
+    rows = {row[0]: row[2:4] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
+    share = 0.76 / 0.7 * mix.flops(FORWARD) / equal.flops(FORWARD)
+    assert rows["forward, packed mix of 64 to 8k: rate of equal lengths"] == [tables.towards(share, 2), "yes"]
+
+
 def blocks_of_line(bend: float) -> list[report.Result]:
     """Times of 50 us + 3 ms * share; what is no part of the line lies far off."""
     results = []

@@ -305,6 +305,7 @@ BARS: tuple[Bar | ErrorBar | LineBar, ...] = (
     Bar("backward, deterministic: share of the free order, n 8k and 16k", "deterministic", "backward", 0.92, of_plain),
     Bar("backward, deterministic: same bits", "deterministic", "backward", 50, repeats, unit=" calls", digits=0),
     Bar("forward, packed mix of 64 to 8k: speed of FlashAttention-3", "varlen", "forward", 1.0, of_peer(FA3)),
+    Bar("forward, packed mix of 64 to 8k: rate of equal lengths", "varlen", "forward", 0.9, of_plain),
     *(
         Bar(
             f"{direction}, 16 query heads over 2, and head dims 192/128, causal: speed of the fastest peer",
@@ -321,20 +322,6 @@ BARS: tuple[Bar | ErrorBar | LineBar, ...] = (
     *_float32("forward", 2.5, 4.0),
     *_float32("backward", 2.0, 3.5),
 )
-
-EQUAL_SHARE = 0.9
-
-
-def varlen_row(recorded: Sequence[Recorded]) -> list[str]:
-    """The row of packed sequences of mixed lengths beside as many tokens in equal ones."""
-    what, bar = "forward, packed mix of 64 to 8k: rate of equal lengths", f"at least {EQUAL_SHARE:g}"
-    for record in recorded:
-        rates = [r["peers"][US]["tflops"] for r in record.results if _is(r, "varlen", "forward") and US in r["peers"]]
-        if len(rates) == 2:  # the mix comes first
-            share = rates[0] / rates[1]
-            return [what, bar, towards(share, 2), "yes" if share >= EQUAL_SHARE else "no", record.commit]
-    return [what, bar, *NOT_MEASURED]
-
 
 HOST_MICROSECONDS = 20.0
 

@@ -54,8 +54,12 @@ def of_peer(peer: str) -> Callable[[Result], float]:
 
 
 def of_plain(result: Result) -> float:
-    """Speed as a share of the same kernel's without the option."""
-    return milliseconds(result, PLAIN) / milliseconds(result)
+    """Speed as a share of the same kernel's without the option; packed: rate as a share of equal lengths'."""
+    if not result["cell"]["lengths"] or PLAIN not in result["peers"]:
+        return milliseconds(result, PLAIN) / milliseconds(result)
+    # In the same rounds: the medians of all calls may lie on either side of where the card meets its limit of power.
+    plain = result["peers"][PLAIN]
+    return float(result["speed_of_plain"]) * result["flops"] / (1e9 * plain["tflops"] * plain["median_ms"])
 
 
 def of_visible_share(result: Result) -> float:

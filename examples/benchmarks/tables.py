@@ -20,7 +20,7 @@ from typing import Any
 import counters
 import measured
 import pages
-from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row, varlen_row
+from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row
 from recorded import US, Recorded, Result, geometric_mean, milliseconds, of_fastest, of_peer, of_plain, towards
 
 HERE = Path(__file__).parent
@@ -208,7 +208,7 @@ def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
 
 def bars_rows(recorded: Sequence[Recorded], folder: Path = RESULTS) -> list[list[str]]:
     """Every bar, and whether it is reached."""
-    rows = [*(bar.row(recorded) for bar in BARS), varlen_row(recorded), host_row(recorded)]
+    rows = [*(bar.row(recorded) for bar in BARS), host_row(recorded)]
     return rows + measured.gpt2_bars(folder)
 
 
