@@ -27,8 +27,17 @@ from cuflash.numpy_scores import (
     split_heads,
     without_rows,
 )
-from cuflash.numpy_threads import InOrder, Workspace, run_tasks
-from cuflash.numpy_tiles import MIN_TASKS, Block, Heads, Sequence, Tile, Tiling
+from cuflash.numpy_tiles import (
+    MIN_TASKS,
+    Block,
+    Heads,
+    InOrder,
+    Sequence,
+    Tile,
+    Tiling,
+    Workspace,
+    run_tasks,
+)
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]

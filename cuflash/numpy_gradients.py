@@ -25,8 +25,7 @@ from cuflash.numpy_scores import (
     without_rows,
     zero_hidden,
 )
-from cuflash.numpy_threads import Workspace
-from cuflash.numpy_tiles import Block, Tile, Tiling
+from cuflash.numpy_tiles import Block, Tile, Tiling, Workspace
 
 Array = NDArray[Any]
 
