@@ -1,5 +1,5 @@
-// A block owns a tile of dbias and walks all scores that it was added to, or a part of them: `reduce_bias` adds parts
-// in order. What stands before has BiasTile.
+// A block owns a tile of dbias and walks the scores that it was added to, or a part of them. What stands before has
+// BiasTile.
 #include "mask.cuh"
 
 constexpr int SUMS_STRIDE = BLOCK_N + 1;  // rows in different banks

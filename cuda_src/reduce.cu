@@ -106,15 +106,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
   if (lane == 0) *p.delta.at(batch, at, head) = sum;
 }
 
-// One attention from its parts over disjoint keys: out = sum of w out_parts with w = exp(lse_part - lse) (Dao et al.
-// 2022, section 3.1). One block a row, one thread a column.
+// One attention from its parts over disjoint keys (Dao et al. 2022, section 3.1). One block a row, one thread a column.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
   const Work work = work_of<false>(p, 1, p.num_heads_q, false);
   const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
   const i64 batch = work.sequence.batch, first_part = batch * p.splits;
   const bool inside = column < p.head_dim_v;
 
-  // Those of as many parts as a warp has lanes, all on their way at once, and beside lse.
+  // Of as many parts as a warp has lanes, all on their way at once.
   Accum outs[WARP];
   const auto read_outs = [&](int first) {
 #pragma unroll

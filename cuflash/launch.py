@@ -114,7 +114,7 @@ class _Arguments:
     __slots__ = ("address", "begins", "words")
 
     def __init__(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-        # Each begins a line, for hosts that read them in place.
+        # Each begins a line.
         sizes = [_LINE * math.ceil(value.nbytes / _LINE) for value in values]
         begins = [sum(sizes[:i]) for i in range(len(values) + 1)]
         buffer = np.zeros(begins[-1] + 8 * len(values) + _LINE, np.uint8)
@@ -204,7 +204,7 @@ class Work:
         self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
 
     def of_values(self, columns: slice) -> Work:
-        """The same work on some columns of values and results alone; a call with it is not recorded."""
+        """The same work on some columns of values and results alone; it is not recorded."""
         part = copy(self)
         part.arrays = {name: x[..., columns] if name in ("v", "out") else x for name, x in self.arrays.items()}
         part.problem = replace(self.problem, head_dim_v=part.arrays["v"].shape[-1])
@@ -271,7 +271,7 @@ class Tiles(Kernel):
 
 @dataclass(frozen=True)
 class Bias(Kernel):
-    """The gradient of a bias: each tile is the sum of a walk, which may be split."""
+    """The gradient of a bias."""
 
     orders_bits = False
 
@@ -373,7 +373,7 @@ def gradients(work: Work, grads: Arrays) -> None:
 
 
 def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
-    """Write it, by a kernel of which a multiprocessor holds so many blocks."""
+    """Write it; a multiprocessor holds so many `blocks`."""
     dbias = {"dbias": array}
     splits = kernel.splits(work.problem, work.device.num_sms * blocks)
     if splits > 1:

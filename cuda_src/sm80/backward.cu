@@ -4,7 +4,6 @@
 // (and dq) or dv the other has all registers.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
-#include "../query_walk.cuh"
 #include "gradient_rows.cuh"
 
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);

@@ -1,5 +1,4 @@
 // dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
-#include "../query_walk.cuh"
 #include "../score_gradient.cuh"
 #include "../softmax.cuh"
 
@@ -93,11 +92,11 @@ struct BiasTile {
     const auto load_chunk = [&](int i) {
       const u32 at = tiles + i % STAGES * CHUNK_BYTES;
       if (i < KEYED_CHUNKS) {
-        QueryTile{at}.load(chunk_of<HEAD_DIM>(q, i), first_row);
-        KeyTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM>(k, i), first_key);
+        QueryTile{at}.load(chunk_of<HEAD_DIM, CHUNK>(q, i), first_row);
+        KeyTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM, CHUNK>(k, i), first_key);
       } else if (i < CHUNKS) {
-        DoutTile{at}.load(chunk_of<HEAD_DIM_V>(dout, i - KEYED_CHUNKS), first_row);
-        ValueTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM_V>(v, i - KEYED_CHUNKS), first_key);
+        DoutTile{at}.load(chunk_of<HEAD_DIM_V, CHUNK>(dout, i - KEYED_CHUNKS), first_row);
+        ValueTile{at + QueryTile::BYTES}.load(chunk_of<HEAD_DIM_V, CHUNK>(v, i - KEYED_CHUNKS), first_key);
       }
       commit_copies();
     };

@@ -2,7 +2,7 @@
 // values are copied while the tile before them is computed. KEY_WARPS warps have the same queries, each some of a
 // tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
 //
-// What stands before says how: Weights, pack, multiply_*, write_results, and what direct.cuh has.
+// What stands before says how: Weights, pack, multiply_*, write_results, and what `direct` of tile.cuh has.
 #include "../score_fragment.cuh"
 #include "../softmax_fragment.cuh"
 

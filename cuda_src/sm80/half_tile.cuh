@@ -1,6 +1,7 @@
 // Tiles of 16-bit elements as they lie.
-#include "direct.cuh"
+#include "tile.cuh"
 
+using namespace direct;
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
 template <int COLUMNS>
 using LeftFragment = u32[COLUMNS / 4];

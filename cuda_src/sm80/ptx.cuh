@@ -1,5 +1,4 @@
-// PTX of compute capability 8.0 (and, where it says so, 7.5) that CUDA C++ has no function for. One instruction a
-// function.
+// PTX of compute capability 8.0 (7.5 where it says so), one instruction a function.
 #ifndef CUFLASH_CPU_DEVICE
 
 namespace ptx {
@@ -31,7 +30,7 @@ DEVICE void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
 
 // ---- Asynchronous copies from global to shared memory
 
-// Copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is read.
+// Copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them.
 DEVICE void cp_async_16(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -42,7 +41,6 @@ DEVICE void cp_async_4(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of this thread's groups are unfinished.
 template <int PENDING>
 DEVICE void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -120,7 +118,7 @@ DEVICE float tanh(float x) {
 
 // ---- Order among threads
 
-// Barrier `id` (1..15; 0 is __syncthreads) for `threads` threads, a multiple of 32: waits, or only counts.
+// Barrier `id` (1..15; 0 is __syncthreads) for a multiple of 32 threads: waits, or only counts.
 DEVICE void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,11 +1,9 @@
-// Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products, like direct.cuh and wide_tile.cuh;
-// sums are made as in sm90/split_products.cuh.
+// Float32 operands in float16 parts (sm90/split_layout.cuh) for a warp's products; sums are made as in
+// sm90/split_products.cuh.
 #include "../sm90/split_factors.cuh"
 #include "../sm90/split_layout.cuh"
 #include "../softmax_fragment.cuh"
 #include "tile.cuh"
-
-enum class Operand { Q, K, V, DOUT };
 
 // Panels of parts as pairs of halves, and factors.
 struct OperandRows {
@@ -24,10 +22,10 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand 
           x.factors_at(p.work_space, image, row), i64(x.rows) * SPLIT_PANEL / 2, of_keys ? s.len_k : s.len_q};
 }
 
-static_assert(CHUNK == SPLIT_PANEL, "a chunk is a panel");
-template <int COLUMNS>
+template <int COLUMNS, int WIDTH>
 DEVICE OperandRows chunk_of(const OperandRows& rows, int number) {
-  return {rows.panels + number * rows.panel_stride, rows.factors, COLUMNS / CHUNK * rows.panel_stride, rows.num_rows};
+  static_assert(WIDTH == SPLIT_PANEL, "a chunk is a panel");
+  return {rows.panels + number * rows.panel_stride, rows.factors, COLUMNS / WIDTH * rows.panel_stride, rows.num_rows};
 }
 
 constexpr int PANEL_STEPS = SPLIT_PANEL / STEP;

@@ -1,5 +1,7 @@
-// Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products.
+// Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products; which of
+// queries are walked.
 #include "../fragment.cuh"
+#include "../mask.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
 constexpr int STEP = 16;  // depth of a product
@@ -25,8 +27,8 @@ DEVICE void finish_copies() {
   __syncthreads();
 }
 
-// ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes (less where rows are
-// no multiples of that), so that the eight rows of a matrix of ldmatrix lie in different banks.
+// ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes or less, so that the
+// eight rows of a matrix of ldmatrix lie in different banks.
 template <int ROWS, int COLUMNS>
 struct Tile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
@@ -126,7 +128,7 @@ struct Tile {
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
-  // (ACROSS) the other way round. Blocks at other rows and columns are at constant distances from it.
+  // (ACROSS) the other way round.
   template <bool ACROSS>
   DEVICE u32 lane_address() const {
     const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
@@ -184,8 +186,7 @@ DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)
   }
 }
 
-// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b, some
-// ahead of their products, which hide the latency of reads.
+// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b ahead.
 template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
 DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
   constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;
@@ -207,8 +208,8 @@ DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Rig
   }
 }
 
-// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, at whose ends nothing
-// is read ahead, where that leaves registers enough.
+// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, where registers
+// allow.
 template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = WHOLE ? STEPS : STEPS % 4 == 0 ? 4 : 2;
@@ -251,7 +252,7 @@ DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, cons
 }
 
 // Results by way of shared memory, so that lanes side by side store whole lines: a warp's accumulators, columns from
-// `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0. These of `staging` are its own.
+// `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0.
 template <class T, int FRAGMENTS, int N>
 DEVICE void write_through(const T& staging, int column, Element* data, i64 row_stride, int row, int len, int rows,
                           int head_dim, const float (&out)[FRAGMENTS][N]) {
@@ -300,3 +301,86 @@ DEVICE void scale_all(float (&x)[FRAGMENTS][N], float factor) {
     for (int e = 0; e < N; e++) x[f][e] *= factor;
   }
 }
+
+enum class Operand { Q, K, V, DOUT };
+
+// Operands as they lie in their arrays.
+namespace direct {
+
+template <int ROWS, int COLUMNS>
+using KeyedTile = Tile<ROWS, COLUMNS>;  // of queries or keys
+template <int ROWS, int COLUMNS>
+using ValuedTile = Tile<ROWS, COLUMNS>;  // of values or dout
+
+using OperandRows = Rows;
+DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
+  const bool of_keys = operand == Operand::K || operand == Operand::V;
+  const bool keyed = operand == Operand::Q || operand == Operand::K;
+  const Tensor<const Element>& x = of_keys ? (keyed ? p.k : p.v) : keyed ? p.q : p.dout;
+  return Rows(x.at(batch_of(p, s), of_keys ? s.row_k : s.row_q, head), x.row_stride, of_keys ? s.len_k : s.len_q,
+              keyed ? p.head_dim : p.head_dim_v);
+}
+
+template <int, int WIDTH>
+DEVICE Rows chunk_of(Rows rows, int number) {
+  rows.data += number * WIDTH;
+  rows.num_columns = smaller(rows.num_columns - number * WIDTH, WIDTH);
+  return rows;
+}
+
+// Nothing has factors.
+template <int, int>
+struct Factors {
+  DEVICE void load(u32, const Rows&, const Rows&, int) {}
+  DEVICE const float* of_keyed(u32) const { return nullptr; }
+  DEVICE const float* of_valued(u32) const { return nullptr; }
+};
+template <class... Arguments>
+DEVICE void take_scores(Arguments&&...) {}
+template <class... Arguments>
+DEVICE void take_values(Arguments&&...) {}
+struct Units {
+  template <class X>
+  DEVICE bool fold(X&, const float*, Accum (&)[2]) {
+    return false;
+  }
+  DEVICE Accum at(int) const { return 1; }
+};
+
+}  // namespace direct
+
+// The tiles of queries, of all heads of the group, that see some key of a tile.
+struct QueryWalk {
+  // Bits of a block mask take registers.
+  static constexpr bool HELD = !HAS_BLOCK_MASK;
+  const AttentionParams& p;
+  const Work& work;
+  int held_tile, head, held_end;
+  Blocks blocks;
+
+  DEVICE QueryWalk(const AttentionParams& p, const Work& work)
+      : p(p), work(work), held_tile(work.tile), head(work.head * group()), held_end(head + group()), blocks(of_head()) {
+    skip();
+  }
+  DEVICE int first_row() const { return blocks.block * BLOCK_M; }
+  // Its tile if each head's are walked from the last.
+  DEVICE int from_last() const {
+    const Blocks all = of_head();
+    return all.block + all.end - 1 - blocks.block;
+  }
+  DEVICE bool done() const { return HELD ? head == held_end : blocks.done(); }
+  DEVICE void advance() {
+    blocks.advance();
+    skip();
+  }
+
+ private:
+  DEVICE int group() const { return p.num_heads_q / p.num_heads_kv; }
+  DEVICE int end_head() const { return HELD ? held_end : (work.head + 1) * group(); }
+  DEVICE Blocks of_head() const {
+    return blocks_of_queries(p, work.sequence, head, HELD ? held_tile : work.tile, BLOCK_M, BLOCK_N);
+  }
+  DEVICE void skip() {
+    while (blocks.done() && ++head < end_head()) blocks = of_head();
+  }
+};

@@ -1,10 +1,8 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. dq: blocks
 // stay with BLOCK_M queries and walk keys. dk and dv: they stay with BLOCK_N keys and walk queries. Rows are what
 // stays, FRAGMENTS * 16 a warp, columns what is walked. What stands before says how to multiply.
-#include "../query_walk.cuh"
-#include "../softmax_fragment.cuh"
-// Walks as what is above does, or keys.
 #include "../score_gradient.cuh"
+#include "../softmax_fragment.cuh"
 
 // KEY_WARPS warps have the same rows, each a part of the columns.
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
@@ -15,8 +13,7 @@ static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
-// Float64's warps that share rows have room to trade in, and bring what only scores need (v, or dout, or q for dv)
-// while they multiply the other operand, and that while they multiply the next of the former.
+// Float64's warps that share rows have room to trade in, and bring one operand while they multiply the other.
 constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),
                LAST_VALUED = !IN_TURN || COMPUTES_DV;
 static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),

@@ -1,6 +1,7 @@
 // Tiles of float64 elements as the factors of a warp's products.
-#include "direct.cuh"
+#include "tile.cuh"
 
+using namespace direct;
 constexpr int DEPTH = 8;  // of a product
 constexpr int WIDTH = 8;  // of a right factor
 constexpr int BLOCK_VECTORS = WIDTH / VECTOR, SPAN_BLOCKS = 8 / BLOCK_VECTORS;

@@ -4,8 +4,8 @@
 
 constexpr int SPLIT_PANEL = 64;  // columns that lie together, as in shared memory
 
-// One operand in work space, as the host lays it out: halves (batch | 1, heads, parts, panels, rows, SPLIT_PANEL), zero
-// beyond the head dim, and factors (batch | 1, heads, factor_rows).
+// One operand in work space: halves (batch | 1, heads, parts, panels, rows, SPLIT_PANEL), zero beyond the head dim, and
+// factors (batch | 1, heads, factor_rows).
 struct SplitTensor {
   i64 halves, factors;  // where they begin, in bytes
   int rows, factor_rows, panels, parts;
@@ -19,8 +19,7 @@ struct SplitTensor {
   }
 };
 
-// They stand at the beginning of the work space, too. dout, lse and delta, which lie like its factors, are only of the
-// backward pass.
+// They stand at the beginning of the work space, too. dout, lse and delta are only of the backward pass.
 struct SplitOperands {
   SplitTensor q, k, v, dout;
   i64 lse, delta;  // where they begin, in bytes
