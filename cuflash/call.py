@@ -1,7 +1,6 @@
 """One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -157,10 +156,11 @@ class Call:
 
     @property
     def _backend(self) -> ModuleType:
-        return _backend_of(isinstance(self.inputs["q"], np.ndarray))
+        on_cpu = isinstance(self.inputs["q"], np.ndarray)
+        return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return _empty_of(isinstance(self.inputs["q"], np.ndarray))(shape, dtype)
+        return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
 
     def _target(
         self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
@@ -171,17 +171,6 @@ class Call:
         check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
         check_target(name, target, inputs)
         return target
-
-
-@cache
-def _backend_of(on_cpu: bool) -> ModuleType:
-    return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
-
-
-@cache
-def _empty_of(on_cpu: bool) -> Callable[..., Array]:
-    empty: Callable[..., Array] = np.empty if on_cpu else import_module("cupy").empty
-    return empty
 
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:

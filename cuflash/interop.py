@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,15 @@ def _device_id(x: Array) -> int:
 def device_name(x: Array) -> str:
     """``"the CPU"`` or ``"GPU n"``."""
     return "the CPU" if isinstance(x, np.ndarray) else f"GPU {x.device.id}"
+
+
+def namespace_of(x: Array) -> ModuleType:
+    """numpy or cupy."""
+    if isinstance(x, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
 
 
 _HERE: AbstractContextManager[None] = contextlib.nullcontext()

@@ -6,7 +6,6 @@ With the weight ``w_i = exp(lse_i - lse)`` of each part, ``out = sum_i w_i out_i
 
 from collections.abc import Sequence
 from functools import reduce
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     dtype = _common_dtype(parts) if out_dtype is None else _dtype_of(out_dtype)
-    xp = _namespace(parts[0])
+    xp = interop.namespace_of(parts[0])
     with interop.on_stream_of(library, parts[0]), np.errstate(all="ignore"):
         top = reduce(xp.maximum, part_lses)
         top = xp.where(top == -np.inf, 0, top).astype(top.dtype)
@@ -92,7 +91,7 @@ def merge_backward(
     for name in given.keys() & {"lse", "dlse"}:
         _check(name, adopted[name], part_lses[0].shape, (part_lses[0].dtype.name,), "lses[0]")
 
-    xp = _namespace(parts[0])
+    xp = interop.namespace_of(parts[0])
     with interop.on_stream_of(library, parts[0]), np.errstate(all="ignore"):
         work = _work_dtype(*parts, adopted["out"], part_lses[0])
         wide_dout, wide_out = adopted["dout"].astype(work), adopted["out"].astype(work)
@@ -167,11 +166,3 @@ def _work_dtype(*arrays: Array) -> str:
 def _by_row(x: Array) -> Array:
     """(..., heads, rows) to (..., rows, heads, 1)."""
     return x.swapaxes(-1, -2)[..., None]
-
-
-def _namespace(x: Array) -> ModuleType:
-    if isinstance(x, np.ndarray):
-        return np
-    import cupy
-
-    return cupy

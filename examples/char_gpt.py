@@ -81,7 +81,7 @@ class Corpus:
 def rotate(x: Array, cos: Array, sin: Array) -> tuple[Array, Backward]:
     """Rotary position embedding (Su et al., RoFormer, 2021) of ``x`` (batch, seqlen, heads, dim).
 
-    Components i and i + dim/2 are a plane, turned by the angle whose ``cos`` and ``sin`` (seqlen, 1, dim/2) are given.
+    Components i and i + dim/2 are a plane, turned by angles of these ``cos`` and ``sin`` (seqlen, 1, dim/2).
     """
     half = x.shape[-1] // 2
 
@@ -222,10 +222,7 @@ def learning_rate_factor(progress: float) -> float:
 
 
 def train(model: CharGPT, characters: Array, max_seconds: float = float("inf")) -> Iterator[Array]:
-    """Train on random windows of `characters`; yields each step's loss, still on the model's device.
-
-    The learning rate is brought down in time whether the configured steps or `max_seconds` end it.
-    """
+    """Train until the configured steps or `max_seconds` end it; yields each step's loss, on the model's device."""
     config, xp = model.config, model.xp
     rng = np.random.default_rng(config.seed)
     optimizer = Optimizer(model.parameters)

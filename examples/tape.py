@@ -50,12 +50,9 @@ class Tape:
         return output
 
     def gradient(self, loss: Variable, sources: Sequence[Variable]) -> list[Array]:
-        """Gradients of the scalar ``loss`` with respect to ``sources`` (made by :meth:`variable`).
-
-        All uses of an output come behind it: when the reversed walk meets its record, its gradient is complete.
-        """
+        """Gradients of the scalar ``loss`` with respect to ``sources`` (made by :meth:`variable`)."""
         grads: dict[Variable, Array] = {loss: np.ones_like(loss.value)}
-        for output, inputs, backward in reversed(self._records):
+        for output, inputs, backward in reversed(self._records):  # all uses of an output come behind it
             dout = grads.pop(output, None)
             if dout is None:
                 continue  # the loss does not depend on this output

@@ -255,7 +255,7 @@ def test_memory_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytes
         sizes.append(size)
         return scratch(size)
 
-    monkeypatch.setattr(call, "_empty_of", lambda on_cpu: watched_empty)
+    monkeypatch.setattr(call.Call, "_empty", lambda self, shape, kind: watched_empty(shape, kind))
     monkeypatch.setattr(device, "empty", watched_empty)
     monkeypatch.setattr(device, "scratch", watched_scratch)
     on_device = example(0, dtype, **OPTIONS["extras"]).on(HOST)

@@ -105,8 +105,7 @@ DEVICE void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) 
                "r"(bytes)
                : "memory");
 }
-// Stores and reductions of this thread since the last commit make a group. _read: until the sources of all but PENDING
-// groups are read, else until they are written.
+// Stores and reductions since the last commit make a group. _read: until the sources of all but PENDING are read.
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void bulk_wait_group() {
@@ -184,7 +183,7 @@ DEVICE void wgmma_wait_group() {
 // Keeps the compiler from moving accesses to registers across it.
 DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
-// Nor does it know x any longer: what follows from it is computed again instead of held in registers.
+// Nor does it know x any longer: what follows from it is computed again.
 DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.

@@ -14,7 +14,7 @@ from cuflash.block_mask import BlockMask
 from cuflash.block_store import CANONICAL, VISIBLE
 
 FORWARD, BACKWARD = "forward", "backward"
-# Matrix products: 2 forward, 5 backward (q k^T again, dout v^T, and one for each gradient).
+# 2 matrix products forward, 5 backward.
 RELATIVE_FLOPS = {FORWARD: 1.0, BACKWARD: 2.5}
 
 

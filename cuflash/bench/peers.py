@@ -162,8 +162,8 @@ _FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64"
 def matmul(a: Array, b: Array, out: Array | None = None, add: bool = False) -> Array:
     """``a @ b`` of CuPy matrices or stacks of them by cuBLAS, into `out` or added to it.
 
-    Sums are float32, float64 for float64. One of the last two axes of each operand is contiguous, and the last of
-    `out`, whose dtype may be that of the sums.
+    One of the last two axes of each operand is contiguous, and the last of `out`, whose dtype may be that of the sums:
+    float32, float64 for float64.
     """
     cupy, cublas, types = _library()
     if out is None:
