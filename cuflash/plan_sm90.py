@@ -176,10 +176,9 @@ FORWARD = (
         exact_again=4096,
     ),
 )
-# Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal.
-_LARGEST_BOUND = 50
-# Of smaller ones a weight, 1 +- 2^-22, does not tell tanh again.
-_SMALLEST_BOUND = 2**-10
+# Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal. With
+# smaller bounds the cubic term's factor may be infinite.
+_LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
 _BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
 _MANY_KEYS = 2048
 _WIDE_WINDOW = 2048  # keys
@@ -304,8 +303,6 @@ def obstacle(problem: AttentionProblem) -> str:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
         return "TMA takes no empty arrays"
-    if 0 < problem.softcap < _SMALLEST_BOUND:
-        return f"softcap is below {_SMALLEST_BOUND}"
     return ""
 
 
@@ -386,7 +383,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         many_keys=_has_many_keys(problem) and not grow_rarely,
         narrow_window=_has_narrow_window(problem),
         few_queries=has_few_queries(problem),
-        bounded_scores=problem.softcap <= _LARGEST_BOUND,
+        bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
     )
     few = problem.seqlen_q < _LONG_QUERIES or problem.packed or problem.window_left is not None
     return replace(config, pair=1) if few else config

@@ -244,6 +244,9 @@ def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if plan_sm90.obstacle(problem):
         return plan_sm90.obstacle(problem)
+    # Of smaller scores a weight, 1 +- 2^-22, does not tell tanh again.
+    if 0 < problem.softcap < plan_sm90.SMALLEST_BOUND:
+        return f"softcap is below {plan_sm90.SMALLEST_BOUND}"
     if problem.head_dim * HALF_BYTES % ALIGNMENT or problem.head_dim_v * HALF_BYTES % ALIGNMENT:
         return f"rows of head dims {problem.head_dim} and {problem.head_dim_v} are no multiples of {ALIGNMENT} bytes"
     return (

@@ -16,6 +16,8 @@ from cpu_device import hook
 from devices import Device
 from numpy.typing import NDArray
 
+from cuflash import launch, plan_sm90_backward
+
 Array = NDArray[Any]
 
 # A result that is right comes without a warning.
@@ -275,10 +277,33 @@ def test_any_positive_softcap(device: Device, dtype: str, softcap: float) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("softcap", [1e-20, 1e-5, 3e38])
 def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
-    """Its kernels find the derivative from the weights, which say nothing of so small scores."""
+    """Its gradients find the derivative from the weights, which say nothing of so small scores: there others run."""
     device = devices.device_of("sm_90")
+    devices.forget_launches()
     with device.active():
         test_any_positive_softcap(device, dtype, softcap)
+    taken = {x.kernel.entry for x in launch._launches.values()}
+    assert "forward_sm90" in taken
+    assert (plan_sm90_backward.NARROW in taken) == (softcap > 1)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("option", ["alibi_slopes", "bias", "window"])
+def test_smallest_softcap_beside_others_on_hopper(dtype: str, option: str) -> None:
+    """Slopes in its units are huge."""
+    values: dict[str, Any] = {
+        "alibi_slopes": np.array([0.5, 8], np.float32),
+        "bias": gaussian(np.random.default_rng(18), (70, 300), dtype),
+        "window": (9, 3),
+    }
+    case = gaussian_case(18, dtype, (70, 300), (2, 1), (64, 64), 1, softcap=1e-40, **{option: values[option]})
+    device = devices.device_of("sm_90")
+    devices.forget_launches()
+    with device.active():
+        out, lse = case.on(device).forward()
+    case.assert_forward(out, lse)
+    assert {x.kernel.entry for x in launch._launches.values()} == {"forward_sm90"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
