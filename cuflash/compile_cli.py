@@ -247,10 +247,14 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     )
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _portable_reason(plan(problem, entry)) for entry in entries}
-    hopper = {
-        "forward on Hopper": _on_hopper(problem, plan_split.reason, plan_sm90.reason),
-        "backward on Hopper": _on_hopper(problem, plan_split.gradient_reason, plan_sm90_backward.reason),
-    }
+    reasons = plan_sm90.reason, plan_sm90_backward.reason
+    if args.dtype == "float32":
+        reasons = plan_split.reason, plan_split.gradient_reason
+    dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
+    with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
+    no_parts = f"{plan_sm90.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
+    directions = "forward on Hopper", "backward on Hopper"
+    hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, reasons, strict=True)}
     mma = {
         "forward on tensor cores": plan_wide.reason(problem, False) or plan_sm80.reason(problem),
         "backward on tensor cores": plan_wide.reason(problem, True) or plan_sm80_backward.reason(problem),
@@ -260,18 +264,6 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"
         mma["gradient of a bias on tensor cores"] = of_bias
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
-
-
-def _on_hopper(
-    problem: AttentionProblem,
-    of_float32: Callable[[AttentionProblem], str],
-    of_16_bits: Callable[[AttentionProblem], str],
-) -> str:
-    if problem.dtype != "float32":
-        return of_16_bits(problem)
-    dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
-    with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
-    return of_float32(problem) or f"{plan_sm90.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
 
 
 def _portable_reason(config: Config) -> Any:
