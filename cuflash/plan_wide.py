@@ -250,7 +250,8 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
-    if _has_few_registers(kind, capability) and not is_plain and tile.key_warps == 1:
+    is_cut = row.head_dim > 192 and {"has_window", "has_block_mask"} <= set(flags)
+    if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_cut):
         tile = replace(tile, block_n=16)
     limit = smem_limit("sm_{}{}".format(*capability))
     parts, shares = _PARTS[kind], tile.key_warps > 1
