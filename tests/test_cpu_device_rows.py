@@ -1,4 +1,4 @@
-"""Every row of the tables of tensor-core kernels runs on the CPU device, whatever rows the suite's cases take."""
+"""Every row of the tables of kernels runs on the CPU device, whatever rows the suite's cases take."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, CpuDevice
 from devices import Device
 
-from cuflash import plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide
+from cuflash import plan, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide
 from cuflash.plan import KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
 NUM_SMS, SMS_OF_FEW_TILES = 3, 9
+_WITHOUT_TENSOR_CORES = (7, 0)
 # Kernels around the gradients of scores: they run with these.
 _COMPANIONS = (plan_sm90_backward.ROWS, plan_sm90_backward.DQ)
 
 
 class Row(NamedTuple):
     capability: tuple[int, int]
+    smem_limit: int
     has_wgmma: bool
     config: KernelConfig
     dtype: str
@@ -36,16 +38,17 @@ def all_rows() -> Iterator[Row]:
     seen = set()
     for capability, limit in SMEM_LIMITS.items():
         mma = (plan_sm80.table, plan_sm80_backward.table, plan_wide.table)
-        tables: list[tuple[bool, rows.Table]] = [(False, table(capability, limit)) for table in mma]
+        tables: list[tuple[tuple[int, int], bool, rows.Table]] = [(_WITHOUT_TENSOR_CORES, False, plan.table(limit))]
+        tables += [(capability, False, table(capability, limit)) for table in mma]
         if capability == (9, 0):
             hopper = plan_sm90.table, plan_sm90_backward.table, plan_split.table, plan_split.gradient_table
-            tables += [(True, table()) for table in hopper]
-        for has_wgmma, table in tables:
+            tables += [(capability, True, table()) for table in hopper]
+        for own, has_wgmma, table in tables:
             for (config, dtype), *_ in rows.rows_of(table):
                 of_row = rows.identity(config)
                 if of_row not in seen and config.entry not in _COMPANIONS:
                     seen.add(of_row)
-                    yield Row(capability, has_wgmma, config, dtype)
+                    yield Row(own, limit, has_wgmma, config, dtype)
 
 
 @pytest.mark.parametrize(
@@ -55,5 +58,5 @@ def test_row(row: Row) -> None:
     config = row.config
     few_tiles = isinstance(config, plan_sm90.Config) and config.splits_keys
     device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS)
-    device.has_wgmma = row.has_wgmma
+    device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit
     rows.run(config, row.dtype, Device(device.name, np, partial(hook.kernels_on, device)))

@@ -225,13 +225,17 @@ _SCRATCH_ALIGNMENT = 512
 _POISON = 0xFF
 # Bytes of shared memory that one block may use, by compute capability.
 SMEM_LIMITS = {
+    (7, 0): 98304,
     (7, 5): 65536,
     (8, 0): 166912,
     (8, 6): 101376,
+    (8, 7): 166912,
     (8, 9): 101376,
     (9, 0): 232448,
     (10, 0): 232448,
+    (10, 3): 232448,
     (12, 0): 101376,
+    (12, 1): 101376,
 }
 
 
