@@ -250,13 +250,14 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
-    is_cut = row.head_dim > 192 and {"has_window", "has_block_mask"} <= set(flags)
-    if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_cut):
+    is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
+    if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
         tile = replace(tile, block_n=16)
     limit = smem_limit("sm_{}{}".format(*capability))
     parts, shares = _PARTS[kind], tile.key_warps > 1
     takes_wider = not parts and capability >= (9, 0)
-    unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind)  # half of a result is many sums
+    # Half of a result is many sums.
+    unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind) - (is_tight and not parts)
     configs = []
     size, size_v = _bytes(kind)
     for name in ("dq", *row.key_kernels):
