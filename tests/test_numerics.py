@@ -380,7 +380,7 @@ def plain_tf32(case: Case) -> dict[str, Array]:
     k, v = (np.repeat(tf32(x).astype(np.float64), repeats, axis=2) for x in (case.k, case.v))
     scale = q.shape[-1] ** -0.5
     scores = np.einsum("bihd,bjhd->bhij", q, k) * scale
-    scores[..., ~np.tri(*scores.shape[-2:], dtype=bool)] = -np.inf
+    scores[..., np.tri(*scores.shape[-2:]) == 0] = -np.inf
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     rounded_p = tf32(p).astype(np.float64)
