@@ -30,9 +30,8 @@ class Tile:
     num_warps: int
     dq_fragments: int  # sixteens of queries whose dq a warp has
     together: bool  # dk and dv fit the registers; else each has a kernel of its own
-    stages: int = 1  # buffers of queries
+    stages: int = 1  # buffers of queries and of the scores' gradients; with two a step has one barrier
     min_blocks: int = 1
-    score_stages: int = 1  # buffers of the scores' gradients: with two, as many as of queries, a step has one barrier
     query_warps: int = 1  # with the same keys, each a part of the queries of a tile and of the columns of dk and dv
     query_parts: int = 1  # of a warp's queries, computed one behind the other
     bulk_adds: bool = False  # all that a warp has of dq is added at once (from sm_90 on)
@@ -45,7 +44,7 @@ class Tile:
 
 # From here on some kernels take more registers.
 _LARGER = (10, 0)
-_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, score_stages=2, query_parts=2, below=_LARGER)
+_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=_LARGER)
 _HALF = Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
 # The first row that is wide enough is taken.
 BACKWARD = (
@@ -64,40 +63,16 @@ BACKWARD = (
         128,
         128,
         (
-            Tile(
-                64,
-                64,
-                4,
-                2,
-                True,
-                min_blocks=2,
-                query_warps=2,
-                bulk_adds=True,
-                dq_buffer=True,
-                short=True,
-                below=_LARGER,
-            ),
-            Tile(
-                64,
-                128,
-                8,
-                2,
-                True,
-                stages=2,
-                score_stages=2,
-                query_warps=2,
-                bulk_adds=True,
-                dq_buffer=True,
-                below=_LARGER,
-            ),
-            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2),
+            replace(_HALF, bulk_adds=True, dq_buffer=True, short=True, below=_LARGER),
+            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, bulk_adds=True, dq_buffer=True, below=_LARGER),
+            Tile(64, 128, 8, 2, True, stages=2, query_warps=2),
             _HALF,
             Tile(64, 64, 8, 2, True, query_warps=2),
             Tile(32, 64, 4, 1, True, query_warps=2),
         ),
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
         (
-            Tile(64, 128, 8, 2, True, stages=2, score_stages=2, query_warps=2, below=_LARGER, only=MORE),
+            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, below=_LARGER, only=MORE),
             replace(_HALF, below=_LARGER, but=(8, 7), only=("has_block_mask",)),
         ),
     ),
@@ -105,15 +80,15 @@ BACKWARD = (
         192,
         192,
         (
-            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2, bulk_adds=True),
-            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2),
+            Tile(64, 64, 8, 1, True, stages=2, query_warps=2, bulk_adds=True),
+            Tile(64, 64, 8, 1, True, stages=2, query_warps=2),
             Tile(64, 64, 8, 1, True, query_warps=2),
             Tile(32, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
         (Tile(32, 32, 4, 1, True, query_warps=2, below=_LARGER), Tile(16, 32, 2, 1, False)),
         (
-            Tile(64, 64, 8, 1, True, stages=2, score_stages=2, query_warps=2, only=("has_block_mask",)),
+            Tile(64, 64, 8, 1, True, stages=2, query_warps=2, only=("has_block_mask",)),
             Tile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),
         ),
     ),
@@ -121,28 +96,14 @@ BACKWARD = (
         256,
         256,
         (
-            Tile(64, 64, 8, 2, True, stages=2, score_stages=2, query_warps=4, bulk_adds=True),
+            Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True),
             Tile(64, 64, 8, 1, True, query_warps=4),
             Tile(32, 64, 4, 1, False),
             Tile(16, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
         (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
-        (
-            Tile(
-                64,
-                64,
-                8,
-                2,
-                True,
-                stages=2,
-                score_stages=2,
-                query_warps=4,
-                bulk_adds=True,
-                below=_LARGER,
-                only=("has_block_mask",),
-            ),
-        ),
+        (Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=_LARGER, only=("has_block_mask",)),),
     ),
 )
 # Of the kernel that stays with queries: for bits that repeat beside a block mask, and for slopes.
@@ -182,7 +143,6 @@ class Config(MmaConfig):
     """One kernel of a backward pass."""
 
     dq_fragments: int
-    score_stages: int
     query_warps: int
     query_parts: int
     vector_adds: bool  # four floats are added in memory at once
@@ -196,9 +156,9 @@ class Config(MmaConfig):
 
 def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:
     of_key = row.head_dim + (row.head_dim_v if computes_dk else 0)
-    of_query = tile.stages * HALF_BYTES * (row.head_dim + row.head_dim_v) + tile.score_stages * 2 * FLOAT_BYTES
+    of_query = tile.stages * (HALF_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES)
     weights = tile.query_warps > 1 and (tile.together or not computes_dk)  # which warps share, as gradients
-    of_score = HALF_BYTES * (weights + (tile.score_stages if computes_dk else 0))
+    of_score = HALF_BYTES * (weights + (tile.stages if computes_dk else 0))
     of_query += tile.block_n * of_score + (FLOAT_BYTES * row.head_dim if tile.dq_buffer else 0)
     elements = tile.block_n * HALF_BYTES * of_key + tile.block_m * of_query
     return elements + SMEM_BESIDE_TILES

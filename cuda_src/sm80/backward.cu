@@ -11,7 +11,8 @@ constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
 // So many that those of a head, which add to a tile of queries one after the other, are some steps apart.
 constexpr u32 TILES_IN_TURN = 1024;
-constexpr bool ONE_BARRIER = SCORE_STAGES == 2;
+// Of a step, where queries and gradients of scores have two buffers.
+constexpr bool ONE_BARRIER = STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
@@ -27,15 +28,14 @@ struct SharedStorage {
   alignas(128) unsigned char q[STAGES * QueryTile::BYTES];
   alignas(128) unsigned char dout[STAGES * DoutTile::BYTES];
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
-  alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? SCORE_STAGES * ScoreTile::BYTES : 16];
+  alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  float lse[SCORE_STAGES][BLOCK_M], delta[SCORE_STAGES][BLOCK_M];
+  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M];
   Work work;                                      // read again: registers are scarce
   int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // which have not ended
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
-static_assert(SCORE_STAGES <= STAGES, "one barrier a step takes two buffers of all that is shared");
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
@@ -168,12 +168,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const bool partial = HAS_MASK || HAS_BIAS || step.partial;
     const QueryTile queries{ptx::shared_address(shared.q) + stage * QueryTile::BYTES};
     const DoutTile douts{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES};
-    const u32 score_stage = ONE_BARRIER ? stage : 0;
-    const ScoreTile gradients{ptx::shared_address(shared.ds) + score_stage * ScoreTile::BYTES};
-
-    if constexpr (STAGES == 2 && !ONE_BARRIER) {
-      if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
-    }
+    const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
 
 #pragma unroll 1
     for (int part = 0; part < QUERY_PARTS; part++) {
@@ -213,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const KeptWeights kept = scores.kept();
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked, 1,
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                        BitsOfBlock{visible >> f * FRAGMENT});
-          const float* delta = shared.delta[score_stage] + query + fragment_column();
+          const float* delta = shared.delta[stage] + query + fragment_column();
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
@@ -233,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[score_stage] + query}, masked, 1,
+          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                        BitsOfBlock{visible >> f * FRAGMENT});
           pack_kept(weights[f], x[f], scores.kept());
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
@@ -262,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (ONE_BARRIER) {
       if (!walk.done()) load_step(p, shared, stage, Step(walk));
     } else if (exists) {
-      if constexpr (STAGES == 1) load_queries(p, shared, 0, step);
+      load_queries(p, shared, 0, step);
       load_rows(p, shared, 0, step);
     }
     commit_copies();
