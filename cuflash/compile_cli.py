@@ -26,6 +26,7 @@ from cuflash import (
 from cuflash.plan import (
     Config,
     KernelConfig,
+    beside_window,
     capability_of,
     file_of,
     flags_of,
@@ -251,7 +252,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     if args.dtype == "float32":
         reasons = plan_split.reason, plan_split.gradient_reason
     dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
-    with_options = " with options" if set(flags_of(problem)) - {"has_window"} else ""
+    with_options = " with options" if beside_window(flags_of(problem)) else ""
     no_parts = f"{plan_sm90.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
     directions = "forward on Hopper", "backward on Hopper"
     hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, reasons, strict=True)}

@@ -260,7 +260,7 @@ def config_of(
     """The configuration of a portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
-    tiles = (row.with_options,) if set(flags) - {"has_window"} else row.tiles
+    tiles = (row.with_options,) if beside_window(flags) else row.tiles
     fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
     tile = next(fitting, row.with_options)
     return Config(
@@ -275,6 +275,11 @@ def config_of(
 def has_plain_scale(problem: AttentionProblem) -> bool:
     """Whether the scale may join the conversion to base 2."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
+
+
+def beside_window(flags: tuple[str, ...]) -> set[str]:
+    """The options that choose a tile: a window takes that of plain scores, or one of its own."""
+    return set(flags) - {"has_window"}
 
 
 def are_products(flags: tuple[str, ...]) -> bool:

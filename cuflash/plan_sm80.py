@@ -12,6 +12,7 @@ from cuflash.plan import (
     TABLE_FLAGS,
     KernelConfig,
     are_products,
+    beside_window,
     capability_of,
     common,
     flags_of,
@@ -70,7 +71,7 @@ class Row(Generic[T]):
 
     def tiles_for(self, flags: tuple[str, ...], is_plain: bool) -> tuple[T, ...]:
         """The tiles for these options."""
-        beside = set(flags) - {"has_window"}
+        beside = beside_window(flags)
         if is_plain and not beside:
             return self.tiles
         with_one = self.with_one if is_plain and len(beside) == 1 else ()
@@ -215,18 +216,19 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-    wide_blocks: bool = True,
+    block_keys: int = 0,
     entry: str = ENTRY,
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     tiles = row.tiles_for(flags, plain_scores and aligned)
-    if "has_window" in flags or not wide_blocks:
-        tiles = tuple(t for t in tiles if t.listed == 1)
+    # Listed tiles of a step are neighbours where a block has them all.
+    of_block = 0 if "has_window" in flags else block_keys
+    tiles = tuple(t for t in tiles if t.listed == 1 or (of_block and of_block % t.block_n == 0))
     plain_scores = plain_scores and are_products(flags)
 
     def of_bias(t: Tile) -> int:
-        alone = entry == ENTRY and {*flags} - {"has_window"} == {"has_bias"}
+        alone = entry == ENTRY and beside_window(flags) == {"has_bias"}
         return t.block_m * t.block_n * HALF_BYTES if alone and t.stages == 1 else 0
 
     def all_bytes(t: Tile) -> int:
@@ -257,7 +259,7 @@ def forward(
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    return forward_config(*given, has_plain_scale(problem), aligned, problem.wide_blocks, **of)
+    return forward_config(*given, has_plain_scale(problem), aligned, problem.block_keys, **of)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -284,7 +286,7 @@ def table(
         for dtype in dtypes(capability):
             for flags in table_flags(row):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
-            for wide in (False, True) if row.with_one else ():
+            for block_keys in (64, 128) if row.with_one else ():
                 blocks = row, dtype, None, ("has_block_mask",), capability, limit
-                yield forward_config(*blocks, wide_blocks=wide, **of), dtype
+                yield forward_config(*blocks, block_keys=block_keys, **of), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

@@ -10,6 +10,7 @@ from cuflash.plan import (
     FLOAT_BYTES,
     HALF_BYTES,
     KernelConfig,
+    beside_window,
     common,
     flags_of,
     has_plain_scale,
@@ -234,7 +235,7 @@ def forward_config(
     bounded_scores: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
-    options = set(flags) - {"has_window"}
+    options = beside_window(flags)
     if not options and plain_scores:
         if few_queries and row.few_queries:
             tile = row.few_queries

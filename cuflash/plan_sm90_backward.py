@@ -15,6 +15,7 @@ from cuflash.plan import (
     FLOAT_BYTES,
     HALF_BYTES,
     are_products,
+    beside_window,
     common,
     flags_of,
 )
@@ -211,7 +212,7 @@ def backward_config(
 
 
 def _options(problem: AttentionProblem) -> set[str]:
-    return set(flags_of(problem)) - {"has_window"}
+    return beside_window(flags_of(problem))
 
 
 def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Row | None:

@@ -11,6 +11,7 @@ from cuflash.plan import (
     HALF_BYTES,
     TABLE_FLAGS,
     are_products,
+    beside_window,
     common,
     flags_of,
     has_plain_scale,
@@ -110,11 +111,12 @@ BACKWARD = {
     ),
 }
 # Of the kernel for the gradient of a bias; options are those beside it. Several stages are of chunks of columns.
-_IN_CHUNKS = (Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 2))
+_IN_CHUNKS, _FEWER_KEYS = Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2)
+_ALONE = replace(_FEWER_KEYS, min_blocks=1)  # float64 on sm_80
 BIAS = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
-        *(Row(d, d, _IN_CHUNKS, _IN_CHUNKS[1:], _IN_CHUNKS[:1]) for d in (128, 192, 256)),
+        *(Row(d, d, (_IN_CHUNKS, _FEWER_KEYS), (_FEWER_KEYS,), (_IN_CHUNKS,)) for d in (128, 192, 256)),
     ),
     "tf32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 3, below=_LARGER), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
@@ -123,7 +125,7 @@ BIAS = {
     ),
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        *(Row(d, d, _IN_CHUNKS[1:], _IN_CHUNKS[1:]) for d in (128, 192, 256)),
+        *(Row(d, d, *2 * ((_FEWER_KEYS, _ALONE),)) for d in (128, 192, 256)),
     ),
 }
 
@@ -168,7 +170,7 @@ def _bytes(kind: str) -> tuple[int, int]:
 
 
 def _is_plain(flags: tuple[str, ...], plain_scores: bool, aligned: bool) -> bool:
-    return set(flags) <= {"has_window"} and plain_scores and aligned
+    return plain_scores and aligned and not beside_window(flags)
 
 
 def _constants(

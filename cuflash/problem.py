@@ -98,7 +98,7 @@ class AttentionProblem:
     q_lengths: bool = False
     kv_lengths: bool = False
     block_mask: bool = False
-    wide_blocks: bool = False  # keys of its blocks are multiples of 128
+    block_keys: int = 0  # of a block of it
     dropout_p: float = 0.0
     deterministic: bool | None = None
     precision: str | None = None
@@ -192,7 +192,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         q_lengths=o.q_lengths is not None,
         kv_lengths=o.kv_lengths is not None,
         block_mask=has_block_mask,
-        wide_blocks=has_block_mask and o.block_mask is not None and o.block_mask.block_size[1] % 128 == 0,
+        block_keys=o.block_mask.block_size[1] if has_block_mask and o.block_mask is not None else 0,
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         # Only float32 has products that TF32 could stand in for.
