@@ -271,8 +271,8 @@ def compile_for(arch: str, source: str, name: str) -> Report:
 
 def source_of(entry_file: str, constants: Any) -> str:
     """A kernel's source text."""
-    files = entry_file if "." in entry_file else f"{entry_file}.cu"
-    text = _PRELUDE + _constants_text(constants) + inlined(files)
+    paths = entry_file if "." in entry_file else f"{entry_file}.cu"
+    text = _PRELUDE + _constants_text(constants) + inlined(paths)
     return text + (layout_asserts() if "struct AttentionParams" in text else "") + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Hopper's float32 kernels: work space with operands in float16 parts, and maps of it."""
+"""Float32 in float16 parts: the work space that has them, and Hopper's kernels; passes of a kernel a gradient."""
 
 import math
 from collections.abc import Sequence
