@@ -182,12 +182,8 @@ class BlockMask(Patterns):
         """
         if not callable(function):
             raise TypeError(f"function: expected a callable (b, h, i, j), got {type(function).__name__}")
-        shape = (
-            check_count("batch", batch),
-            check_count("heads", heads, 1),
-            check_count("seqlen_q", seqlen_q),
-            check_count("seqlen_k", seqlen_k),
-        )
+        seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
+        shape = check_count("batch", batch), check_count("heads", heads, 1), seqlen_q, seqlen_k
         block_size = check_block_size(block_size)
 
         def words_of(b: int, h: int, first: int, last: int) -> Words:

@@ -238,7 +238,8 @@ class Patterns:
         block_size = check_block_size(block_size)
         half = check_count("window_blocks", window_blocks) // 2
         num_rows, num_columns = num_blocks(seqlen, block_size[0]), num_blocks(seqlen, block_size[1])
-        num_global = min(check_count("global_blocks", global_blocks), num_columns)
+        global_blocks = check_count("global_blocks", global_blocks)
+        num_global = min(global_blocks, num_columns)
         row_start = np.arange(num_rows) * block_size[0]
         row_stop = np.minimum(row_start + block_size[0], seqlen)
         band_start = np.maximum(row_start // block_size[1] - half, 0)

@@ -199,3 +199,15 @@ def test_random_blocks_are_uniform() -> None:
     others = dense_of(BlockMask.bigbird(12, 1, 2, 3, 1, heads=heads, block_size=(1, 1)))[0, :, 6]
     chosen = np.delete(others.mean(axis=0), [0, 1, 6])
     assert abs(chosen - 3 / 9).max() < 5 * np.sqrt(2 / 9 / heads)
+
+
+def test_numpy_integers_of_any_kind_are_sizes() -> None:
+    # Unsigned ones wrap below 0, and int8 and uint8 soon at the top.
+    kinds: tuple[Any, ...] = np.int8, np.uint8, np.uint64
+    for kind in kinds:
+        rule = BlockMask.from_function(lambda b, h, i, j: i <= j, kind(70), kind(90), kind(2), kind(3))
+        want = BlockMask.from_function(lambda b, h, i, j: i <= j, 70, 90, 2, 3)
+        assert rule.shape == want.shape
+        assert (dense_of(rule) == dense_of(want)).all()
+        blocks = BlockMask.bigbird(90, kind(3), kind(1), kind(2), 5, block_size=(1, 4))
+        assert (dense_of(blocks) == dense_of(BlockMask.bigbird(90, 3, 1, 2, 5, block_size=(1, 4)))).all()
