@@ -31,7 +31,7 @@ struct SharedStorage {
 };
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
-static_assert(!SHARES_QUERIES || !(HAS_MASK || HAS_BIAS || HAS_DROPOUT), "plain, or with a window or a block mask");
+static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)), "the rows that there are");
 // The first scores do not wait for values. Beside a block mask that takes registers.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
 // Whether keys that are hidden one by one are looked after only where the result is not finite.
@@ -170,7 +170,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N)
                                  : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
     blocks.advance();
-    const int next_key = blocks.block * LISTED_N;  // of this step, if it takes two
+    const int next_key = blocks.block * LISTED_N;  // of the next step, or the second of this one
     if constexpr (LISTED == 2) {
       masked |= scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N);
       blocks.advance();
@@ -234,12 +234,10 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         FragmentSoftmax::find_tops(x[f], top[f]);
         exceeded |= softmax[f].exceeded(top[f]);
       }
-      if constexpr (STAGES == 1) wait_for_copies();
+      wait_for_copies();
       const bool grown = __syncthreads_or(exceeded);
-      if constexpr (STAGES == 1) {
-        if (!blocks.done()) keys.load(k, next_key);
-        commit_copies();
-      }
+      if (!blocks.done()) keys.load(k, next_key);
+      commit_copies();
       if (HIDES_ANYWHERE && masked) clear_unseen(shared, values);
       if (grown) across_warps(shared, top, warp_row, key_warp, [](Accum a, Accum b) { return larger(a, b); });
 #pragma unroll
