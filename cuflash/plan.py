@@ -170,10 +170,10 @@ KERNEL_FILES = {
     "backward_sm90_dq": "sm90/backward_rows",
     "split_forward": "sm90/split_forward",
     "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
-    "ordered_dq": "sm80/half_tile.cuh sm80/wide_backward.cuh",
+    "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
     "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
     **{
-        f"{family}_{name}": f"sm80/{tile}.cuh sm80/{name if name in ('forward', 'bias') else 'wide_backward'}.cuh"
+        f"{family}_{name}": f"sm80/{tile}.cuh sm80/{name if name in ('forward', 'bias') else 'gradients'}.cuh"
         for family, tile in (("wide", "wide_tile"), ("parts", "split_tile"))
         for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
     },
@@ -187,7 +187,7 @@ _FUNCTIONS = {
     "backward_dkv": "backward_dkv",
     "sm80/bias.cuh": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",
-    "sm80/wide_backward.cuh": "backward_wide",
+    "sm80/gradients.cuh": "gradients_sm80",
     "sm90/split_backward": "split_backward",
 }
 

@@ -30,6 +30,7 @@ _RESERVED_SMEM = 1024
 
 Capability = tuple[int, int]
 ANY: Capability = (99, 0)  # beyond all
+BLACKWELL: Capability = (10, 0)  # from here on some kernels take more registers
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ FORWARD = (
         64,
         64,
         (
-            Tile(128, 128, 4, stages=2, min_blocks=2, below=(10, 0)),
+            Tile(128, 128, 4, stages=2, min_blocks=2, below=BLACKWELL),
             Tile(128, 64, 4, stages=2, min_blocks=2),
             Tile(128, 64, 4),
         ),
         (Tile(64, 32, 4, min_blocks=2),),
         (
-            Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=(10, 0), only=("has_block_mask",)),
+            Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
             Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
             Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
             *_64X64,
@@ -129,7 +130,7 @@ FORWARD = (
         256,
         (_SHARED, Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
         (Tile(64, 32, 4), Tile(32, 32, 2)),
-        (replace(_SHARED, below=(10, 0)), Tile(64, 64, 4, only=FLAGS)),
+        (replace(_SHARED, below=BLACKWELL), Tile(64, 64, 4, only=FLAGS)),
     ),
 )
 

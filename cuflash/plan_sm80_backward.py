@@ -15,7 +15,18 @@ from cuflash.plan import (
     flags_of,
     smem_limit,
 )
-from cuflash.plan_sm80 import ANY, MORE, SMEM_BESIDE_TILES, Capability, MmaConfig, Row, constants, dtypes, fits
+from cuflash.plan_sm80 import (
+    ANY,
+    BLACKWELL,
+    MORE,
+    SMEM_BESIDE_TILES,
+    Capability,
+    MmaConfig,
+    Row,
+    constants,
+    dtypes,
+    fits,
+)
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -42,9 +53,7 @@ class Tile:
     only: tuple[str, ...] = ()
 
 
-# From here on some kernels take more registers.
-_LARGER = (10, 0)
-_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=_LARGER)
+_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=BLACKWELL)
 _HALF = Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
 # The first row that is wide enough is taken.
 BACKWARD = (
@@ -63,8 +72,8 @@ BACKWARD = (
         128,
         128,
         (
-            replace(_HALF, bulk_adds=True, dq_buffer=True, short=True, below=_LARGER),
-            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, bulk_adds=True, dq_buffer=True, below=_LARGER),
+            replace(_HALF, bulk_adds=True, dq_buffer=True, short=True, below=BLACKWELL),
+            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, bulk_adds=True, dq_buffer=True, below=BLACKWELL),
             Tile(64, 128, 8, 2, True, stages=2, query_warps=2),
             _HALF,
             Tile(64, 64, 8, 2, True, query_warps=2),
@@ -72,8 +81,8 @@ BACKWARD = (
         ),
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
         (
-            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, below=_LARGER, only=MORE),
-            replace(_HALF, below=_LARGER, but=(8, 7), only=("has_block_mask",)),
+            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, below=BLACKWELL, only=MORE),
+            replace(_HALF, below=BLACKWELL, but=(8, 7), only=("has_block_mask",)),
         ),
     ),
     Row(
@@ -86,7 +95,7 @@ BACKWARD = (
             Tile(32, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
-        (Tile(32, 32, 4, 1, True, query_warps=2, below=_LARGER), Tile(16, 32, 2, 1, False)),
+        (Tile(32, 32, 4, 1, True, query_warps=2, below=BLACKWELL), Tile(16, 32, 2, 1, False)),
         (
             Tile(64, 64, 8, 1, True, stages=2, query_warps=2, only=("has_block_mask",)),
             Tile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),
@@ -102,8 +111,8 @@ BACKWARD = (
             Tile(16, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
-        (Tile(32, 64, 8, 2, True, query_warps=2, below=_LARGER), Tile(16, 64, 4, 1, False)),
-        (Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=_LARGER, only=("has_block_mask",)),),
+        (Tile(32, 64, 8, 2, True, query_warps=2, below=BLACKWELL), Tile(16, 64, 4, 1, False)),
+        (Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=BLACKWELL, only=("has_block_mask",)),),
     ),
 )
 # Of the kernel that stays with queries: for bits that repeat beside a block mask, and for slopes.
@@ -119,7 +128,7 @@ OF_QUERIES = tuple(
 # Of the kernel for the gradient of a bias; options are those beside it. Stages: see `plan_wide.BIAS`.
 _HALF_OF_KEYS = (QueryTile(64, 32, 4, min_blocks=2), QueryTile(64, 32, 4), QueryTile(32, 32, 2), QueryTile(32, 16, 2))
 _BIAS_TILES = (
-    QueryTile(64, 64, 4, min_blocks=3, below=_LARGER),
+    QueryTile(64, 64, 4, min_blocks=3, below=BLACKWELL),
     QueryTile(64, 64, 4, min_blocks=2),
     QueryTile(64, 64, 4),
     *_HALF_OF_KEYS,

@@ -17,7 +17,7 @@ from cuflash.plan import (
     has_plain_scale,
     smem_limit,
 )
-from cuflash.plan_sm80 import SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
+from cuflash.plan_sm80 import BLACKWELL, SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
 from cuflash.plan_sm80 import Config as HalfConfig
 from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
@@ -41,16 +41,14 @@ KEY_KERNELS = {
 _FACTORS = 4
 # lse and delta of a row of a gradient's tile in float64, or these and two factors in float32.
 _NUMBERS_BYTES = 16
-# From here on the assembler takes more registers.
-_LARGER = (10, 0)
-_64X48 = Tile(64, 48, 4, below=_LARGER)
+_64X48 = Tile(64, 48, 4, below=BLACKWELL)
 # By kind; the first row that is wide enough is taken.
 FORWARD = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2),), (Tile(64, 32, 4, 1, 2),)),
         Row(128, 128, (_64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(192, 128, (Tile(64, 64, 4, below=_LARGER), _64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(256, 128, (Tile(64, 64, 4, below=_LARGER), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(192, 128, (Tile(64, 64, 4, below=BLACKWELL), _64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(256, 128, (Tile(64, 64, 4, below=BLACKWELL), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
     ),
     "tf32": (
         Row(64, 64, (Tile(128, 64, 4, 2, 2), Tile(128, 64, 4, 1, 2)), (Tile(64, 64, 4, 2, 2),)),
@@ -119,9 +117,9 @@ BIAS = {
         *(Row(d, d, (_IN_CHUNKS, _FEWER_KEYS), (_FEWER_KEYS,), (_IN_CHUNKS,)) for d in (128, 192, 256)),
     ),
     "tf32": (
-        Row(64, 64, (Tile(64, 64, 4, 1, 3, below=_LARGER), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
+        Row(64, 64, (Tile(64, 64, 4, 1, 3, below=BLACKWELL), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
         Row(128, 128, (Tile(128, 64, 8, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 64, 4)), (Tile(64, 32, 4),)),
-        Row(256, 256, (Tile(64, 64, 4, 2, 3, below=_LARGER), Tile(64, 64, 4, 2, 2)), (Tile(64, 32, 4),)),
+        Row(256, 256, (Tile(64, 64, 4, 2, 3, below=BLACKWELL), Tile(64, 64, 4, 2, 2)), (Tile(64, 32, 4),)),
     ),
     "float64": (
         Row(64, 64, (Tile(64, 32, 4, 1, 2), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
@@ -206,7 +204,7 @@ def _unroll(kind: str) -> int:
 
 
 def _has_few_registers(kind: str, capability: Capability) -> bool:
-    return kind == "float32" and capability >= _LARGER
+    return kind == "float32" and capability >= BLACKWELL
 
 
 def forward_config(

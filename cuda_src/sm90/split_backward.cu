@@ -1,4 +1,4 @@
-// Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/wide_backward.cuh.
+// Gradients in float32 on Hopper's float16 units (split_layout.cuh), in the passes of sm80/gradients.cuh.
 #include "products.cuh"
 
 constexpr int PAIR = 1, KEY_WARPS = 1;  // no clusters, whole rows

@@ -94,7 +94,7 @@ DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accu
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
-    backward_wide(const __grid_constant__ AttentionParams p) {
+    gradients_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     shared.work = work_of<OF_KEYS>(p, ROWS, OF_KEYS ? p.num_heads_kv : p.num_heads_q, HAS_WINDOW && !OF_KEYS);
