@@ -221,6 +221,33 @@ class Config(HopperConfig):
     bounded_scores: bool  # their powers need no maximum
 
 
+def _tile_for(
+    row: Row,
+    flags: tuple[str, ...],
+    plain_scores: bool,
+    bias_tiles: bool,
+    many_keys: bool,
+    narrow_window: bool,
+    few_queries: bool,
+) -> Tile:
+    options = beside_window(flags)
+    if not options and plain_scores:
+        if few_queries and row.few_queries:
+            return row.few_queries
+        if flags:
+            return (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
+        return (many_keys and row.many_keys) or row.full
+    if options <= {"has_softcap"} or options == {"has_alibi"}:
+        return row.with_score
+    if options == {"has_dropout"}:
+        return row.with_dropout
+    if options == {"has_block_mask"} and row.with_blocks:
+        return row.with_blocks
+    if options == {"has_bias"} and bias_tiles:
+        return row.with_bias
+    return row.with_mask if options in ({"has_mask"}, {"has_block_mask"}) else row.with_more
+
+
 def forward_config(
     row: Row,
     dtype: str,
@@ -236,23 +263,7 @@ def forward_config(
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = beside_window(flags)
-    if not options and plain_scores:
-        if few_queries and row.few_queries:
-            tile = row.few_queries
-        elif flags:
-            tile = (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
-        else:
-            tile = (many_keys and row.many_keys) or row.full
-    elif options <= {"has_softcap"} or options == {"has_alibi"}:
-        tile = row.with_score
-    elif options == {"has_dropout"}:
-        tile = row.with_dropout
-    elif options == {"has_block_mask"} and row.with_blocks:
-        tile = row.with_blocks
-    elif len(options) == 1:
-        tile = row.with_mask if "has_bias" not in options else row.with_bias if bias_tiles else row.with_more
-    else:
-        tile = row.with_more
+    tile = _tile_for(row, flags, plain_scores, bias_tiles, many_keys, narrow_window, few_queries)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
