@@ -1,4 +1,5 @@
 // Where the elements of a warp's accumulators stand: 16 rows of mma.sync, or of the 64 of wgmma.
+// Element e of N / 2 is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
 #include "params.cuh"
 #include "sm80/ptx.cuh"
 

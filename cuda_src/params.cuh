@@ -1,5 +1,6 @@
 // Numbers, what a launch hands to a kernel (cuflash/params.py), and which sequence and rows a thread block works on:
-// padded and packed layouts look the same from there on. In front of every source stand `DEVICE` and the constants.
+// padded and packed layouts look the same from there on. In front of every source stand `DEVICE` and
+// constants, `Element` (of q, k, v), and `Accum`, in which all arithmetic is done.
 
 using u8 = unsigned char;
 using u32 = unsigned int;

@@ -57,8 +57,8 @@ struct Score {
         bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
   }
 
-  // A bias of -inf hides, also where the product is NaN; one that is not read yet is null. Else (not STRICT) the result
-  // is NaN where that is.
+  // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN; one that is
+  // not read yet is null. Else (not STRICT) the result is NaN where that is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;

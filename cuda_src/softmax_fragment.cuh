@@ -3,7 +3,7 @@
 #include "softmax.cuh"
 
 // Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
-// weights up to 256 are as exact.
+// weights up to 256 are as exact. Decided per row, so rows stay independent.
 constexpr float MAX_GROWTH = 8;
 
 // a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.

@@ -109,7 +109,8 @@ struct TransposedChunk {
 };
 
 // A chunk of rows of N columns, as it lies: BLOCK_K, or as many elements of the columns that are summed at once. Rows
-// are in the order in which write_transposed leaves the other factor.
+// are in the order in which write_transposed leaves the other factor: row k of the tile's product is the key (or query)
+// with owned_index(k % 16, k / 16).
 template <int N, int DEPTH>
 struct Chunk {
   static constexpr int COLUMNS = SUMS_TILES && N > SUM_COLUMNS ? SUM_COLUMNS : N;
@@ -185,7 +186,7 @@ struct ChunkPair {
 };
 
 // x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]. The first chunk is fetched; `next` starts what is
-// needed behind this product.
+// needed behind this product, when the last one has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
                                 ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a, const Rows& b,
@@ -207,7 +208,8 @@ DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffer
   }
 }
 
-// x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it. `next` as above.
+// x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it. First chunk and
+// `next` as above.
 template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
                           Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b, const u8* seen, Next next) {
@@ -279,7 +281,7 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
 }
 
 // Turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked tile
-// seen[column] becomes 1 where some row sees it.
+// seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
 template <bool TRANSPOSED, int ROWS, int COLUMNS>
 DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask, int first_row, int first_column,
                        bool masked, u8* seen) {

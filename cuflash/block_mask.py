@@ -282,7 +282,21 @@ class BlockMask(Patterns):
         )
 
     def arrays(self, xp: Any) -> tuple[Array, Array]:
-        """Slots and bits of the canonical store (`Store`) as arrays of `xp` on the current device, moved there once."""
+        """The canonical store as arrays of `xp` on the current device, moved there once.
+
+        Parameters
+        ----------
+        xp : module
+            numpy or cupy.
+
+        Returns
+        -------
+        slots : int32 (batch or 1, heads or 1, ceil(seqlen_q / 64), ceil(seqlen_k / 64))
+            -1 for a hidden block of 64 x 64 elements, -2 for one that is visible as far as the array reaches, else the
+            block's index in `bits`.
+        bits : uint32 (num_partial, 64, 2)
+            Bit ``j % 32`` of word ``bits[s, i % 64, j % 64 // 32]`` says whether (i, j) is visible; 0 beyond the array.
+        """
         if xp is np:
             return self._store.slots, self._store.bits
         device = xp.cuda.runtime.getDevice()

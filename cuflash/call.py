@@ -1,6 +1,7 @@
 """One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -156,8 +157,7 @@ class Call:
 
     @property
     def _backend(self) -> ModuleType:
-        on_cpu = isinstance(self.inputs["q"], np.ndarray)
-        return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
+        return _backend_of(isinstance(self.inputs["q"], np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
@@ -171,6 +171,11 @@ class Call:
         check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
         check_target(name, target, inputs)
         return target
+
+
+@cache
+def _backend_of(on_cpu: bool) -> ModuleType:
+    return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:

@@ -4,6 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -78,11 +80,13 @@ def device_name(x: Array) -> str:
 
 def namespace_of(x: Array) -> ModuleType:
     """numpy or cupy."""
-    if isinstance(x, np.ndarray):
-        return np
-    import cupy
+    return np if isinstance(x, np.ndarray) else _gpu_namespace()
 
-    return cupy
+
+@cache
+def _gpu_namespace() -> ModuleType:
+    # An import statement looks for the module in every call: 1.5 us.
+    return import_module("cupy")
 
 
 _HERE: AbstractContextManager[None] = contextlib.nullcontext()

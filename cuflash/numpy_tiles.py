@@ -372,7 +372,10 @@ class InOrder:
 
 
 def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`."""
+    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
+
+    What a task computes must not depend on which worker runs it.
+    """
     lock = threading.Lock()
     numbers = iter(range(count))
 

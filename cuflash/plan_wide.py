@@ -250,6 +250,7 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
+    # These spilled 8 bytes.
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
         tile = replace(tile, block_n=16)

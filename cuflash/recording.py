@@ -45,7 +45,10 @@ class Metadata(NamedTuple):
 def metadata_of(
     what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
 ) -> Metadata | None:
-    """None if the call, of kind `what`, cannot be repeated by addresses alone."""
+    """None if the call, of kind `what`, cannot be repeated by addresses alone.
+
+    These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
+    """
     key, addresses, extras = [what], [], []
     seed, block_mask = None, None
     for name, x in keywords.items():

@@ -136,6 +136,14 @@ def test_plain_packed_sequences_have_equal_lengths() -> None:
         peers.plain_calls(inputs.of(cell.plain))
 
 
+def test_plain_keeps_the_precision() -> None:
+    cell = Cell("tf32", "float32", 1, 8, 8, 1, 1, 8, 8, options=("tf32",))
+    assert cell.plain == cell
+    assert dataclasses.replace(cell, options=("tf32", "softcap")).plain == cell
+    with pytest.raises(peers.Unavailable):
+        peers.plain_calls(Inputs(cell, np))
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SUITES, "cpu", lambda grid: CELLS)
     parser = argparse.ArgumentParser()

@@ -31,7 +31,8 @@ struct SharedStorage {
 };
 static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "whole fragments");
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
-static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)), "the rows that there are");
+static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
+              "one buffer of keys; plain, with a window or a block mask");
 // The first scores do not wait for values. Beside a block mask that takes registers.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
 // Whether keys that are hidden one by one are looked after only where the result is not finite.

@@ -30,7 +30,7 @@ DEVICE void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
 
 // ---- Asynchronous copies from global to shared memory
 
-// Copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them.
+// Copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is read.
 DEVICE void cp_async_16(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -41,6 +41,7 @@ DEVICE void cp_async_4(unsigned shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of this thread's groups are unfinished.
 template <int PENDING>
 DEVICE void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

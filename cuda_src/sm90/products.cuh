@@ -103,7 +103,7 @@ DEVICE void store_transposed(u32 panel, const u32 (&words)[N]) {
 constexpr int ROWS_OF_WARP = 16;
 
 // Writes out * factor for the warp's rows [row, row + 16) of `data`; rows in [len, rows) are padding and 0. `staging`
-// has rows of eight chunks of 16 bytes, each in the place of its number xor the row's.
+// is the warp's own: rows of eight chunks of 16 bytes, each in the place of its number xor the row's.
 template <int N>
 DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim, const float (&out)[N],
                        const float (&factor)[2], unsigned char* staging) {

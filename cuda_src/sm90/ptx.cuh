@@ -105,7 +105,8 @@ DEVICE void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) 
                "r"(bytes)
                : "memory");
 }
-// Stores and reductions since the last commit make a group. _read: until the sources of all but PENDING are read.
+// Stores and reductions of this thread since the last commit make a group. _read: until the sources of all but PENDING
+// groups are read, else until they are written.
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void bulk_wait_group() {

@@ -29,9 +29,9 @@ DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant
   }
 }
 
-// Puts the largest element of each row near TOP, so that float16 parts hold them: x becomes x * TOP / unit. unit[r] is
-// that of all that was added up for row r so far, which is first to be multiplied with rescale[r]; on return rescale[r]
-// also has the ratio of units.
+// Puts the largest element of each row near TOP, so that float16 parts hold them: x becomes x * TOP / unit. unit[r], a
+// power of two, is that of all that was added up for row r so far, which is first to be multiplied with rescale[r]; on
+// return rescale[r] also has the ratio of units. Units depend on elements that are not 0 alone.
 template <int N>
 DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
 #pragma unroll

@@ -99,9 +99,10 @@ class Cell:
 
     @property
     def plain(self) -> Cell:
-        """Without options, window and block mask, packed in sequences of 4096."""
+        """Without options but the precision, window and block mask, packed in sequences of 4096."""
         lengths = (4096,) * (sum(self.lengths) // 4096)
-        return replace(self, options=(), window_left=None, density=None, lengths=lengths)
+        options = tuple(name for name in self.options if name == "tf32")
+        return replace(self, options=options, window_left=None, density=None, lengths=lengths)
 
     @property
     def restricted(self) -> bool:

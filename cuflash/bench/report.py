@@ -60,7 +60,7 @@ class Result:
         return min(others) / self.median(US) if others and US in self.times else None
 
     def of_plain(self) -> float | None:
-        """Speed as a share of plain's in the same round: clocks differ between rounds."""
+        """Plain's time over cuflash's, both of the same round: clocks differ between rounds."""
         if not {US, PLAIN} <= self.times.keys():
             return None
         return float(np.median(np.median(self.times[PLAIN], -1) / np.median(self.times[US], -1)))
