@@ -362,6 +362,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     shared.v_barriers.init(PAIR * warps);
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
+    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
     for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
   }

@@ -200,6 +200,7 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
   uint4 index;  // of a pair's next tile, in x: a copy has 16 bytes
   RingBarriers<1> index_barriers;
+  u64 nearly_loaded;  // a barrier; a phase is a tile handed on
 };
 
 struct Rings {
@@ -250,8 +251,14 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
   ring.advance();
 }
 
+// A tile is drawn when so many tiles of keys of the one before are left to load, beside which it is found out: it is
+// for whoever is the first to be ready for it. With two teams of a warpgroup no register is left to count them.
+constexpr int KEYS_LEFT = 4;
+constexpr bool COUNTS_LEFT = ALONE <= 1;
+
 // The scheduling thread: nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
+  u32 phase = 0;
   // The tile, behind those that come round again to the stage that it takes.
   const auto hand_on = [&](const PartialWork& work) {
     bool careful;
@@ -271,6 +278,8 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
         }
       }
       rings.work.publish();
+      if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded), phase);
+      phase ^= 1;
     } while (careful);
   };
   const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
@@ -286,7 +295,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     const PartialWork work = {work_at(p, tile / parts),
                               static_cast<int>(ALONE == 1 && team.number > 0 ? index % STRIPS : tile % parts)};
     if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
-    rings.work.acquire();  // not sooner: the next tile is for whoever is the first to be ready for it
+    rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
     if constexpr (PAIR > 1) {
       Ring<1, sizeof(uint4)> ring(&shared.index, shared.index_barriers);
@@ -324,18 +333,27 @@ struct Loader {
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
   Listed listed = {};
+  bool told;  // that the current tile is nearly loaded
 
   DEVICE void load_all() {
     while (true) {
       rings.work.wait();
       const GivenWork& work = shared.work[rings.work.stage];
       if (work.tile == NO_TILE) break;
+      told = false;
       if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
+      tell(0);
       rings.work.release();
     }
   }
 
  private:
+  DEVICE void tell(int keys_left) {
+    if (!COUNTS_LEFT || told || keys_left > KEYS_LEFT) return;
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded));
+    told = true;
+  }
+
   // Tiles come in the order of their use: the next keys before the values of the current ones.
   DEVICE void load_tile(const GivenWork& work) {
     if constexpr (ALONE > 1) rings.forget(shared);
@@ -357,6 +375,7 @@ struct Loader {
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
       if constexpr (ALONE > 1) rings.forget(shared);
+      tell(HAS_BLOCK_MASK ? listed.left : blocks.end - blocks.block);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       const int values = row_k + block * BLOCK_N;
       last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
