@@ -137,7 +137,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
-        return {"heads_together": plan_sm90.heads_together(problem, self.config.block_m * self.config.pair)}
+        return {"heads_together": plan_sm90.heads_together(problem, self.config.block_m)}
 
     def further(self, problem: AttentionProblem, arrays: Arrays, device: kernels.Device, tiles: int) -> Persistent:
         """Maps of the arrays that TMA reads and writes."""
