@@ -259,6 +259,20 @@ def test_sums_have_an_order_in_long_sequences(
     both(*inputs(head_dim, head_dim), deterministic=True, **options)
 
 
+@pytest.mark.parametrize("wanted", ["q", "kv"])
+def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
+    q, k, v = inputs(256, 256)
+    out, lse = cuflash.attention(*(x.astype(np.float32) for x in (q, k, v)), return_lse=True)
+    dout = normal(*out.shape)
+    with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
+        every, some = (
+            cuflash.attention_backward(dout, q, k, v, out.astype(q.dtype), lse, deterministic=True, grads=tuple(grads))
+            for grads in ("qkv", wanted)
+        )
+    for name, x, y in zip("qkv", some, every, strict=True):
+        assert np.array_equal(x, y) if name in wanted else x is None
+
+
 def test_float32_takes_other_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
     assert "float32" in plan_sm90_backward.reason(problem)

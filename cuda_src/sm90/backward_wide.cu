@@ -53,7 +53,7 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // Only that it is a step's turn, and that its dq is on its way.
+  // Only that it is a step's turn, and that its dq is on its way; free again with the step.
   Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
@@ -269,41 +269,49 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
 }
 
+// Adds dq of a step to its sum; the first is the sum, so that nobody clears it.
+template <bool FIRST>
+DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep& step) {
+#pragma unroll 1
+  for (int part = 0; part < DQ_PARTS; part++) {
+    float dq[DQ_COLUMNS / 2];
+    multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
+                                              rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
+    FourFloats* sum = dq_sum_at(p, step.sum(), part);
+    if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
+    ptx::wgmma_wait_group<0>();
+    keep(dq);
+#pragma unroll
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+      if (FIRST) {
+        reinterpret_cast<float4*>(sum)[i * WARP] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      } else {
+        ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      }
+    }
+  }
+}
+
 // dq.
 DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                         u32& steps) {
   if (work.unseen) return;
   rings.k.wait();
   for (bool last = false; !last;) {
-    const DqStep step = next_dq_step(shared, rings);
+    const DqStep step = DETERMINISTIC ? dq_step(shared, rings) : next_dq_step(shared, rings);
     last = step.last;
+    if (DETERMINISTIC) {
+      rings.turns.follow(rings.dq_steps);
+      rings.added.follow(rings.dq_steps);
+    }
     if (!is_own(steps++)) continue;
     rings.ds.wait();
-    if (p.dq_sum != nullptr) {
-#pragma unroll 1
-      for (int part = 0; part < DQ_PARTS; part++) {
-        float dq[DQ_COLUMNS / 2];
-        multiply_by_columns<LOADED_KEYS, BLOCK_M>(
-            dq, rings.ds.buffer(), rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
-        ptx::wgmma_wait_group<0>();
-        keep(dq);
-        if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
-        FourFloats* sum = dq_sum_at(p, step.sum(), part);
-        if (DETERMINISTIC && step.turn_of_sum() == 0) {  // the first is the sum: nobody clears it
-#pragma unroll
-          for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-            reinterpret_cast<float4*>(sum)[i * WARP] =
-                make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-            ptx::add_f32_x4(sum[i * WARP].x, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-          }
-        }
-      }
-    } else if (DETERMINISTIC) {
-      rings.turns.wait();
+    if (p.dq_sum == nullptr) {
+      if (DETERMINISTIC) rings.turns.wait();
+    } else if (DETERMINISTIC && step.turn_of_sum() == 0) {
+      add_parts<true>(p, rings, step);
+    } else {
+      add_parts<false>(p, rings, step);
     }
     __syncwarp();
     if (PAIR > 1 && lane() == 0) {
@@ -311,9 +319,8 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
     }
     rings.ds.release();
     if (DETERMINISTIC) {
-      rings.turns.release();
-      rings.added.acquire();
-      rings.added.publish_part();
+      rings.added.publish_written();
+      rings.dq_steps.release();
     }
   }
   rings.k.release();
@@ -325,8 +332,6 @@ DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, R
     const DqStep step = next_dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
-    __syncwarp();
-    rings.turns.acquire();
     rings.turns.publish_written();
   }
 }
@@ -334,12 +339,13 @@ DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, R
 // The warp that ends turns: additions arrive while the next products are under way.
 DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
-    const DqStep step = next_dq_step(shared, rings);
+    const DqStep step = dq_step(shared, rings);
     if (step.number == NO_DQ) break;
     rings.added.wait();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum(), 0);
+    rings.added.advance();
     __syncwarp();
-    rings.added.release();
+    rings.dq_steps.release();
+    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum(), 0);
   }
 }
 

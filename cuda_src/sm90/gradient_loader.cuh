@@ -182,9 +182,13 @@ DEVICE u32 of_lane_0(Get get) {
 }
 
 template <class SharedStorage, class Rings>
-DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
+DEVICE DqStep dq_step(const SharedStorage& shared, const Rings& rings) {
   rings.dq_steps.wait();
-  const DqStep step = shared.dq_steps[rings.dq_steps.stage];
+  return shared.dq_steps[rings.dq_steps.stage];
+}
+template <class SharedStorage, class Rings>
+DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
+  const DqStep step = dq_step(shared, rings);
   __syncwarp();
   rings.dq_steps.release();
   return step;
