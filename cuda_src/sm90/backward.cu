@@ -75,19 +75,19 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
   DqRing ring(shared.dq[part], shared.dq_barriers[part]);
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
-    if (step.number == NO_DQ) break;
+    if (step.sum == NO_DQ) break;
     const bool adds = p.dq_sum != nullptr && lane() == 0;
     int found = STORED;
     if (adds) {
-      wait_for_turn(p, step.sum(), part, step.turn_of_sum());
-      if (TAKES_SUMS) found = take_sum(p, step.sum(), part);  // while the part is computed
+      wait_for_turn(p, step.sum, part, step.turn);
+      if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // while the part is computed
     }
-    const bool first = found == NO_PART || (DETERMINISTIC && step.turn_of_sum() == 0);
+    const bool first = found == NO_PART || (DETERMINISTIC && step.turn == 0);
     __syncwarp();
     ring.wait();
     if (adds) {
-      if (found == TAKEN) wait_until_stored(p, step.sum(), part);
-      add_part(p.dq_sum + step.sum() * DQ_TILE + part * DQ_PART, ring.buffer(), first);
+      if (found == TAKEN) wait_until_stored(p, step.sum, part);
+      add_part(p.dq_sum + step.sum * DQ_TILE + part * DQ_PART, ring.buffer(), first);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -95,11 +95,11 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
     ring.release();
     if (adds && (DETERMINISTIC || first)) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum(), part);
+      end_turn(p, step.sum, part);
     }
     if (adds && step.last) {
       ptx::bulk_wait_group<0>();
-      ptx::add_release(warps_done_at(p, step.number), 1);
+      ptx::add_release(warps_done_at(p, step.number()), 1);
     }
   }
   if (lane() == 0) ptx::bulk_wait_group<0>();
@@ -113,22 +113,22 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
   DqRing first(shared.dq[0], shared.dq_barriers[0]), second(shared.dq[1], shared.dq_barriers[1]);
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
-    if (step.number == NO_DQ) break;
+    if (step.sum == NO_DQ) break;
     second.follow(first);
     const bool adds = p.dq_sum != nullptr && lane() == 0;
     if (first.stage != warp) {
-      if (adds && step.last) ptx::add_release(warps_done_at(p, step.number), 1);
+      if (adds && step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
       first.advance();
       continue;
     }
-    if (adds) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
+    if (adds) wait_for_turn(p, step.sum, 0, step.turn);
     __syncwarp();
     first.wait();
     second.wait();
     if (adds) {
-      float* sum = p.dq_sum + step.sum() * DQ_TILE;
-      add_part(sum, first.buffer(), step.turn_of_sum() == 0);
-      add_part(sum + DQ_PART, second.buffer(), step.turn_of_sum() == 0);
+      float* sum = p.dq_sum + step.sum * DQ_TILE;
+      add_part(sum, first.buffer(), step.turn == 0);
+      add_part(sum + DQ_PART, second.buffer(), step.turn == 0);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -137,8 +137,8 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
     second.release();
     if (adds) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum(), 0);
-      if (step.last) ptx::add_release(warps_done_at(p, step.number), 1);
+      end_turn(p, step.sum, 0);
+      if (step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
     }
   }
 }
@@ -147,8 +147,8 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
 DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings, const ptx::TensorMap* map) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
-    if (step.number == NO_DQ) break;
-    const BiasPlace place(p, step.number);
+    if (step.sum == NO_DQ) break;
+    const BiasPlace place(p, step.number());
     rings.ds.wait();
     if (lane() == 0) {
 #pragma unroll

@@ -277,7 +277,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
     float dq[DQ_COLUMNS / 2];
     multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
-    FourFloats* sum = dq_sum_at(p, step.sum(), part);
+    FourFloats* sum = dq_sum_at(p, step.sum, part);
     if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
     ptx::wgmma_wait_group<0>();
     keep(dq);
@@ -308,7 +308,7 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
     rings.ds.wait();
     if (p.dq_sum == nullptr) {
       if (DETERMINISTIC) rings.turns.wait();
-    } else if (DETERMINISTIC && step.turn_of_sum() == 0) {
+    } else if (DETERMINISTIC && step.turn == 0) {
       add_parts<true>(p, rings, step);
     } else {
       add_parts<false>(p, rings, step);
@@ -330,8 +330,8 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
 DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
-    if (step.number == NO_DQ) break;
-    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum(), 0, step.turn_of_sum());
+    if (step.sum == NO_DQ) break;
+    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum, 0, step.turn);
     rings.turns.publish_written();
   }
 }
@@ -340,12 +340,12 @@ DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, R
 DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = dq_step(shared, rings);
-    if (step.number == NO_DQ) break;
+    if (step.sum == NO_DQ) break;
     rings.added.wait();
     rings.added.advance();
     __syncwarp();
     rings.dq_steps.release();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum(), 0);
+    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum, 0);
   }
 }
 

@@ -105,13 +105,12 @@ struct Step {
 
 // What the warps that add dq have to know of it.
 struct DqStep {
-  i64 number;  // query_tile
-  int turn;    // of this addition to any of its sums
-  bool last;   // of a tile of keys
+  i64 sum;    // number * DQ_SUMS + which of them
+  int turn;   // of this addition to it
+  bool last;  // of a tile of keys
   int first_key;
 
-  DEVICE i64 sum() const { return number * DQ_SUMS + turn % DQ_SUMS; }
-  DEVICE int turn_of_sum() const { return turn / DQ_SUMS; }
+  DEVICE i64 number() const { return sum / DQ_SUMS; }  // query_tile
 };
 constexpr int DQ_STEPS = 8;  // more than tiles are under way
 constexpr i64 NO_DQ = -1;
@@ -303,7 +302,8 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       walk.advance();
       acquire_together(rings.dq_steps);
       if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number, turn, walk.done(), first_key};
+        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + turn % DQ_SUMS, turn / DQ_SUMS, walk.done(),
+                                                 first_key};
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
       rings.dq_steps.advance();
@@ -341,7 +341,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   if (lane() == 0) {
     shared.work[rings.work.stage].tile = NO_TILE;
     ptx::mbarrier_arrive(rings.work.full());
-    shared.dq_steps[rings.dq_steps.stage].number = NO_DQ;
+    shared.dq_steps[rings.dq_steps.stage].sum = NO_DQ;
     ptx::mbarrier_arrive(rings.dq_steps.full());
   }
 }
