@@ -29,13 +29,13 @@ _NUM_CAPTURED = 1 << 12
 class Persistent(Further):
     """What a kernel takes whose thread blocks stay and take tile after tile.
 
-    `tiles_of` names the arrays of the kernel's maps, with the rows of their tiles.
+    `tiles_of` names the arrays of the kernel's maps, with the rows (and columns, where not a swizzle's) of their tiles.
     """
 
     def __init__(
         self,
         problem: AttentionProblem,
-        tiles_of: Sequence[tuple[str, int]],
+        tiles_of: Sequence[tuple[str, int] | tuple[str, int, int]],
         arrays: Arrays,
         device: kernels.Device,
         tiles: int,
@@ -47,8 +47,8 @@ class Persistent(Further):
         self._counter = TileCounter(device, tiles > takers and counts)
         self._device = device
         self._once = plan_sm90.has_few_queries(problem)
-        self._words = tuple([word_of(name) for name, _ in tiles_of])
-        self._tiled = [_tiled(problem, name, arrays[name], rows) for name, rows in tiles_of]
+        self._words = tuple([word_of(name) for name, *_ in tiles_of])
+        self._tiled = [_tiled(problem, name, arrays[name], *box) for name, *box in tiles_of]
         self._maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
@@ -85,11 +85,10 @@ class _Tiled(NamedTuple):
     box: tuple[int, ...]
 
 
-def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
+def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: int = 0) -> _Tiled:
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
-    is_bias = name in ("bias", "dbias")
-    if is_bias:  # (batch, heads, rows, columns), of which broadcast axes have one element
-        dtype, order = problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
+    if name in SCORE_TENSORS:  # (batch, heads, rows, columns), of which broadcast axes have one element
+        dtype, order = "uint8" if name == "mask" else problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
         shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
         if shape[2] == 1:  # every query's row is that one
             shape, strides = (*shape[:2], problem.seqlen_q, shape[3]), (*strides[:2], 0, strides[3])
@@ -100,7 +99,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int) -> _Tiled:
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]
-    box = (SWIZZLE_BYTES // x.dtype.itemsize, rows, 1, 1)
+    box = (columns or SWIZZLE_BYTES // x.dtype.itemsize, rows, 1, 1)
     return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
 
 
@@ -143,11 +142,12 @@ class Forward(Kernel):
         """Maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
         bias = ("v", n)  # a map that is not read
+        mask = ("mask", m, plan_sm90.mask_row_bytes(n)) if self.config.has_mask_tiles else bias
         if self.config.has_bias_tiles:
             x = arrays["bias"]
             bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)
         out = "out" if self.config.staging_panels else "v"
-        tiles_of = (("q", m), ("k", n), ("v", n), bias, (out, plan_sm90.ROWS_OF_WARP), (out, 1))
+        tiles_of = (("q", m), ("k", n), ("v", n), bias, mask, (out, plan_sm90.ROWS_OF_WARP), (out, 1))
         return Persistent(problem, tiles_of, arrays, device, tiles, self.config.pair)
 
 
@@ -167,7 +167,9 @@ class MergeParts(Sum):
 def forward(work: Work) -> bool:
     """Write out and lse; False where others run."""
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
-    config = None if layouts is None else plan_sm90.forward(work.problem, layouts, _layout_of_bias(work))
+    if layouts is None:
+        return False
+    config = plan_sm90.forward(work.problem, layouts, *(_layout_beside(work, name) for name in ("bias", "mask")))
     if config is None:
         return False
     parts = _results_of_parts(work, config)
@@ -185,12 +187,12 @@ def _is_out_expressible(work: Work) -> bool:
     return layouts is not None and plan_sm90.expressible(*layouts[0])
 
 
-def _layout_of_bias(work: Work) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+def _layout_beside(work: Work, name: str) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Strides, shape and bytes of an element, where the address lets TMA bring it."""
-    bias: Array = work.arrays.get("bias")
-    if bias is None or work.device.pointer(bias) % ALIGNMENT:
+    x: Array = work.arrays.get(name)
+    if x is None or work.device.pointer(x) % ALIGNMENT:
         return None
-    return bias.strides, bias.shape, bias.dtype.itemsize
+    return x.strides, x.shape, x.dtype.itemsize
 
 
 def _results_of_parts(work: Work, config: Config) -> Arrays:

@@ -17,8 +17,8 @@ SWIZZLE_BYTES = 128
 ALIGNMENT = 16
 
 # Of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
-_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
-_SWIZZLE_128B = 3
+_DATA_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+_NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_128B, _L2_256B = 2, 3
 TENSOR_MAP = np.dtype("V128")
 _MAP_ALIGNMENT = 64
@@ -215,7 +215,8 @@ def encode_tensor_map(
     """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
     `extents` and `box` are the elements of the array and of one copy, innermost axis first, `strides` bytes along each
-    axis but that one. Of what is read `once` L2 fetches no more than it is asked for.
+    axis but that one. Boxes of bytes that are not as wide as the swizzle have none. Of what is read `once` L2 fetches
+    no more than it is asked for.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)
@@ -230,7 +231,7 @@ def encode_tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
-        _SWIZZLE_128B,
+        _SWIZZLE_128B if dtype != "uint8" or box[0] == SWIZZLE_BYTES else _NO_SWIZZLE,
         _L2_128B if once else _L2_256B,
         0,  # zeros out of bounds
     )

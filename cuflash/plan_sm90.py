@@ -87,6 +87,7 @@ class Row:
     narrow_window: Tile | None = None
     few_queries: Tile | None = None
     with_blocks: Tile | None = None  # block mask
+    with_mask_tiles: Tile | None = None  # mask by TMA
     exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
 
 
@@ -159,6 +160,7 @@ FORWARD = (
         Tile(128, 64),
         Tile(128, 64),
         Tile(128, 32),
+        with_mask_tiles=Tile(128, 80),
     ),
     Row(
         256,
@@ -174,6 +176,7 @@ FORWARD = (
         many_windowed=Tile(128, 64, early_eighths=2, from_last=True, held_steps=6, pair=2),
         few_queries=Tile(64, 32, ping_pong=False, stages=3),
         with_blocks=Tile(128, 64),
+        with_mask_tiles=Tile(128, 64),
         exact_again=4096,
     ),
 )
@@ -211,6 +214,7 @@ class Config(HopperConfig):
     splits_keys: bool  # those of a tile, among thread blocks
     staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
     bias_stages: int
+    mask_stages: int
     teams: int
     exact_maxima: bool
     from_last: bool
@@ -218,6 +222,7 @@ class Config(HopperConfig):
     pair: int
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
+    has_mask_tiles: bool  # TMA brings the mask; else its rows are read from global memory
     bounded_scores: bool  # their powers need no maximum
 
 
@@ -226,6 +231,7 @@ def _tile_for(
     flags: tuple[str, ...],
     plain_scores: bool,
     bias_tiles: bool,
+    mask_tiles: bool,
     many_keys: bool,
     narrow_window: bool,
     few_queries: bool,
@@ -245,6 +251,8 @@ def _tile_for(
         return row.with_blocks
     if options == {"has_bias"} and bias_tiles:
         return row.with_bias
+    if options == {"has_mask"} and mask_tiles and row.with_mask_tiles:
+        return row.with_mask_tiles
     return row.with_mask if options in ({"has_mask"}, {"has_block_mask"}) else row.with_more
 
 
@@ -260,10 +268,11 @@ def forward_config(
     narrow_window: bool = False,
     few_queries: bool = False,
     bounded_scores: bool = False,
+    mask_tiles: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = beside_window(flags)
-    tile = _tile_for(row, flags, plain_scores, bias_tiles, many_keys, narrow_window, few_queries)
+    tile = _tile_for(row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
@@ -274,11 +283,12 @@ def forward_config(
     if plain_scores and options == {"has_alibi"}:
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
         smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
-    bias_stages = 1
-    if bias_tiles:
-        row_bytes = whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype])
-        bias_stages = 2 if smem_bytes + 2 * tile.block_m * row_bytes <= most_bytes else 1
-        smem_bytes += bias_stages * tile.block_m * row_bytes
+    mask_bytes = tile.block_m * mask_row_bytes(tile.block_n) if mask_tiles else 0
+    bias_bytes = tile.block_m * whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype]) if bias_tiles else 0
+    mask_stages = 2 if mask_bytes and smem_bytes + bias_bytes + 2 * mask_bytes <= most_bytes else 1
+    smem_bytes += mask_stages * mask_bytes
+    bias_stages = 2 if bias_bytes and smem_bytes + 2 * bias_bytes <= most_bytes else 1
+    smem_bytes += bias_stages * bias_bytes
     # With room for it results leave through shared memory, and the next tile's queries come early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
     staging_panels = int(smem_bytes + staging_bytes <= most_bytes)
@@ -295,6 +305,7 @@ def forward_config(
         splits_keys=splits_keys,
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
+        mask_stages=mask_stages,
         consumers=consumers,
         teams=teams,
         producer_registers=producer_registers,
@@ -302,11 +313,17 @@ def forward_config(
         exact_maxima=tile.exact,
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
+        has_mask_tiles=mask_tiles,
         bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=teams * smem_bytes,
         **common(Config, dtype, bias_dtype, flags, row, tile),
     )
+
+
+def mask_row_bytes(block_n: int) -> int:
+    """Of a tile of a mask in shared memory: as wide as TMA's swizzle, or rows lie in different banks."""
+    return block_n if block_n == SWIZZLE_BYTES or block_n // ALIGNMENT % 2 else block_n + ALIGNMENT
 
 
 def obstacle(problem: AttentionProblem) -> str:
@@ -341,19 +358,21 @@ def forward(
     problem: AttentionProblem,
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
     bias: tuple[tuple[int, ...], tuple[int, ...], int] | None = None,
+    mask: tuple[tuple[int, ...], tuple[int, ...], int] | None = None,
 ) -> Config | None:
     """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
 
     TMA reads them: their addresses are multiples of 16 bytes. The result may lie anywhere, so that its bits depend on
-    the inputs alone. `bias` are strides, shape and bytes of an element of a bias at such an address, too.
+    the inputs alone. `bias` and `mask` are strides, shape and bytes of an element of those at such an address, too.
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
-    return _config(problem, bias is not None and _in_tiles(*bias))
+    in_tiles = [x is not None and _in_tiles(*x) for x in (bias, mask)]
+    return _config(problem, *in_tiles)
 
 
 def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA can bring a bias; axes may be broadcast."""
+    """Whether TMA can bring a bias or a mask; axes may be broadcast."""
     columns = shape[-1] > 1 and strides[-1] == itemsize
     return columns and all(
         n == 1 or stride == 0 or (stride > 0 and stride % ALIGNMENT == 0)
@@ -379,7 +398,7 @@ def _has_narrow_window(problem: AttentionProblem) -> bool:
     return bounded and _has_many_keys(problem)
 
 
-def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
+def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     plain_scores = has_plain_scale(problem)
@@ -396,6 +415,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False) -> Config:
         narrow_window=_has_narrow_window(problem),
         few_queries=has_few_queries(problem),
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
+        mask_tiles=mask_tiles,
     )
     few = problem.seqlen_q < _LONG_QUERIES or problem.packed or problem.window_left is not None
     return replace(config, pair=1) if few else config
@@ -437,6 +457,8 @@ def table() -> Iterator[tuple[Config, str]]:
             for bias_dtype in (dtype, "float32"):
                 for flags in (("has_window", "has_bias"), FLAGS):
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype
+            yield forward_config(row, dtype, None, ("has_window", "has_mask"), mask_tiles=True), dtype
+            yield forward_config(row, dtype, None, FLAGS, bias_tiles=True, mask_tiles=True), dtype
 
 
 def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:

@@ -24,6 +24,7 @@ _TOLD_APART = (
     "splits_keys",
     "deterministic",
     "has_bias_tiles",
+    "has_mask_tiles",
     "has_mask_vectors",
     "writes_dbias",
     "aligned",
@@ -106,7 +107,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         queries, keys = lengths_of(config, dtype)
     elif config.entry == plan_sm80_backward.MAIN and is_for_long_walks(config):
         queries = plan_sm80_backward._SHORT + queries
-    elif of.get("has_mask_vectors"):
+    if of.get("has_mask_vectors") or of.get("has_mask_tiles"):
         keys = -(-keys // 16) * 16
     scores = (1, 2, queries, keys) if of.get("writes_dbias") else (queries, keys)
     options: dict[str, dict[str, Any]] = {

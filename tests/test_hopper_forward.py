@@ -401,6 +401,61 @@ def test_bias_by_tma(place: Device, name: str) -> None:
     assert only.kernel.config.has_bias_tiles
 
 
+MASKS: dict[str, Any] = {
+    "one": lambda: padded(150, 200),
+    "of each head": lambda: padded(2, 4, 150, 200),
+    "broadcast over heads": lambda: padded(2, 1, 150, 200),
+    "of keys": lambda: padded(2, 1, 1, 200),
+    "every other row": lambda: padded(300, 200)[::2],
+    "strides of 0": lambda: np.broadcast_to(padded(1, 1, 150, 200), (2, 4, 150, 200)),
+    "bytes": lambda: (padded(150, 208) * np.uint8(64)).view(bool)[:, :200],
+}
+
+
+def padded(*shape: int) -> Any:
+    """A mask whose rows begin at multiples of 16 bytes."""
+    whole = RNG.random((*shape[:-1], -(-shape[-1] // 16) * 16)) < 0.6
+    whole[..., HIDDEN_BY_MASK] = False
+    return whole[..., : shape[-1]]
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_by_tma(place: Device, name: str, head_dims: tuple[int, int]) -> None:
+    both(place, *inputs(*head_dims), hidden=HIDDEN_BY_MASK, mask=MASKS[name](), causal=name == "one")
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.has_mask_tiles
+
+
+MASKED_OPTIONS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": normal(4, 150, 200)},
+    "bias of keys": {"bias": normal(1, 200)},
+    "alibi, softcap": {"alibi_slopes": RNG.random(4).astype(np.float32), "softcap": 3.0, "lse_error": 3 * 2.0**-11},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 3, "window": (90, 20)},
+    "block mask": {"block_mask": cuflash.BlockMask.random(150, 200, 0.7, 1, block_size=(64, 64))},
+    "lengths": {"kv_lengths": np.array([200, 37], np.int32), "q_lengths": np.array([70, 150], np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", MASKED_OPTIONS)
+def test_options_beside_a_mask_by_tma(place: Device, name: str) -> None:
+    both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK, mask=padded(2, 1, 150, 200), **MASKED_OPTIONS[name])
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert only.kernel.config.has_mask_tiles
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_mask_of_other_layouts(place: Device, offset: int) -> None:
+    """Rows of 200 bytes, or rows that begin beside multiples of 16."""
+    mask = padded(150, 216)[:, offset : 200 + offset] if offset else np.ascontiguousarray(padded(150, 200))
+    both(place, *inputs(64, 64), mask=mask)
+    (only,) = launch._launches.values()
+    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert not only.kernel.config.has_mask_tiles
+
+
 @pytest.mark.parametrize("columns", [199, 1])
 def test_bias_of_other_layouts(place: Device, columns: int) -> None:
     q, k, v = inputs(64, 64)

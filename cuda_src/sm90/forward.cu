@@ -181,6 +181,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             scores.add_bias(x, row, first_key, masked);
           }
         });
+        if constexpr (HAS_MASK_TILES) {
+          rings.mask.wait();
+          hide_by_mask_tile(x, rings.mask.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row());
+          __syncwarp();
+          rings.mask.release();
+        }
         if (masked && careful) hidden.find(x);
         return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
       };
@@ -192,7 +198,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const auto step = [&](bool masked, bool first) {
         float x[BLOCK_N / 2], shift[2] = {0, 0};
         const int first_key = blocks.block * BLOCK_N;
-        if (masked) scores.fetch(bits, row, first_key, slots());
+        if (masked) scores.fetch(bits, slots());
         if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // take() has
         turns.take();
         multiply(x, first_key, masked);
@@ -268,7 +274,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           float x[BLOCK_N / 2], shift[2] = {0, 0};
           const int first_key = blocks.block * BLOCK_N;
           const bool masked = needs_mask();
-          if (masked) scores.fetch(bits, row, first_key, slots());
+          if (masked) scores.fetch(bits, slots());
           if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
           turns.take();
           multiply(x, first_key, masked);
@@ -347,8 +353,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
-                 const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap out_map,
-                 const __grid_constant__ ptx::TensorMap row_map) {
+                 const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap mask_map,
+                 const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap row_map) {
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
   VIEW_SHARED_STORAGE(all_shared);
   const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // two warps of each team
@@ -362,6 +368,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     shared.v_barriers.init(PAIR * warps);
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
+    if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
     ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
     for (int& spoiled : shared.spoiled) spoiled = 0;
     ptx::fence_mbarrier_init();
@@ -378,7 +385,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
-    if (threadIdx.x == first) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map}.load_all();
+    if (threadIdx.x == first) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map}.load_all();
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();

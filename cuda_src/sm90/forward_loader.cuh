@@ -12,7 +12,8 @@ static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 constexpr int ROWS_OF_TILE = PAIR * BLOCK_M;
 
-constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 16;
+constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 0;
+constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
 
 struct Team {
   static constexpr u32 TILES = 16, OTHERS = 5;  // of these: with a third, strips end last
@@ -186,7 +187,9 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
   alignas(1024) unsigned char k[STAGES * K_BYTES];
   alignas(1024) unsigned char v[STAGES * V_BYTES];
-  alignas(1024) unsigned char bias[BIAS_STAGES * BIAS_BYTES];
+  alignas(1024) unsigned char bias_and_mask[HAS_BIAS_TILES || HAS_MASK_TILES
+                                                ? BIAS_STAGES * BIAS_BYTES + MASK_STAGES * MASK_BYTES
+                                                : 16];
   GivenWork work[WORK_STAGES];
   Blocks lists[WORK_STAGES];                              // with a block mask, of the tiles handed on
   int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];  // of GivenBlocks
@@ -201,6 +204,7 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   uint4 index;  // of a pair's next tile, in x: a copy has 16 bytes
   RingBarriers<1> index_barriers;
   u64 nearly_loaded;  // a barrier; a phase is a tile handed on
+  RingBarriers<MASK_STAGES> mask_barriers;
 };
 
 struct Rings {
@@ -209,13 +213,15 @@ struct Rings {
   Ring<STAGES, K_BYTES, true, PAIR> k;
   Ring<STAGES, V_BYTES, true, PAIR> v;
   Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
+  Ring<MASK_STAGES, MASK_BYTES, true> mask;
 
   DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
         q(shared.q, shared.q_barriers),
         k(shared.k, shared.k_barriers),
         v(shared.v, shared.v_barriers),
-        bias(shared.bias, shared.bias_barriers) {}
+        bias(shared.bias_and_mask, shared.bias_barriers),
+        mask(shared.bias_and_mask + BIAS_STAGES * BIAS_BYTES, shared.mask_barriers) {}
 
   // Addresses are found anew: beside four warpgroups a loading thread has few registers.
   DEVICE void forget(SharedStorage& shared) {
@@ -331,7 +337,7 @@ struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
   Rings rings;
-  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map;
+  const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map, *mask_map;
   Listed listed = {};
   bool told;  // that the current tile is nearly loaded
 
@@ -377,6 +383,7 @@ struct Loader {
       if constexpr (ALONE > 1) rings.forget(shared);
       tell(HAS_BLOCK_MASK ? listed.left : blocks.end - blocks.block);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
+      if constexpr (HAS_MASK_TILES) load_mask(work, block);
       const int values = row_k + block * BLOCK_N;
       last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
@@ -428,6 +435,15 @@ struct Loader {
     if (HAS_MASK || HAS_ALIBI) return true;
     const Mask mask(p, work.sequence, work.head);
     return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, block * BLOCK_N, BLOCK_N);
+  }
+
+  // Axes that are broadcast have one place.
+  DEVICE void load_mask(const Work& work, int block) {
+    rings.mask.acquire();
+    rings.mask.expect();
+    ptx::tma_load(rings.mask.buffer(), mask_map, rings.mask.full(), block * BLOCK_N, work.tile * BLOCK_M,
+                  p.mask.head_stride == 0 ? 0 : work.head, p.mask.batch_stride == 0 ? 0 : work.sequence.batch);
+    rings.mask.advance();
   }
 
   DEVICE void load_bias(const Work& work, int block) {

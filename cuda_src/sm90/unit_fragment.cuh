@@ -90,17 +90,34 @@ struct SlopeProduct<false> {
 constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
 constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // of a row
 constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // of a thread's elements
-// With other options or wide results registers are too scarce for a mask's bytes beside the products.
-constexpr bool FETCHES_MASK = HAS_MASK && !HAS_DROPOUT && !HAS_BIAS && HEAD_DIM_V <= 128;
-static_assert(!HAS_MASK || WORDS <= 4, "a lane of a quad has one word");
+constexpr bool READS_MASK = HAS_MASK && !HAS_MASK_TILES;        // by threads, from global memory
+static_assert(!READS_MASK || WORDS <= 4, "a lane of a quad has one word");
 // Blocks of a block mask's store that a tile of keys may lie in: it begins at a multiple of 32 in the first one.
 constexpr int BLOCKS_OF_ROW = HAS_BLOCK_MASK ? BLOCK_N / CANONICAL + (BLOCK_N % CANONICAL != 0) : 1;
 
+// ---- A mask in tiles that TMA brings: as wide as the swizzle, or with rows in different banks.
+
+constexpr u32 MASK_ROW_BYTES = BLOCK_N == ROW_BYTES || BLOCK_N / 16 % 2 == 1 ? BLOCK_N : BLOCK_N + 16;
+
+// Hides elements of a warp whose first row of the tile it is.
+DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
+  constexpr bool SWIZZLED = MASK_ROW_BYTES == ROW_BYTES;
+  const int row = fragment_row();
+  const u32 own = tile + (warp_row + row) * MASK_ROW_BYTES + (SWIZZLED ? row * 16 : 0) + fragment_column();
+#pragma unroll
+  for (int e = 0; e < BLOCK_N / 2; e += 2) {
+    const u32 chunk = column_offset(e) / 16 * 16;
+    const u32 pairs = (SWIZZLED ? own ^ chunk : own + chunk) + row_offset(e) * MASK_ROW_BYTES + column_offset(e) % 16;
+    const u32 pair = *static_cast<const unsigned short*>(__cvta_shared_to_generic(pairs));
+    x[e] = pair & 0xff ? x[e] : -infinity();
+    x[e + 1] = pair & 0xff00 ? x[e + 1] : -infinity();
+  }
+}
+
 // What does not depend on the products, to be found while they are computed.
 struct FragmentBits {
-  static constexpr bool HAS_VISIBLE = HAS_MASK || HAS_BLOCK_MASK;
+  static constexpr bool HAS_VISIBLE = READS_MASK || HAS_BLOCK_MASK;
   u32 visible[ELEMENT_WORDS];  // bit e: element e
-  uint4 mask[2][2];            // of rows `row` and row + 8, 32 columns, each lane of a quad its own
   u32 blocks[BLOCKS_OF_ROW];   // of the elements in each block of a block mask
 };
 
@@ -141,15 +158,14 @@ struct UnitFragment : ScoreFragment {
   DEVICE bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
     if constexpr (HAS_BLOCK_MASK) return blocks.masked;
     const int first_key = blocks.block * BLOCK_N;
-    if (HAS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
+    if (READS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
     // On one side of the diagonal alibi is linear.
     const int nearest = first_row + s.diagonal() - (first_key + BLOCK_N - 1);
     return HAS_ALIBI && nearest < 0 && nearest + rows + BLOCK_N - 2 > 0;
   }
 
-  // Starts to read a mask, and the partial blocks of a block mask.
-  DEVICE void fetch(FragmentBits& bits, int row, int first_key, const int (&slots)[BLOCKS_OF_ROW]) const {
-    if constexpr (FETCHES_MASK) read_mask(bits.mask, row, first_key);
+  // Starts to read the partial blocks of a block mask.
+  DEVICE void fetch(FragmentBits& bits, const int (&slots)[BLOCKS_OF_ROW]) const {
     if constexpr (HAS_BLOCK_MASK) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
@@ -162,7 +178,6 @@ struct UnitFragment : ScoreFragment {
 
   // Of a tile that needs its mask, behind fetch.
   DEVICE void find_visible(FragmentBits& bits, int row, int first_key) const {
-    if constexpr (HAS_MASK && !FETCHES_MASK) read_mask(bits.mask, row, first_key);
     if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits, row, first_key);
   }
 
@@ -227,18 +242,6 @@ struct UnitFragment : ScoreFragment {
 
   DEVICE Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
 
-  DEVICE void read_mask(uint4 (&bytes)[2][2], int row, int first_key) const {
-    const Mask own_mask(p, s, head);
-    const int j = first_key + lane() % 4 * WORD;
-    if (lane() % 4 >= WORDS || !own_mask.in_vectors(j)) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const auto* from = reinterpret_cast<const uint4*>(own_mask.mask_row(row + 8 * r) + j);
-      bytes[r][0] = from[0];
-      bytes[r][1] = from[1];
-    }
-  }
-
   using Range = Mask::Range;
 
   // Those of row i, counted from `column`.
@@ -253,19 +256,16 @@ struct UnitFragment : ScoreFragment {
 
   DEVICE void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row, int first_key) const {
     const Mask own_mask(p, s, head);
-    bool by_rows = HAS_MASK;
+    bool by_rows = READS_MASK;
     u32 visible[2][WORDS];  // of the thread's two rows, from the tile's first column on
 #pragma unroll
     for (int word = 0; word < WORDS; word++) visible[0][word] = visible[1][word] = 0xffffffffu;
-    if constexpr (HAS_MASK) {
+    if constexpr (READS_MASK) {
       u32 own[2] = {};
       const int j = first_key + lane() % 4 * WORD;
       if (lane() % 4 < WORDS) {
-        const bool in_vectors = own_mask.in_vectors(j);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          own[r] = in_vectors ? bits_of(bits.mask[r][0], bits.mask[r][1]) : own_mask.mask_word(row + 8 * r, j);
-        }
+        for (int r = 0; r < 2; r++) own[r] = own_mask.mask_word(row + 8 * r, j);
       }
 #pragma unroll
       for (int word = 0; word < WORDS; word++) {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ELEMENT_BYTES = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 MAX_RANK = 5
 _MARK = 0x70616D5F75706321
 _LAYOUT = np.dtype(
@@ -25,7 +25,7 @@ def encode(
     extents: Sequence[int],
     strides: Sequence[int],
     box: Sequence[int],
-    swizzle: int = 128,
+    swizzle: int | None = None,
 ) -> np.ndarray[Any, Any]:
     """Describe a tensor for TMA; what ``cuflash.params.encode_tensor_map`` does for a GPU.
 
@@ -39,8 +39,8 @@ def encode(
         Elements of the tensor and of one copy, innermost dimension first.
     strides : sequence of int
         Bytes from one element to the next along each dimension but the innermost, which is contiguous.
-    swizzle : {0, 32, 64, 128}
-        Bytes of a row of the pattern in shared memory.
+    swizzle : {0, 32, 64, 128}, optional
+        Bytes of a row of the pattern in shared memory; by default 128, but of bytes 0 where a box has other rows.
 
     Returns
     -------
@@ -53,6 +53,8 @@ def encode(
         Where the driver would refuse too.
     """
     size, rank = ELEMENT_BYTES[dtype], len(extents)
+    if swizzle is None:
+        swizzle = 128 if size > 1 or box[0] == 128 else 0
     checks = {
         "1 to 5 dimensions": 1 <= rank <= MAX_RANK,
         "one stride less than dimensions": len(strides) == rank - 1,
