@@ -77,22 +77,32 @@ class OtherGpu(kernels.Device):
 
 def ptx_file(source: str, arch: str) -> Path:
     """PTX of a text, beside CuPy's cache."""
-    from cuda.pathfinder import find_nvidia_header_directory
-    from cupy.cuda import nvrtc
-
-    options = [f"-arch={arch}", *kernels.OPTIONS, "-ftz=true"]
-    number = hashlib.sha256(f"{nvrtc.getVersion()} {options} {source}".encode()).hexdigest()
+    number = hashlib.sha256(f"{cupy.cuda.nvrtc.getVersion()} {ptx_options(arch)} {source}".encode()).hexdigest()
     folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
     file = folder / f"{number}.ptx"
     if not file.exists():
-        program = nvrtc.createProgram(source, "kernel.cu", (), ())
-        nvrtc.compileProgram(program, [*options, f"-I{find_nvidia_header_directory('cudart')}"])
         folder.mkdir(parents=True, exist_ok=True)
         own = folder / f"{number}.{os.getpid()}"
-        own.write_bytes(nvrtc.getPTX(program).rstrip(b"\0"))
+        own.write_bytes(ptx_of(source, arch))
         own.replace(file)
-        nvrtc.destroyProgram(program)
     return file
+
+
+def ptx_options(arch: str) -> list[str]:
+    """What NVRTC is asked for."""
+    return [f"-arch={arch}", *kernels.OPTIONS, "-ftz=true"]
+
+
+def ptx_of(source: str, arch: str) -> bytes:
+    """PTX of a text."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source, "kernel.cu", (), ())
+    nvrtc.compileProgram(program, [*ptx_options(arch), f"-I{find_nvidia_header_directory('cudart')}"])
+    ptx: bytes = nvrtc.getPTX(program).rstrip(b"\0")
+    nvrtc.destroyProgram(program)
+    return ptx
 
 
 @cache
