@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Generic, TypeVar
 
 from cuflash.plan import (
@@ -54,6 +55,9 @@ class Tile:
 
 
 T = TypeVar("T")
+NO_BLOCKS = (0, 0)
+# The finest tiles are no larger, whatever a mask's blocks.
+_FINE = 64
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,17 @@ class Row(Generic[T]):
         return (*(t for t in with_one if beside <= {*t.only}), *self.with_options)
 
 
+def meets_whole_blocks(size: int, of_block: int) -> bool:
+    """Whether a tile of so many queries or keys has no halves of a mask's blocks: most would see half of it."""
+    return size <= _FINE or of_block % size == 0
+
+
 ENTRY = "forward_sm80"
 FEW = ("has_softcap", "has_alibi")
 MORE = (*FEW, "has_dropout", "has_block_mask")
 _64X64 = (
-    Tile(64, 64, 4, min_blocks=4, only=("has_mask",)),
-    Tile(64, 64, 4, min_blocks=3, only=("has_mask",)),
+    Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
+    Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
     Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
     Tile(64, 64, 4, min_blocks=2, only=FLAGS),
 )
@@ -121,6 +130,7 @@ FORWARD = (
         (
             Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
             Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
             *_64X64[1:],
         ),
     ),
@@ -217,15 +227,19 @@ def forward_config(
     limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
-    block_keys: int = 0,
+    block_size: tuple[int, int] = NO_BLOCKS,
     entry: str = ENTRY,
     smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
 ) -> Config:
     """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
     tiles = row.tiles_for(flags, plain_scores and aligned)
     # Listed tiles of a step are neighbours where a block has them all.
-    of_block = 0 if "has_window" in flags else block_keys
-    tiles = tuple(t for t in tiles if t.listed == 1 or (of_block and of_block % t.block_n == 0))
+    of_block = 0 if "has_window" in flags else block_size[1]
+    tiles = tuple(
+        t
+        for t in tiles
+        if (t.listed == 1 or (of_block and of_block % t.block_n == 0)) and meets_whole_blocks(t.block_m, block_size[0])
+    )
     plain_scores = plain_scores and are_products(flags)
 
     def of_bias(t: Tile) -> int:
@@ -260,7 +274,7 @@ def forward(
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    return forward_config(*given, has_plain_scale(problem), aligned, problem.block_keys, **of)
+    return forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
 
 
 def reason(problem: AttentionProblem) -> str:
@@ -272,6 +286,10 @@ def reason(problem: AttentionProblem) -> str:
     )
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
     return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
+
+
+BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")
+BLOCK_SIZES = 64, 128  # that are listed
 
 
 def table_flags(row: Row[Any]) -> tuple[tuple[str, ...], ...]:
@@ -287,7 +305,7 @@ def table(
         for dtype in dtypes(capability):
             for flags in table_flags(row):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
-            for block_keys in (64, 128) if row.with_one else ():
-                blocks = row, dtype, None, ("has_block_mask",), capability, limit
-                yield forward_config(*blocks, block_keys=block_keys, **of), dtype
+            for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES) if row.with_one else ():
+                blocks = row, dtype, None, flags, capability, limit
+                yield forward_config(*blocks, block_size=(size, size), **of), dtype
             yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from cuflash import plan_sm80, plan_wide
@@ -18,6 +19,8 @@ from cuflash.plan import (
 from cuflash.plan_sm80 import (
     ANY,
     BLACKWELL,
+    BLOCK_FLAGS,
+    BLOCK_SIZES,
     MORE,
     SMEM_BESIDE_TILES,
     Capability,
@@ -26,6 +29,7 @@ from cuflash.plan_sm80 import (
     constants,
     dtypes,
     fits,
+    meets_whole_blocks,
 )
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
@@ -49,7 +53,6 @@ class Tile:
     dq_buffer: bool = False  # and out of a buffer of its own
     short: bool = False  # for short walks only
     below: Capability = ANY
-    but: Capability = ANY  # nor for this one
     only: tuple[str, ...] = ()
 
 
@@ -66,7 +69,11 @@ BACKWARD = (
             Tile(64, 64, 4, 2, True, query_warps=2),
         ),
         (Tile(32, 64, 4, 1, True, min_blocks=2, query_warps=2), Tile(32, 64, 4, 1, True, query_warps=2)),
-        (replace(_LONG, only=MORE), replace(_HALF, only=FLAGS)),
+        (
+            replace(_LONG, only=MORE),
+            replace(_HALF, min_blocks=3, below=BLACKWELL, only=("has_block_mask",)),
+            replace(_HALF, only=FLAGS),
+        ),
     ),
     Row(
         128,
@@ -82,7 +89,8 @@ BACKWARD = (
         (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
         (
             Tile(64, 128, 8, 2, True, stages=2, query_warps=2, below=BLACKWELL, only=MORE),
-            replace(_HALF, below=BLACKWELL, but=(8, 7), only=("has_block_mask",)),
+            replace(_HALF, bulk_adds=True, dq_buffer=True, below=BLACKWELL, only=("has_block_mask",)),
+            replace(_HALF, below=BLACKWELL, only=("has_block_mask",)),
         ),
     ),
     Row(
@@ -183,15 +191,16 @@ def configs(
     aligned: bool = True,
     is_short: bool = False,
     deterministic: bool = False,
+    block_keys: int = 0,
 ) -> tuple[Config, ...]:
     """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `FLAGS`."""
     fitting = (
         t
         for t in row.tiles_for(flags, aligned)
         if capability < t.below
-        and capability != t.but
         and (capability >= _LARGE_ADDS or not t.bulk_adds)
         and (is_short or not t.short)
+        and meets_whole_blocks(t.block_n, block_keys)
         and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
     )
     tile = next(fitting, None)
@@ -234,7 +243,7 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability, l
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
-    return configs(*given, bool(problem.deterministic and not problem.block_mask))
+    return configs(*given, bool(problem.deterministic and not problem.block_mask), problem.block_size[1])
 
 
 def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
@@ -281,13 +290,14 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False) for flags in (*plan_sm80.table_flags(row), ("has_block_mask",))]
+            kinds = [(flags, True, False, 0) for flags in plan_sm80.table_flags(row)]
+            kinds += [(flags, True, False, size) for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES)]
             if any(tile.short for tile in row.tiles):
-                kinds += [((), True, True), (("has_window",), True, True)]
-            for flags, aligned, is_short in (*kinds, (FLAGS, False, False)):
+                kinds += [((), True, True, 0), (("has_window",), True, True, 0)]
+            for flags, aligned, is_short, block_keys in (*kinds, (FLAGS, False, False, 0)):
                 of = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
-                    for config in configs(row, *of, deterministic):
+                    for config in configs(row, *of, deterministic, block_keys):
                         yield config, dtype
     yield from plan_sm80.table(capability, limit, **_QUERY_KERNEL)
     for other, dtype in plan_sm80.table(capability, limit, **_BIAS_KERNEL):

@@ -98,7 +98,7 @@ class AttentionProblem:
     q_lengths: bool = False
     kv_lengths: bool = False
     block_mask: bool = False
-    block_keys: int = 0  # of a block of it
+    block_size: tuple[int, int] = (0, 0)  # of it
     dropout_p: float = 0.0
     deterministic: bool | None = None
     precision: str | None = None
@@ -192,7 +192,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         q_lengths=o.q_lengths is not None,
         kv_lengths=o.kv_lengths is not None,
         block_mask=has_block_mask,
-        block_keys=o.block_mask.block_size[1] if has_block_mask and o.block_mask is not None else 0,
+        block_size=o.block_mask.block_size if has_block_mask and o.block_mask is not None else (0, 0),
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         # Only float32 has products that TF32 could stand in for.

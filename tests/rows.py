@@ -134,7 +134,9 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
     if isinstance(config, plan_sm80.Config):
-        case.block_size = (64, 64 * config.listed)  # wide blocks are listed in twos
+        case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
+    elif isinstance(config, plan_sm80_backward.Config):
+        case.block_size = (config.block_n, config.block_n)
     if "precision" in chosen:
         return Tf32Case(**vars(case))
     return case.with_inputs(q=at_odd_address(case.q)) if of.get("aligned") is False else case

@@ -121,9 +121,15 @@ def test_odd_strides(place: Device, head_dim: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_listed_tiles(dims: tuple[int, int], causal: bool) -> None:
-    """Whole blocks, odd and even numbers of them, beside partial ones; what no query sees may be NaN."""
+@pytest.mark.parametrize(
+    ("dims", "size"),
+    [((64, 64), 64), ((64, 64), 128), ((128, 128), 64), ((128, 128), 128), ((192, 128), 128), ((256, 256), 128)],
+)
+def test_listed_tiles(dims: tuple[int, int], size: int, causal: bool) -> None:
+    """Whole blocks, odd and even numbers of them, beside partial ones; what no query sees may be NaN.
+
+    Tiles are no larger than the mask's blocks.
+    """
     rng = np.random.default_rng(1)
     blocks = rng.random((3, 9)) < 0.5
     blocks[0] = False
@@ -134,14 +140,19 @@ def test_listed_tiles(dims: tuple[int, int], causal: bool) -> None:
     device = cpu_device.CpuDevice((9, 0), num_sms=3)
     device.has_wgmma = False
     case = gaussian_case(0, "float16", mask.shape, (2, 1), dims, 1, block_mask=mask, causal=causal)
+    case.block_size = size, size
     place = Device("sm_90", np, nullcontext)
     launch._launches.clear()
     with hook.kernels_on(device):
         clean = case.on(place).forward()
         case.assert_forward(*clean)
+        case.assert_gradients(case.on(place).backward(*clean))
         for x in (case.k, case.v):
             x[:, ~mask.any(0)] = np.nan
         for before, after in zip(clean, case.on(place).forward(), strict=True):
             np.testing.assert_array_equal(before, after)
-    configs: list[Any] = [x.kernel.config for x in launch._launches.values()]
-    assert [(x.entry, x.listed) for x in configs] == [(plan_sm80.ENTRY, 2 if dims[0] == 64 and not causal else 1)]
+    configs: dict[str, Any] = {x.kernel.entry: x.kernel.config for x in launch._launches.values()}
+    of_queries, of_keys = configs[plan_sm80.ENTRY], configs[plan_sm80_backward.MAIN]
+    assert of_queries.listed == (2 if dims[0] == 64 and size == 128 and not causal else 1)
+    widest = size if dims[0] <= 128 else 64
+    assert (of_queries.block_m, of_keys.block_n) == (widest, widest)

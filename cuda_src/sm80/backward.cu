@@ -15,6 +15,9 @@ constexpr u32 TILES_IN_TURN = 1024;
 constexpr bool ONE_BARRIER = STAGES == 2;
 // dq waits for its addition where the queries of its step were, and the next go there later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
+// A tile is a block of a mask's store, whose slot comes with the queries: that saves registers.
+constexpr bool BRINGS_SLOT =
+    HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
 using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
 using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
@@ -30,9 +33,9 @@ struct SharedStorage {
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M];
-  Work work;                                      // read again: registers are scarce
-  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // which have not ended
+  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last
+  Work work;                                                         // read again: registers are scarce
+  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];                     // which have not ended
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
@@ -76,6 +79,10 @@ DEVICE void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage
     const i64 row = s.row_q + smaller(step.first_row() + threadIdx.x, s.len_q - 1);
     copy_float(&shared.lse[stage][threadIdx.x], p.lse.at(batch, row, step.head));
     copy_float(&shared.delta[stage][threadIdx.x], p.delta.at(batch, row, step.head));
+  }
+  if (BRINGS_SLOT && threadIdx.x == 0) {
+    const int* slot = Mask(p, s, step.head).slots + static_cast<i64>(step.block) * p.slot_columns + shared.work.tile;
+    copy_float(&shared.delta[stage][BLOCK_M], reinterpret_cast<const float*>(slot));
   }
 }
 
@@ -183,13 +190,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const int key = tile_key + warp_key + 16 * f;
-          const u32 bits = block_bits(p, Mask(p, s, step.head).slot_at(first_row, key), key, first_row);
+          const int slot = BRINGS_SLOT ? __float_as_int(shared.delta[stage][BLOCK_M])
+                                       : Mask(p, s, step.head).slot_at(first_row, key);
+          const u32 bits = block_bits(p, slot, key, first_row);
           visible |= (bits & 0xffffffffu >> (32 - FRAGMENT)) << f * FRAGMENT;
         }
       }
 #pragma unroll
       for (auto& fragment : x) clear(fragment);
-      multiply_rows<true>(x, own_keys, queries.from_row(query));
+      multiply_rows<!BRINGS_SLOT>(x, own_keys, queries.from_row(query));
       if (DQ_IN_QUERIES && part == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
         __syncwarp();  // the rows that a warp loads are those of its dq

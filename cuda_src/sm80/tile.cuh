@@ -54,7 +54,7 @@ struct Tile {
     const Element* from = rows.data + (first_row + own_row) * rows.stride + own_vector * VECTOR;
     // Nothing to test for each vector: most tiles.
     if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
-#pragma unroll
+#pragma unroll(NUM_WARPS == 2 && ROWS == 64 ? 4 : WARP_ROWS / ROWS_AT_ONCE)  // two warps: their addresses are many
       for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
 #pragma unroll
         for (int v = 0; v < PER_ROW; v += LANES) {
