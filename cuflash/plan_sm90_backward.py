@@ -26,11 +26,14 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 # Before and behind them: what they load of each query, and dq from its sum.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-# Registers of a thread of the loading warpgroup, of those that compute, and of the one for dq alone.
+# Registers of a thread of the loading warpgroup, of those that compute (of the wide kernel that for dv; dk's has the
+# rest), and of the one for dq alone.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another option
-_REGISTERS_OF_SEVERAL = (40, 232, 0)  # of NARROW: the loading warp asks arrays for hidden keys
+# The same with a bias, and with alibi beside dropout.
+_REGISTERS_OF_BIAS, _REGISTERS_OF_SLOPES = (32, 216, 64), (24, 224, 64)
+_REGISTERS_OF_SEVERAL = {NARROW: (48, 232, 0), WIDE: (64, 208, 64)}  # the loading warp asks arrays for hidden keys
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
 # sums would not stay in L2.
@@ -181,11 +184,16 @@ def backward_config(
     registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
     options = set(flags) - {"has_window"}
     arrays = options & _ARRAYS
-    if row.entry == NARROW and (len(arrays) > 1 or (arrays and len(options) > 2) or options > {"has_block_mask"}):
-        registers = _REGISTERS_OF_SEVERAL
+    if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
+        registers = _REGISTERS_OF_SEVERAL[row.entry]
     masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
-    if row == BACKWARD[-1] and len(options) > 1 and options & {"has_mask", "has_dropout"} and not masks_in_order:
-        registers = _REGISTERS_OF_WIDEST
+    if row == BACKWARD[-1] and len(options) > 1:
+        if "has_bias" in options:
+            registers = _REGISTERS_OF_BIAS
+        elif options >= {"has_alibi", "has_dropout"}:
+            registers = _REGISTERS_OF_SLOPES
+        elif options & {"has_mask", "has_dropout"} and not masks_in_order:
+            registers = _REGISTERS_OF_WIDEST
     producer_registers, consumer_registers, dq_registers = (
         _REGISTERS_WITH_OPTIONS if row == WITH_OPTIONS[1] else registers
     )
@@ -230,14 +238,13 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
         or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
     ):
         rows = WITH_ONE_OPTION
-    # Softcap's derivative would read a bias again; for others registers are too few.
-    if {"has_bias", "has_softcap"} <= options or options >= _ARRAYS:
+    # For the rest registers are too few.
+    beside_capped = options & {"has_mask", "has_dropout"} if "has_softcap" in options else set()
+    if "has_bias" in options and (len(options) > 3 or beside_capped):
         return None
-    many = len(options) > 2 or "has_alibi" in options
-    if {"has_bias", "has_block_mask"} <= options or ("has_dropout" in options and many):
+    bias_and_blocks = {"has_bias", "has_block_mask"} <= options
+    if (options & _ARRAYS and len(options) > 2) or (problem.deterministic and bias_and_blocks):
         rows = rows[:-1]
-    if options & _ARRAYS and len(options) > 2:
-        rows = tuple(row for row in rows if row.head_dim_v <= 128)
     return next((r for r in rows if r.holds(problem)), None)
 
 
@@ -276,7 +283,7 @@ def backward(
     if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(_options(problem)) > 1:
         return None  # slower than mma.sync
     whole = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
-    whole = whole and not problem.block_mask
+    whole = whole and not problem.block_mask and not problem.softcap  # ds is no more that of scores
     return replace(config, writes_dbias=True) if whole else config
 
 
@@ -349,11 +356,13 @@ def _of_scores() -> Iterator[tuple[Config, str]]:
         else:
             yield backward_config(row, dtype, None, ("has_window", "has_mask"), mask_vectors=True), dtype
     for row, dtype in product(WITH_OPTIONS, DTYPES):
-        several: tuple[tuple[str, ...], ...] = (("has_softcap", "has_alibi", "has_dropout"),)
-        if row == BACKWARD[-1]:
-            several = ("has_softcap", "has_alibi"), ("has_dropout",)
-        for options in (*several, ("has_bias",), ("has_mask",)):
+        for options in (("has_softcap", "has_alibi", "has_dropout"), ("has_bias",), ("has_mask",)):
             yield backward_config(row, dtype, None, ("has_window", *options)), dtype
+        in_tiles = row in _WITH_BIAS_TILES
+        yield backward_config(row, dtype, None, ("has_window", "has_softcap", "has_bias"), bias_tiles=in_tiles), dtype
+        if in_tiles:
+            arrays = "has_window", "has_bias", "has_mask", "has_block_mask"
+            yield backward_config(row, dtype, None, arrays, bias_tiles=True, mask_vectors=True), dtype
     for row, dtype, deterministic in product(WITH_OPTIONS, DTYPES, (False, True)):
         blocks = "has_window", "has_block_mask", "has_dropout" if row == BACKWARD[-1] else "has_bias"
         yield backward_config(row, dtype, None, blocks, deterministic, row in _WITH_BIAS_TILES), dtype

@@ -52,22 +52,24 @@ class Row:
     with_options: Tile | None
     with_array: Tile | None  # a bias or a mask
     with_all: Tile | None  # either of these beside anything but a window
+    with_blocks: Tile | None = None  # either of these beside a block mask, if not with_all
 
 
+_SMALL = Tile(64, 32, 2, 1, ping_pong=False)
 # By number of parts; the first row that is wide enough is taken. `*2 * (tile,)` is one tile for two kinds of options.
 FORWARD = {
     2: (
         Row(64, 64, *2 * (Tile(128, 112),), *2 * (Tile(128, 64),), Tile(128, 32)),
-        Row(128, 128, Tile(128, 64, 2, 1), Tile(128, 48), Tile(128, 32), *2 * (Tile(128, 16),)),
-        Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),)),
+        Row(128, 128, Tile(128, 64, 2, 1), Tile(128, 48), Tile(128, 32), *2 * (Tile(128, 16),), Tile(128, 32)),
+        Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),), _SMALL),
         Row(192, 192, *2 * (Tile(128, 32, 1, 1),), None, None, None),
-        Row(256, 128, *4 * (Tile(64, 32, 2, 1, ping_pong=False),), Tile(64, 16, ping_pong=False)),
+        Row(256, 128, *4 * (_SMALL,), Tile(64, 16, ping_pong=False), _SMALL),
         Row(256, 256, *2 * (Tile(64, 16, ping_pong=False),), None, None, None),
     ),
     1: (
         Row(64, 64, *2 * (Tile(128, 128),), *2 * (Tile(128, 64),), Tile(128, 32)),
         Row(128, 128, *2 * (Tile(128, 96),), Tile(128, 64), *2 * (Tile(128, 32),)),
-        Row(192, 192, *2 * (Tile(128, 64),), *2 * (Tile(128, 32),), Tile(128, 16)),
+        Row(192, 192, *2 * (Tile(128, 64),), *2 * (Tile(128, 32),), Tile(128, 16), Tile(128, 32)),
         Row(256, 256, *2 * (Tile(128, 32),), None, None, None),
     ),
 }
@@ -192,7 +194,7 @@ def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | Non
     else:
         tile = row.with_options
     if tile is not None and "has_block_mask" in flags and tile.block_n % _MASK_WORD:
-        return None
+        return row.with_blocks if len(options) == 2 else None
     return tile
 
 
@@ -338,7 +340,8 @@ def table() -> Iterator[tuple[Config, str]]:
     others = "has_softcap", "has_alibi", "has_dropout"
     for parts, rows in FORWARD.items():
         for row in rows:
-            for flags in (*_TABLE_FLAGS, others, FLAGS):
+            blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
+            for flags in (*_TABLE_FLAGS, *blocks, others, FLAGS):
                 config = forward_config(row, parts, None, flags)
                 if config is None and flags == FLAGS:
                     config = forward_config(row, parts, None, _ALL_BUT_BLOCK_MASK)

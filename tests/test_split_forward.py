@@ -20,6 +20,8 @@ RNG = np.random.default_rng(0)
 MASK = RNG.random((150, 200)) < 0.5
 MASK[:, 10:40] = False
 MASK[5] = False
+BLOCKS = RNG.random((150, 200)) < 0.6
+BLOCKS[70:] |= np.arange(200) >= 128  # some blocks are visible
 HIDDEN_BY_MASK = slice(10, 40)
 EPS = 2.0**-23
 
@@ -105,6 +107,13 @@ def test_values_by_halves(head_dims: tuple[int, int]) -> None:
 def test_block_mask() -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
     both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, causal=True)
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_block_mask_beside_an_array(name: str, head_dims: tuple[int, int]) -> None:
+    block_mask = cuflash.BlockMask.from_dense(BLOCKS)
+    both(*inputs(*head_dims), hidden=HIDDEN_BY_MASK, block_mask=block_mask, window=(100, 30), **OPTIONS[name][1])
 
 
 def test_any_strides() -> None:

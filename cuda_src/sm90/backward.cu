@@ -236,9 +236,11 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
         ptx::wgmma_wait_group<1>();
         keep(x);
-        cap(x, scores);
+        SoftcapFactors<> factors(nullptr);
+        cap(x, scores, factors);
         if constexpr (HAS_BIAS_TILES) {
-          masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, warpgroup));
+          masked |= add_bias(x, HAS_SOFTCAP ? static_cast<float>(p.softcap) : scale,
+                             bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
         scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
             x, lse, masked, static_cast<float>(p.softcap), bits);
@@ -255,7 +257,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[e]);
         if (masked) clear_hidden(dp, x);
-        uncap(dp, x, lse, scores);
+        uncap(dp, x, lse, scores, factors);
         pack(ds, dp);
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);

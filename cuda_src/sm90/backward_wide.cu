@@ -10,6 +10,8 @@ constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
 constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
+// What the others leave to the warpgroup of dk.
+constexpr int DK_REGISTERS = 65536 / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
 // Options beside a dv that takes most registers: lse is read where it lies, so that queries are released late.
 constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
 
@@ -135,8 +137,12 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       const MaskBits mask(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
       ptx::wgmma_wait_group<0>();
       keep(x);
-      cap(x, scores);
-      if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scale, bias_panel(shared.bias, rings.q.stage, 0));
+      if (SHARED_FACTORS) rings.weights.acquire();
+      SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
+      cap(x, scores, factors);
+      if constexpr (HAS_BIAS_TILES)
+        masked |=
+            add_bias(x, HAS_SOFTCAP ? static_cast<float>(p.softcap) : scale, bias_panel(shared.bias, rings.q.stage, 0));
       scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(x, lse, masked,
                                                                                   static_cast<float>(p.softcap), bits);
       mask.clear_hidden(x);
@@ -154,9 +160,9 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
         same.row = first_row + fragment_column();
       }
       if (TIGHT && HAS_DROPOUT) ptx::forget(kept.bits[0]);  // or what follows from them
-      uncap(x, x, lse, same);                               // a factor of the gradients, like the weights
+      uncap(x, x, lse, same, factors);                      // a factor of the gradients, like the weights
       if (TIGHT) release();
-      rings.weights.acquire();
+      if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
         FourFloats weights;
@@ -400,7 +406,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     for_each_tile<weigh_queries>(p, shared, rings);
   } else if (warpgroup == 1) {
-    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    ptx::set_registers_more<DK_REGISTERS>();
     for_each_tile<differentiate_weights>(p, shared, rings);
   } else if (warpgroup == 2) {
     ptx::set_registers_fewer<DQ_REGISTERS>();

@@ -199,9 +199,10 @@ struct BiasPlace {
   }
 };
 
-// ---- Softcap. A score's weight tells its tanh again: nothing has to be kept for the derivative.
+// ---- Softcap. A score's weight tells its tanh again: nothing has to be kept for the derivative. Beside a bias, which
+// may swallow the score, it is kept.
 
-static_assert(!HAS_SOFTCAP || !HAS_BIAS, "a bias would have to be read again");
+constexpr bool KEEPS_DERIVATIVE = HAS_SOFTCAP && HAS_BIAS;
 
 // Within two units in the last place where dk or dv leave few registers: a division's slow path takes some.
 DEVICE float quotient(float a, float b) {
@@ -225,9 +226,50 @@ struct CappedAlibi {
   }
 };
 
-// Products become scores whose unit is softcap, with the error of the forward pass (unit_fragment.cuh).
-DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
-  if constexpr (HAS_SOFTCAP) {
+// Of a thread, 16 bits each: in registers or, of the widest heads, in vectors of its own in shared memory.
+constexpr bool SHARED_FACTORS = KEEPS_DERIVATIVE && HEAD_DIM_V > 192;
+template <bool SHARED = SHARED_FACTORS>
+struct SoftcapFactors {
+  u32 words[KEEPS_DERIVATIVE ? FRAGMENT / 2 : 1];
+
+  DEVICE explicit SoftcapFactors(void*) {}
+  DEVICE u32& operator[](int i) { return words[i]; }
+};
+template <>
+struct SoftcapFactors<true> {
+  u32* words;  // the thread's first vector of a warp's
+
+  DEVICE explicit SoftcapFactors(void* first) : words(static_cast<u32*>(first)) {}
+  DEVICE u32& operator[](int i) { return words[i / 4 * WARP * 4 + i % 4]; }
+};
+
+// Products become scores whose unit is softcap, with the error of the forward pass (unit_fragment.cuh). Beside a bias
+// that is read element by element they get it, too, and alibi waits.
+template <class Factors>
+DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
+  if constexpr (KEEPS_DERIVATIVE) {
+    const Score score = scores.score();
+    const float factor = quotient(scores.scale, score.softcap);
+    u32 row = scores.row, key = scores.key;
+    ptx::forget(row);  // or what follows from them is held
+    ptx::forget(key);
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e += 2) {
+      float derivative[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float& own = x[e + i];
+        own = ptx::tanh(own * factor);
+        derivative[i] = 1 - fminf(own * own, 1);
+        if constexpr (!HAS_BIAS_TILES) {
+          const float bias =
+              score.bias_at(static_cast<int>(row) + column_offset(e + i), static_cast<int>(key) + row_offset(e + i));
+          own = bias == -infinity() ? bias : own * score.softcap + bias;
+        }
+      }
+      factors[e / 2] = packed(Element(), derivative[0], derivative[1]);
+    }
+  } else if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float factor = quotient(scores.scale, static_cast<float>(scores.p.softcap));
 #pragma unroll
@@ -239,10 +281,17 @@ DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores) {
 }
 
 // From gradients of scores to those of products. A weight of 0 has none.
-template <class Values>
+template <class Values, class Factors>
 DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                  const GradientFragment& scores) {
-  if constexpr (HAS_SOFTCAP) {
+                  const GradientFragment& scores, Factors& factors) {
+  if constexpr (KEEPS_DERIVATIVE) {
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e += 2) {
+      const float2 factor = unpacked(Element(), factors[e / 2]);
+      ds[e] *= factor.x;
+      ds[e + 1] *= factor.y;
+    }
+  } else if constexpr (HAS_SOFTCAP) {
     const CappedAlibi alibi(scores);
     const float unit = quotient(1, static_cast<float>(scores.p.softcap) * LOG2_E);
 #pragma unroll
