@@ -61,6 +61,7 @@ class Tile:
     from_last: bool = False
     held_steps: int = 0  # of queries, in registers
     pair: int = 1  # blocks of a tile
+    shares_draws: bool = False  # a warp finds dropout's products of columns once
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ FORWARD = (
         Tile(128, 128, early_eighths=2, exact=True),
         Tile(128, 128, early_eighths=2, exact=True, from_last=True),
         Tile(192, 80),
-        Tile(128, 128),
+        Tile(128, 128, ping_pong=False, shares_draws=True),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
@@ -220,6 +221,7 @@ class Config(HopperConfig):
     from_last: bool
     held_steps: int
     pair: int
+    shares_draws: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     has_mask_tiles: bool  # TMA brings the mask; else its rows are read from global memory
@@ -283,6 +285,8 @@ def forward_config(
     if plain_scores and options == {"has_alibi"}:
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
         smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+    if tile.shares_draws:
+        smem_bytes += tile.block_m // ROWS_OF_WARP * tile.block_n // 2 * 8
     mask_bytes = tile.block_m * mask_row_bytes(tile.block_n) if mask_tiles else 0
     bias_bytes = tile.block_m * whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype]) if bias_tiles else 0
     mask_stages = 2 if mask_bytes and smem_bytes + bias_bytes + 2 * mask_bytes <= most_bytes else 1

@@ -139,6 +139,13 @@ def test_options(place: Device, name: str) -> None:
     both(place, *inputs(64, 64), hidden=hidden, **options)
 
 
+@pytest.mark.parametrize("name", ["dropout", "dropout, lengths"])
+def test_shared_draws(place: Device, name: str) -> None:
+    """A warp finds what draws have of a column once."""
+    hidden, options = OPTIONS[name]
+    both(place, *inputs(128, 128), hidden=hidden, **options)
+
+
 @pytest.mark.parametrize("factor", [1, 6, 40])
 def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
     """Their powers are taken as they are: of small scores and those at the bound, of sinks far from it, of NaN."""

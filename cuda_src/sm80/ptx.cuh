@@ -98,6 +98,13 @@ DEVICE float multiply(float a, float b) {
   return y;
 }
 
+// x = 0 where word < threshold, but NaN stays; issued in less time than a selection.
+DEVICE void clear_below(float& x, unsigned word, unsigned threshold) {
+  asm("{.reg .pred p; setp.lo.u32 p, %1, %2; @p mul.ftz.f32 %0, %0, 0f00000000;}"
+      : "+f"(x)
+      : "r"(word), "r"(threshold));
+}
+
 // 2^x, flushing subnormals; relative error 2^-22. 2^-inf = 0.
 DEVICE float ex2(float x) {
   float y;

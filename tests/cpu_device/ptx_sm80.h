@@ -65,6 +65,7 @@ inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (
   }
 }
 
+inline void clear_below(float& x, unsigned word, unsigned threshold) { x *= word < threshold ? 0 : 1; }
 inline float multiply(float a, float b) { return a * b; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
