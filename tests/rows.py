@@ -13,7 +13,7 @@ import numpy as np
 from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from devices import Device
 
-from cuflash import launch, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward
+from cuflash import launch, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, tiles_sm90
 from cuflash.plan import FLAGS, KernelConfig
 
 HOST = Device("numpy", np)
@@ -77,7 +77,7 @@ def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
         return queries, plan_sm90._MANY_KEYS
     for lengths in (LENGTHS, (queries, plan_sm90._MANY_KEYS), (plan_sm90._FEW_QUERIES, keys)):
         many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
-        for row in plan_sm90.FORWARD:
+        for row in tiles_sm90.FORWARD:
             if config == plan_sm90.forward_config(
                 row, dtype, None, flags, many_keys=many_keys, few_queries=few_queries
             ):
@@ -86,7 +86,7 @@ def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
 
 
 def takes_narrow_window(config: plan_sm90.Config, dtype: str) -> bool:
-    narrow = [row for row in plan_sm90.FORWARD if row.narrow_window]
+    narrow = [row for row in tiles_sm90.FORWARD if row.narrow_window]
     return config in [plan_sm90.forward_config(row, dtype, None, ("has_window",), narrow_window=True) for row in narrow]
 
 

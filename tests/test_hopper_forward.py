@@ -15,7 +15,7 @@ from devices import Device
 from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import launch, launch_sm90, plan_sm90
+from cuflash import launch, launch_sm90, plan_sm90, tiles_sm90
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -491,7 +491,7 @@ def test_many_tiles_are_the_same_bits_as_few() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("head_dims", [(row.head_dim, row.head_dim_v) for row in plan_sm90.FORWARD])
+@pytest.mark.parametrize("head_dims", [(row.head_dim, row.head_dim_v) for row in tiles_sm90.FORWARD])
 def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
     configs = {c for c, dtype in plan_sm90.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims}
     assert configs
