@@ -33,7 +33,8 @@ _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another option
 # The same with a bias, and with alibi beside dropout.
 _REGISTERS_OF_BIAS, _REGISTERS_OF_SLOPES = (32, 216, 64), (24, 224, 64)
-_REGISTERS_OF_SEVERAL = {NARROW: (48, 232, 0), WIDE: (64, 208, 64)}  # the loading warp asks arrays for hidden keys
+# The loading warp asks arrays for hidden keys; of NARROW all three.
+_REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
 # sums would not stay in L2.
@@ -185,7 +186,8 @@ def backward_config(
     options = set(flags) - {"has_window"}
     arrays = options & _ARRAYS
     if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
-        registers = _REGISTERS_OF_SEVERAL[row.entry]
+        of_all = row.entry == NARROW and arrays == _ARRAYS
+        registers = _REGISTERS_OF_ARRAYS if of_all else _REGISTERS_OF_SEVERAL[row.entry]
     masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
     if row == BACKWARD[-1] and len(options) > 1:
         if "has_bias" in options:
@@ -241,6 +243,9 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
     # For the rest registers are too few.
     beside_capped = options & {"has_mask", "has_dropout"} if "has_softcap" in options else set()
     if "has_bias" in options and (len(options) > 3 or beside_capped):
+        return None
+    beside_dropped = options & {"has_mask", "has_alibi"} if "has_dropout" in options else set()
+    if "has_bias" in options and beside_dropped and not bias_tiles and rows[0].holds(problem):
         return None
     bias_and_blocks = {"has_bias", "has_block_mask"} <= options
     if (options & _ARRAYS and len(options) > 2) or (problem.deterministic and bias_and_blocks):

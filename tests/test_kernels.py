@@ -263,9 +263,12 @@ def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
     assert configs
     for config in configs:
         of_thread = min(65536 // config.threads // 8 * 8, 255)  # as ptxas gives them to kernels with launch bounds
-        of_dq = getattr(config, "dq_registers", 0)  # where the last of those that compute has a number of its own
-        asked = [config.producer_registers, *(config.consumers - bool(of_dq)) * [config.consumer_registers], of_dq]
-        assert sum(asked) <= of_thread * config.threads // plan_sm90.WARPGROUP, config
+        left = of_thread * config.threads // plan_sm90.WARPGROUP - config.producer_registers
+        if of_dq := getattr(config, "dq_registers", 0):  # the one for dv is told, that for dk has what is left
+            of_dk = left - config.consumer_registers - of_dq
+            assert of_thread <= of_dk <= config.consumer_registers and of_dk % 8 == 0, config
+        else:
+            assert config.consumers * config.consumer_registers <= left, config
 
 
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 65, 128, 129, 256])
