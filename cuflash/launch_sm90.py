@@ -142,7 +142,7 @@ class Forward(Kernel):
         """Maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
         bias = ("v", n)  # a map that is not read
-        mask = ("mask", m, plan_sm90.mask_row_bytes(n)) if self.config.has_mask_tiles else bias
+        mask = ("mask", m, self.config.mask_row_bytes) if self.config.has_mask_tiles else bias
         if self.config.has_bias_tiles:
             x = arrays["bias"]
             bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)

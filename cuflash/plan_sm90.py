@@ -76,6 +76,7 @@ class Config(HopperConfig):
     staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
     bias_stages: int
     mask_stages: int
+    mask_row_bytes: int  # of its tile
     teams: int
     exact_maxima: bool
     from_last: bool
@@ -146,8 +147,10 @@ def forward_config(
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
         smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
     if tile.shares_draws:
-        smem_bytes += tile.block_m // ROWS_OF_WARP * tile.block_n // 2 * 8
-    mask_bytes = tile.block_m * mask_row_bytes(tile.block_n) if mask_tiles else 0
+        # Each warp's two words for the columns with bit 3 clear.
+        smem_bytes += tile.block_m // ROWS_OF_WARP * tile.block_n // 2 * 2 * FLOAT_BYTES
+    mask_row_bytes = _mask_row_bytes(tile.block_n)
+    mask_bytes = tile.block_m * mask_row_bytes if mask_tiles else 0
     bias_bytes = tile.block_m * whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype]) if bias_tiles else 0
     mask_stages = 2 if mask_bytes and smem_bytes + bias_bytes + 2 * mask_bytes <= most_bytes else 1
     smem_bytes += mask_stages * mask_bytes
@@ -170,6 +173,7 @@ def forward_config(
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
         mask_stages=mask_stages,
+        mask_row_bytes=mask_row_bytes,
         consumers=consumers,
         teams=teams,
         producer_registers=producer_registers,
@@ -185,7 +189,7 @@ def forward_config(
     )
 
 
-def mask_row_bytes(block_n: int) -> int:
+def _mask_row_bytes(block_n: int) -> int:
     """Of a tile of a mask in shared memory: as wide as TMA's swizzle, or rows lie in different banks."""
     return block_n if block_n == SWIZZLE_BYTES or block_n // ALIGNMENT % 2 else block_n + ALIGNMENT
 

@@ -100,8 +100,6 @@ constexpr int BLOCKS_OF_ROW = HAS_BLOCK_MASK ? BLOCK_N / CANONICAL + (BLOCK_N % 
 
 // ---- A mask in tiles that TMA brings: as wide as the swizzle, or with rows in different banks.
 
-constexpr u32 MASK_ROW_BYTES = BLOCK_N == ROW_BYTES || BLOCK_N / 16 % 2 == 1 ? BLOCK_N : BLOCK_N + 16;
-
 // Hides elements of a warp whose first row of the tile it is.
 DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
   constexpr bool SWIZZLED = MASK_ROW_BYTES == ROW_BYTES;
