@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -350,6 +351,8 @@ def test_a_thread_that_has_done_nothing_yet(gpu: Device) -> None:
 
 def test_host_time_of_a_call(gpu: Device) -> None:
     """A call for a shape that was seen before costs the host at most 20 us, launch and allocations included."""
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        pytest.skip("other processes keep the host busy: wall time would be theirs, too")
     q, k, v = (cupy.zeros((1, 64, 8, 64), np.float16) for _ in range(3))
     times = []
     for _ in range(30):
