@@ -12,7 +12,7 @@ from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
-from cuflash.plan_sm90 import Config
+from cuflash.plan_sm90 import Config, Layout
 from cuflash.problem import Array, AttentionProblem
 
 _ROW_BLOCKS = 32  # that prepare rows beside the gradients, one for each lane that asks
@@ -169,7 +169,7 @@ def forward(work: Work) -> bool:
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
     if layouts is None:
         return False
-    config = plan_sm90.forward(work.problem, layouts, *(_layout_beside(work, name) for name in ("bias", "mask")))
+    config = plan_sm90.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
     if config is None:
         return False
     parts = _results_of_parts(work, config)
@@ -187,12 +187,9 @@ def _is_out_expressible(work: Work) -> bool:
     return layouts is not None and plan_sm90.expressible(*layouts[0])
 
 
-def _layout_beside(work: Work, name: str) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Strides, shape and bytes of an element, where the address lets TMA bring it."""
-    x: Array = work.arrays.get(name)
-    if x is None or work.device.pointer(x) % ALIGNMENT:
-        return None
-    return x.strides, x.shape, x.dtype.itemsize
+def _layout(work: Work, x: Array | None) -> Layout | None:
+    """Strides and shape, unless TMA cannot take the address."""
+    return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 
 def _results_of_parts(work: Work, config: Config) -> Arrays:
@@ -346,11 +343,6 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         work.run(Dq(plan_sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
-
-
-def _layout(work: Work, x: Array | None) -> plan_sm90_backward.Layout | None:
-    """Strides and shape, unless TMA cannot take the address."""
-    return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 
 _LENGTHS = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")

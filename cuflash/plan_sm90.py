@@ -48,6 +48,7 @@ _BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
 _MANY_KEYS = 2048
 _WIDE_WINDOW = 2048  # keys
 _FEW_QUERIES = ROWS_OF_WARPGROUP
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,28 +225,28 @@ def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
 @lru_cache(maxsize=MOST_KEPT)
 def forward(
     problem: AttentionProblem,
-    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
-    bias: tuple[tuple[int, ...], tuple[int, ...], int] | None = None,
-    mask: tuple[tuple[int, ...], tuple[int, ...], int] | None = None,
+    layouts: tuple[Layout, ...],
+    bias: Layout | None = None,
+    mask: Layout | None = None,
 ) -> Config | None:
-    """The Hopper kernel for a problem on arrays whose (strides in bytes, shapes) are `layouts`, or None.
+    """The Hopper kernel for a problem on arrays of these `layouts`, or None.
 
-    TMA reads them: their addresses are multiples of 16 bytes. The result may lie anywhere, so that its bits depend on
-    the inputs alone. `bias` and `mask` are strides, shape and bytes of an element of those at such an address, too.
+    TMA reads them: their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie
+    anywhere, so that its bits depend on the inputs alone.
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
-    in_tiles = [x is not None and _in_tiles(*x) for x in (bias, mask)]
-    return _config(problem, *in_tiles)
+    of_bias = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
+    return _config(problem, has_vectors(bias, of_bias), has_vectors(mask, 1))
 
 
-def _in_tiles(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether TMA can bring a bias or a mask; axes may be broadcast."""
-    columns = shape[-1] > 1 and strides[-1] == itemsize
-    return columns and all(
-        n == 1 or stride == 0 or (stride > 0 and stride % ALIGNMENT == 0)
-        for n, stride in zip(shape[:-1], strides[:-1], strict=True)
-    )
+def has_vectors(layout: Layout | None, itemsize: int) -> bool:
+    """Whether rows of an array like the scores are vectors of 16 bytes; axes may be broadcast."""
+    if layout is None:
+        return False
+    strides, shape = layout
+    steps = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
+    return shape[-1] > 1 and strides[-1] == itemsize and all(s >= 0 and s % ALIGNMENT == 0 for s in steps)
 
 
 def _has_many_keys(problem: AttentionProblem) -> bool:

@@ -19,7 +19,15 @@ from cuflash.plan import (
     common,
     flags_of,
 )
-from cuflash.plan_sm90 import DTYPES, L2_BYTES, ROWS_OF_WARPGROUP, SMEM_BESIDE_TILES, HopperConfig
+from cuflash.plan_sm90 import (
+    DTYPES,
+    L2_BYTES,
+    ROWS_OF_WARPGROUP,
+    SMEM_BESIDE_TILES,
+    HopperConfig,
+    Layout,
+    has_vectors,
+)
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
@@ -42,7 +50,6 @@ _DQ_SUMS = 2
 
 _ROW_WARPGROUPS = 7  # of the kernels around them
 _SHORT = 4096  # queries that see a key
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
 
 @dataclass(frozen=True)
@@ -282,12 +289,12 @@ def backward(
     """
     if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
         return None
-    in_tiles = problem.bias_dtype in DTYPES and not problem.packed and _has_vectors(bias, HALF_BYTES)
-    in_vectors = _has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
+    in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
+    in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
     config = _config(problem, in_tiles, in_vectors)
     if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(_options(problem)) > 1:
         return None  # slower than mma.sync
-    whole = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and _has_vectors(dbias, HALF_BYTES)
+    whole = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
     whole = whole and not problem.block_mask and not problem.softcap  # ds is no more that of scores
     return replace(config, writes_dbias=True) if whole else config
 
@@ -304,15 +311,6 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
         bias_tiles and row in _WITH_BIAS_TILES,
         mask_vectors,
     )
-
-
-def _has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Whether rows of an array like the scores are vectors of 16 bytes."""
-    if layout is None:
-        return False
-    strides, shape = layout
-    steps = [s for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1]
-    return shape[-1] > 1 and strides[-1] == itemsize and all(s >= 0 and s % ALIGNMENT == 0 for s in steps)
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
