@@ -248,12 +248,11 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
     ):
         rows = WITH_ONE_OPTION
     # For the rest registers are too few.
-    beside_capped = options & {"has_mask", "has_dropout"} if "has_softcap" in options else set()
-    if "has_bias" in options and (len(options) > 3 or beside_capped):
-        return None
-    beside_dropped = options & {"has_mask", "has_alibi"} if "has_dropout" in options else set()
-    if "has_bias" in options and beside_dropped and not bias_tiles and rows[0].holds(problem):
-        return None
+    if "has_bias" in options:
+        capped = "has_softcap" in options and options & {"has_mask", "has_dropout"}
+        dropped = "has_dropout" in options and options & {"has_mask", "has_alibi"}
+        if len(options) > 3 or capped or (dropped and not bias_tiles and rows[0].holds(problem)):
+            return None
     bias_and_blocks = {"has_bias", "has_block_mask"} <= options
     if (options & _ARRAYS and len(options) > 2) or (problem.deterministic and bias_and_blocks):
         rows = rows[:-1]
