@@ -33,7 +33,7 @@ _POWERS_AT_ONCE = 4
 SMEM_BYTES = 227 * 1024
 SMEM_BESIDE_TILES = 1024  # of these: barriers, the running tiles, and which keys are seen
 L2_BYTES = 32 << 20  # of 50 MB, for what heads that are computed together share
-_SMEM_ALIGNMENT = 1024
+SMEM_ALIGNMENT = 1024  # of what has a swizzle
 # Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
 # H100's multiprocessors.
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
@@ -146,7 +146,7 @@ def forward_config(
     smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     if plain_scores and options == {"has_alibi"}:
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
-        smem_bytes += -((tile.block_n + 8) * 16 // -_SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+        smem_bytes += -((tile.block_n + 8) * 16 // -SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     if tile.shares_draws:
         # Each warp's two words for the columns with bit 3 clear.
         smem_bytes += tile.block_m // ROWS_OF_WARP * tile.block_n // 2 * 2 * FLOAT_BYTES
@@ -353,7 +353,7 @@ def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
     sequences, of_mean = (1, problem.batch) if problem.packed else (problem.batch, 1)
     seqlen_q, seqlen_k = -(-problem.seqlen_q // of_mean), -(-problem.seqlen_k // of_mean)
     heads = problem.num_heads_q * sequences
-    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * HALF_BYTES
     l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
     fitting = max(l2_bytes // bytes_of_head, 1)
     if seqlen_q >= _LONG_QUERIES:

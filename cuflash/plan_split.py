@@ -12,11 +12,19 @@ from cuflash.plan import (
     FLOAT_BYTES,
     HALF_BYTES,
     are_products,
+    beside_window,
     common,
     flags_of,
     has_plain_scale,
 )
-from cuflash.plan_sm90 import REGISTERS, ROWS_OF_WARPGROUP, SMEM_BESIDE_TILES, SMEM_BYTES, HopperConfig
+from cuflash.plan_sm90 import (
+    REGISTERS,
+    ROWS_OF_WARPGROUP,
+    SMEM_ALIGNMENT,
+    SMEM_BESIDE_TILES,
+    SMEM_BYTES,
+    HopperConfig,
+)
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
@@ -78,7 +86,6 @@ _MASK_WORD = 32
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _BLOCK_MASK_REGISTERS = (56, 224)
-SMEM_ALIGNMENT = 1024
 _COLUMNS = 16  # of which halves are multiples
 BY_HALVES = "; half of v's columns at a time"
 
@@ -186,7 +193,7 @@ def _constants(parts: int, consumers: int, registers: tuple[int, int], plain_sco
 
 
 def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | None:
-    options = set(flags) - {"has_window"}
+    options = beside_window(flags)
     if options & {"has_bias", "has_mask"}:
         tile = row.with_array if len(options) == 1 else row.with_all
     elif not options and plain_scores:
@@ -266,10 +273,10 @@ def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
     """The configurations of a pass, that of dq first; none with a block mask beside two options that are no window."""
-    beside_block_mask = len(set(flags) - {"has_window", "has_block_mask"}) if "has_block_mask" in flags else 0
+    beside_block_mask = len(beside_window(flags)) - 1 if "has_block_mask" in flags else 0
     if beside_block_mask > 1:
         return ()  # up to 584 bytes would spill
-    tiles = row.plain if set(flags) <= {"has_window"} and plain_scores else row.with_options
+    tiles = row.with_options if beside_window(flags) or not plain_scores else row.plain
     if beside_block_mask:
         tiles = {entry: replace(tile, columns=min(tile.columns, _MASK_WORD)) for entry, tile in tiles.items()}
     return tuple(
