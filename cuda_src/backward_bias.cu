@@ -18,7 +18,7 @@ struct BiasTile {
   DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared), buffers(shared.tiles) { clear(sum); }
 
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
-    const GradientTile<false> tile(p, s, head, head / (p.num_heads_q / p.num_heads_kv));
+    const GradientTile<false> tile(p, s, head, head / group_size(p));
     Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
     SoftcapTile<ROWS, COLUMNS> softcap;
     ScoreChunks score_chunks;

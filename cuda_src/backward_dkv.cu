@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
 
   const Work work = work_of<true>(p, BLOCK_N, p.num_heads_kv, false);
   const Sequence& s = work.sequence;
-  const int head_kv = work.head, group = p.num_heads_q / p.num_heads_kv;
+  const int head_kv = work.head, group = group_size(p);
   const int first_key = work.tile * BLOCK_N;
   if (first_key >= s.rows_k) return;
   const i64 batch = batch_of(p, s);

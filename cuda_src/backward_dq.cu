@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
 
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const Sequence& s = work.sequence;
-  const int head = work.head, head_kv = head / (p.num_heads_q / p.num_heads_kv);
+  const int head = work.head, head_kv = head / group_size(p);
   const int first_row = work.tile * BLOCK_M;
   if (first_row >= s.rows_q) return;
   const i64 batch = batch_of(p, s);

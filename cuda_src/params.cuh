@@ -170,6 +170,9 @@ struct Sequence {
 // Packed arrays have no batch axis.
 DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
+// Query heads that share a KV head.
+DEVICE int group_size(const AttentionParams& p) { return p.num_heads_q / p.num_heads_kv; }
+
 DEVICE int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }
 
 DEVICE int used_length(const int* lengths, int batch, int rows) {

@@ -104,7 +104,7 @@ DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
 // Hidden keys that are not finite would count in dq: they become 0. Others need no look at every query.
 DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared, const KeyTile& keys) {
   const Sequence& s = shared.work.sequence;
-  const int group = p.num_heads_q / p.num_heads_kv, j = shared.work.tile * BLOCK_N + threadIdx.x;
+  const int group = group_size(p), j = shared.work.tile * BLOCK_N + threadIdx.x;
   if (threadIdx.x >= BLOCK_N || keys.is_finite(threadIdx.x)) return;
   for (int head = shared.work.head * group; head < (shared.work.head + 1) * group; head++) {
     const Mask mask(p, s, head);

@@ -84,7 +84,7 @@ struct BiasTile {
     const DoutTile douts{tiles + DOUT_AT};
     const KeyTile keys{tiles + KEYS_AT};
     const ValueTile values{tiles + VALUES_AT};
-    const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
+    const int head_kv = head / group_size(p);
     const bool new_queries = own_queries.changes_to(s.batch, head, first_row);
     const bool new_keys = own_keys.changes_to(s.batch, head_kv, first_key);
     const OperandRows q = rows_of(p, s, Operand::Q, head), k = rows_of(p, s, Operand::K, head_kv);

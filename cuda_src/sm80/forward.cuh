@@ -125,7 +125,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, LISTED_N);
   {
     const Sequence& s = work.sequence;
-    const int head_kv = head / (p.num_heads_q / p.num_heads_kv);
+    const int head_kv = head / group_size(p);
     const OperandRows k = rows_of(p, s, Operand::K, head_kv), v = rows_of(p, s, Operand::V, head_kv);
     if (!blocks.done()) {
       const OperandRows q = rows_of(p, s, Operand::Q, head);

@@ -52,7 +52,7 @@ DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
 template <bool KEYED, bool VALUED>
 DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
   const Sequence& s = shared.work.sequence;
-  const int head = OF_KEYS ? walk.head : walk.head / (p.num_heads_q / p.num_heads_kv);
+  const int head = OF_KEYS ? walk.head : walk.head / group_size(p);
   const int first = walk.blocks.block * COLUMNS;
   const OperandRows columns = rows_of(p, s, OF_KEYS ? Operand::Q : Operand::K, head);
   const OperandRows columns_v = rows_of(p, s, OF_KEYS ? Operand::DOUT : Operand::V, head);
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   Walk walk(p, work);
   const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
   if (!walk.done()) {
-    const int group = p.num_heads_q / p.num_heads_kv;
+    const int group = group_size(p);
     const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
     const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
     const OperandRows from_v = rows_of(p, s, OF_KEYS ? Operand::V : Operand::DOUT, work.head);

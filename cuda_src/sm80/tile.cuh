@@ -375,7 +375,7 @@ struct QueryWalk {
   }
 
  private:
-  DEVICE int group() const { return p.num_heads_q / p.num_heads_kv; }
+  DEVICE int group() const { return group_size(p); }
   DEVICE int end_head() const { return HELD ? held_end : (work.head + 1) * group(); }
   DEVICE Blocks of_head() const {
     return blocks_of_queries(p, work.sequence, head, HELD ? held_tile : work.tile, BLOCK_M, BLOCK_N);

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (p.rows_done != nullptr) p.rows_done[blockIdx.x] = 0;
   }
   if (p.dq_turns != nullptr) {
-    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_images(p) / (p.num_heads_q / p.num_heads_kv);
+    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_images(p) / group_size(p);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_turns[i] = 0;
   }
   __threadfence();

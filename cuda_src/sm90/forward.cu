@@ -47,7 +47,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
     }
     ptx::fence_async_shared();
     __syncwarp();
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int batch = batch_of(p, s);
     const int first_row = work.first_row();
     const bool whole = row >= first_row && (p.cu_seqlens_q == nullptr || row + ROWS_OF_WARP <= s.rows_q);
     const int own_row = whole ? 0 : thread;

@@ -367,8 +367,8 @@ struct Loader {
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
-    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int head_kv = work.head / group_size(p);
+    const int batch = batch_of(p, s);
     const int row_k = static_cast<int>(s.row_k);
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {

@@ -57,7 +57,7 @@ constexpr u32 SIGNS = 0x80008000u;
 // Clears the keys that are not finite and that no query sees, by a warp. Most tiles are only read once.
 template <int NUM_PANELS>
 DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv, int first_key, u32 tile) {
-  const int group = p.num_heads_q / p.num_heads_kv;
+  const int group = group_size(p);
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
   u32 infinite = 0;
 #pragma unroll 2
@@ -271,7 +271,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
       // Padding behind packed keys is no image's.
       if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
-        const int head = work.head * (p.num_heads_q / p.num_heads_kv);
+        const int head = work.head * group_size(p);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
       }
       work.stage = rings.work.stage;
@@ -284,11 +284,11 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     }
     rings.work.advance();
     __syncwarp();
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int batch = batch_of(p, s);
     const int key = static_cast<int>(s.row_k) + first_key;
     const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
     if (!WRITES_DBIAS && !HAS_ALIBI && !walk.done() && p.rows_done != nullptr) {
-      const int last_head = (work.head + 1) * (p.num_heads_q / p.num_heads_kv) - 1;
+      const int last_head = (work.head + 1) * group_size(p) - 1;
       wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
     }
     for (bool first = true; !walk.done(); first = false) {

@@ -33,10 +33,10 @@ DEVICE u32 last_group(const AttentionParams& p) {
 // tiles of one head begin two steps apart. In the last group the longest tiles come first, and walk from the last;
 // beside a block mask, whose lists are walked forwards, there is none.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
-  return max(2 * gridDim.x / max(p.num_query_tiles * (p.num_heads_q / p.num_heads_kv), 1), 1u);
+  return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
 DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
-  const u32 batch = p.cu_seqlens_q == nullptr ? work.sequence.batch : 0;
+  const u32 batch = batch_of(p, work.sequence);
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
 
@@ -94,8 +94,8 @@ struct QueryWalk {
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
-        head(work.head * (p.num_heads_q / p.num_heads_kv)),
-        end_head(head + p.num_heads_q / p.num_heads_kv),
+        head(work.head * group_size(p)),
+        end_head(head + group_size(p)),
         blocks(of_head()),
         first_block(blocks.block),
         backwards(walks_backwards(p, work)) {
@@ -159,7 +159,7 @@ struct GroupedWalk {
   DEVICE GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
       : sequence(work.sequence),
         blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
-        heads(p.num_heads_q / p.num_heads_kv),
+        heads(group_size(p)),
         step(0) {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;

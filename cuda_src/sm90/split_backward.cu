@@ -76,8 +76,8 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
     shared.work[rings.work.stage] = work;
     rings.work.publish();
 
-    const int group = p.num_heads_q / p.num_heads_kv, head_kv = OF_KEYS ? work.head : work.head / group;
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0, image_kv = batch * p.num_heads_kv + head_kv;
+    const int group = group_size(p), head_kv = OF_KEYS ? work.head : work.head / group;
+    const int batch = batch_of(p, s), image_kv = batch * p.num_heads_kv + head_kv;
     const int first_q = split_row_q(p, s), first_k = split_row_k(p, s);
     bool first = true;
     for (Walk walk(p, work); !walk.done(); walk.advance()) {

@@ -117,8 +117,8 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
     shared.work[rings.work.stage] = work;
     rings.work.publish();
 
-    const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
-    const int batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int head_kv = work.head / group_size(p);
+    const int batch = batch_of(p, s);
     const int image_q = batch * p.num_heads_q + work.head, image_kv = batch * p.num_heads_kv + head_kv;
     const int row_q = split_row_q(p, s) + work.tile * BLOCK_M, row_k = split_row_k(p, s);
     const auto load_keys = [&](int row) {
