@@ -1,8 +1,7 @@
 """The canonical store of a block mask: 64 x 64 blocks, each hidden, visible, or partial with its bits.
 
 It depends on neither the user's block size nor a kernel's tiles. On the way in, visibility travels as *words*: uint64
-(rows, ceil(seqlen_k / 64)), where bit j % 64 of word j // 64 stands for column j. On a GPU the store is made
-from a bool array, and a kernel's lists of tiles from the store.
+(rows, ceil(seqlen_k / 64)), where bit j % 64 of word j // 64 stands for column j.
 """
 
 from collections.abc import Callable
@@ -42,9 +41,8 @@ _WARPGROUP = 128
 class Store(NamedTuple):
     """What a mask consists of on the host.
 
-    `slots` is int32 (batch, heads, blocks of rows, blocks of columns): `HIDDEN`, `VISIBLE` or the row of `table` that
-    holds the block's bits, one uint64 per row of the block. The last two rows of `table` are all ones and all zeros, so
-    that `VISIBLE` and `HIDDEN` index it too.
+    `slots` is int32 (batch, heads, blocks of rows, blocks of columns): `HIDDEN`, `VISIBLE` or the row of `table` with
+    the block's bits, one uint64 per row. Its last two rows are ones and zeros, for `VISIBLE` and `HIDDEN`.
     """
 
     slots: NDArray[np.int32]
@@ -239,9 +237,8 @@ class TileLists(NamedTuple):
     """Which tiles a kernel visits, for each (batch, head) of the mask; all arrays int32.
 
     ``row_index[b, h, m, :row_count[b, h, m]]`` are the columns of tiles that tile row m visits, ascending, each as
-    ``(tile << 1) | partial``; a tile that is not partial is visible as far as the array reaches. ``col_index`` and
-    ``col_count`` are the same for the columns. Entries beyond the count are not set. `fragment_bits` are the mask's
-    bits as the kernel reads them.
+    ``(tile << 1) | partial``; others are visible as far as the array reaches. ``col_index`` and ``col_count`` are the
+    same for the columns. `fragment_bits` are the mask's bits as the kernel reads them.
     """
 
     row_index: Array  # (B, H, num_m, num_n)
@@ -252,10 +249,7 @@ class TileLists(NamedTuple):
 
 
 class OnDevice(Generic[Made]):
-    """Arrays that were enqueued on one stream, for use on any.
-
-    Other streams wait for them on the device until they are known to be complete; the host never waits.
-    """
+    """Arrays that were enqueued on one stream, for use on any: there the device waits until they are complete."""
 
     def __init__(self, xp: Any, make: Callable[[], Made]) -> None:
         self._complete = None
@@ -296,8 +290,8 @@ def pack_on_device(
 ) -> tuple[Array, Array]:
     """The slots and bits of a mask of seqlen_q x seqlen_k elements; waits for the device once.
 
-    `cells` are bools (batch, heads, rows, columns) of any strides on the device, whose namespace is `xp`, that say for
-    each cell of `cell_size` elements whether it is visible. `get_kernel` is `kernels.get`.
+    `cells`, bools (batch, heads, rows, columns) of any strides, say which cells of `cell_size` elements are visible.
+    `get_kernel` is `kernels.get`.
     """
     batch, heads = cells.shape[:2]
     slots = xp.empty((batch, heads, num_blocks(seqlen_q), num_blocks(seqlen_k)), np.int32)

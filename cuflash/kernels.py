@@ -1,6 +1,6 @@
 """Constants + headers + entry -> one source text -> a loaded module -> launch. Nothing else compiles or launches.
 
-CuPy's disk cache is keyed by source text and options: so every header is inlined.
+Every header is inlined: CuPy's disk cache is keyed by source text and options.
 """
 
 import ctypes
@@ -19,8 +19,7 @@ from cuflash.problem import MOST_KEPT
 
 Array = Any
 OPTIONS = ("--std=c++17",)
-# With wgmma, which CuPy would not ask for.
-_OWN_ARCH = {"sm90": ("-arch=sm_90a",)}
+_OWN_ARCH = {"sm90": ("-arch=sm_90a",)}  # with wgmma
 # Before, NVRTC takes CuPy's -arch beside ours for an error.
 OWN_ARCH_SINCE = (12, 9)
 # Set for tests: Hopper takes the kernels of other GPUs.
@@ -53,7 +52,6 @@ class LoadedKernel:
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
         """Its launch with arguments of these sizes: call it with the address of their addresses, and a stream."""
-        # CuPy's own packs the arguments anew each time.
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
         shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
@@ -206,8 +204,7 @@ def device_of(x: Array) -> Device:
 def get(entry_file: str, entry: str, constants: Any, device: Device | None = None, smem_bytes: int = 0) -> LoadedKernel:
     """The function `entry` of cuda_src/<entry_file>.cu, loaded once per process and device (the current GPU).
 
-    Of the constants ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias. Launches will ask for
-    `smem_bytes` of dynamic shared memory.
+    Of the constants ``block_m=64`` becomes ``constexpr int BLOCK_M = 64;``, a str a type alias.
     """
     if device is None:
         import cupy

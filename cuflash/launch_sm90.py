@@ -20,8 +20,7 @@ _FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
 _COUNTER_WORD = word_of("tile_counter")
 # A program that reuses its arrays meets few addresses.
 MAX_MAPS = 256
-# Launches take counters in turn: one is met again when the launch before it is long over. A captured launch, which may
-# run at any time, has its own.
+# Launches take counters in turn: one is met again long after its launch. A captured one, run at any time, has its own.
 _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
@@ -29,7 +28,7 @@ _NUM_CAPTURED = 1 << 12
 class Persistent(Further):
     """What a kernel takes whose thread blocks stay and take tile after tile.
 
-    `tiles_of` names the arrays of the kernel's maps, with the rows (and columns, where not a swizzle's) of their tiles.
+    `tiles_of` are the maps' arrays, with the rows (and columns, where not a swizzle's) of their tiles.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: i
     else:  # (batch, seqlen, num_heads, head_dim)
         dtype, order = problem.dtype, (3, 1, 2, 0)
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
-    # The stride of an axis of size 1 means nothing; TMA wants that of a contiguous outermost axis.
+    # Of an axis of size 1 TMA wants the stride of a contiguous outermost axis.
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]

@@ -1,8 +1,8 @@
 """The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
 
-Each worker walks the keys of one block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Backward, a task owns some rows of a few heads; it
-writes their dq, and its share of other sums is added in the order of the tasks, whatever the number of cores.
+A worker walks the keys of a block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Backward, a task writes dq of some rows of a few
+heads; its share of other sums is added in the order of the tasks, whatever the number of cores.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The scores of a tile on the CPU: products, softcap, bias, ALiBi, what is visible, and what dropout keeps.
 
-Scores lie in memory as (KV heads, keys, query heads of each * rows): one matrix product for each KV head, in which k is
-read along its rows. Everything per head, row or key broadcasts against `split_heads` of them.
+Scores lie in memory as (KV heads, keys, query heads of each * rows): one matrix product for each KV head. Everything
+per head, row or key broadcasts against `split_heads` of them.
 """
 
 import functools

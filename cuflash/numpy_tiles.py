@@ -1,6 +1,6 @@
 """One call of the CPU path cut into tiles, whatever the number of cores, and the threads that compute them.
 
-A thread has single-threaded BLAS and its own scratch memory; BLAS's own threads would split sums by their number.
+BLAS's own threads, which would split sums by their number, are off.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ from cuflash.problem import AttentionProblem, Operands
 Array = NDArray[Any]
 T = TypeVar("T")
 
-# A tile of scores stays in the last cache, and threads seldom wait for the interpreter's lock. Powers of 2 would share
-# cache sets.
+# A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
 # Of tiles that causal or a window cuts: they take only rows that see some of their keys.

@@ -214,9 +214,8 @@ def encode_tensor_map(
 ) -> np.ndarray[Any, Any]:
     """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
-    `extents` and `box` are the elements of the array and of one copy, innermost axis first, `strides` bytes along each
-    axis but that one. Boxes of bytes that are not as wide as the swizzle have none. Of what is read `once` L2 fetches
-    no more than it is asked for.
+    `extents` and `box` are of the array and of one copy, innermost axis first, `strides` in bytes without it. Boxes of
+    bytes have a swizzle if they are as wide. Of what is read `once` L2 fetches no more than it is asked for.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)

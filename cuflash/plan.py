@@ -20,16 +20,13 @@ HEAD_DIM_CLASSES = (32, 64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """One kernel: every field but `entry` is a constant of the generated source (`block_m` -> `BLOCK_M`).
-
-    Families add fields; another `entry` makes another kernel of the same constants.
-    """
+    """One kernel: every field but `entry` is a constant of its source (`block_m` -> `BLOCK_M`). Families add fields."""
 
     entry: str
     element: str  # C++ type of q, k, v
     accum: str
     bias_element: str
-    head_dim: int  # class: accumulators are this wide; 0 where it does not matter
+    head_dim: int  # class; 0 where it does not matter
     head_dim_v: int
     block_m: int  # queries of a tile
     block_n: int  # keys

@@ -38,8 +38,8 @@ BLACKWELL: Capability = (10, 0)  # from here on some kernels take more registers
 class Tile:
     """Queries and keys of a tile, warps, buffers of keys and values, blocks that share a multiprocessor.
 
-    Of `key_warps` warps that have the same queries each has a part of the keys, and of the columns of the result. The
-    keys are those of `listed` tiles in the list of a block mask, where there is no window.
+    Of `key_warps` warps with the same queries each has a part of the keys, and of the result's columns. The keys are
+    those of `listed` tiles in a block mask's list, where there is no window.
     GPUs from `below` on would have too few registers; `only` these options leave enough.
     """
 

@@ -21,12 +21,10 @@ from cuflash.tiles_sm90 import FORWARD, Row, Tile
 ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
 WARPGROUP = 128
-# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. Tiles
-# that are done again, lists of a block mask and tiles of a bias take more of the first; several other options, of the
-# others.
+# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. A block
+# mask, or a mask or a bias alone, takes more of the first.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
-# What runs where these kernels do not: by mma.sync if it can, else the portable ones.
 OTHER_GPUS = "as on other GPUs"
 # A thread's powers come by fours, two of each of its rows.
 _POWERS_AT_ONCE = 4
@@ -41,8 +39,7 @@ _SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
 _SHORTEST_PART, _FEWEST_TILES = 128, 8
 DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
-# Of scores: sums of 2^40 powers and of their products with values up to 2^15 stay finite, and none is denormal. With
-# smaller bounds the cubic term's factor may be infinite.
+# Of scores: sums of 2^40 powers times values of 2^15 stay finite, as does the cubic term's factor; none is denormal.
 _LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
 _BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
 _MANY_KEYS = 2048
@@ -231,8 +228,8 @@ def forward(
 ) -> Config | None:
     """The Hopper kernel for a problem on arrays of these `layouts`, or None.
 
-    TMA reads them: their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie
-    anywhere, so that its bits depend on the inputs alone.
+    Their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie anywhere, so that
+    its bits depend on the inputs alone.
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
@@ -302,10 +299,7 @@ def reason(problem: AttentionProblem) -> str:
 
 
 def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes: plain, with a window and any one option, and with all.
-
-    Results that TMA cannot store make other kernels; here plain ones stand for all.
-    """
+    """Every row in both dtypes: plain, with a window and any one option, and with all; the plain ones unstaged, too."""
     single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
     for row in FORWARD:
         for dtype in DTYPES:
@@ -346,10 +340,10 @@ def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> in
 def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
     """The last query heads (of all sequences), which go together where tiles differ in length, the longest first.
 
-    The heads before come one by one. So many as keys and values fit in L2; of short sequences fewer, so that reading
-    keys goes on beside products all the time; of long ones more, so that tiles even out.
+    So many as keys and values fit in L2; of short sequences fewer, so that reading keys goes on beside products all
+    the time; of long ones more, so that tiles even out.
     """
-    # Of packed sequences one after the other is computed for all of these heads; the host knows their mean.
+    # Packed sequences come one after the other; the host knows their mean.
     sequences, of_mean = (1, problem.batch) if problem.packed else (problem.batch, 1)
     seqlen_q, seqlen_k = -(-problem.seqlen_q // of_mean), -(-problem.seqlen_k // of_mean)
     heads = problem.num_heads_q * sequences

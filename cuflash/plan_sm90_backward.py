@@ -34,8 +34,7 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 # Before and behind them: what they load of each query, and dq from its sum.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
-# Registers of a thread of the loading warpgroup, of those that compute (of the wide kernel that for dv; dk's has the
-# rest), and of the one for dq alone.
+# Registers of a thread of the loading warpgroup, of those that compute (WIDE: for dv; dk's has the rest), and for dq.
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another option
@@ -44,8 +43,7 @@ _REGISTERS_OF_BIAS, _REGISTERS_OF_SLOPES = (32, 216, 64), (24, 224, 64)
 # The loading warp asks arrays for hidden keys; of NARROW all three.
 _REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
-# Of dq where they have an order: with two an addition waits for the last but one. With a diagonal few wait, and both
-# sums would not stay in L2.
+# Of dq where they have an order: an addition waits for the last but one. With a diagonal few wait, and one is enough.
 _DQ_SUMS = 2
 
 _ROW_WARPGROUPS = 7  # of the kernels around them
@@ -88,8 +86,7 @@ WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:])
 # With options that take registers.
 WITH_OPTIONS = (_FEW_QUERIES, Row(WIDE, 128, 128, 64, 64, 2, 2, 2), *BACKWARD[3:])
 _WITH_BIAS_TILES = (*WITH_ONE_OPTION[:-1], WITH_OPTIONS[1])  # which have room
-# A block mask alone takes few; so does alibi, with any head dim. Tiles that it picks come from farther away. A third
-# tile of queries also lets half hidden steps be passed over, which counts where walks are short.
+# A third tile of queries: those that a block mask picks come from farther away, and half hidden steps are passed over.
 _WITH_SHORT_WALKS = (*BACKWARD[:2], Row(NARROW, 128, 128, 64, 128, 3, 3, 2), *BACKWARD[3:])
 _ARRAYS = {"has_bias", "has_mask", "has_block_mask"}
 
@@ -172,14 +169,14 @@ def backward_config(
         by_queries = row.block_m > ROWS_OF_WARPGROUP
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * _PANEL)) * _PANEL
         exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
-    # The room that is left is for one more tile of keys or one more part of dq, which an order of the sums waits for.
+    # The room that is left is for one more tile of keys, or part of dq, which an order of the sums waits for.
     key_stages = 1 if deterministic or bias_tiles else row.key_stages
     dq_stages = 2 if row.entry == NARROW and key_stages == 1 and row.query_stages == 2 and not bias_tiles else 1
     if bias_tiles:
         of_query += row.query_stages * row.block_n * HALF_BYTES
     smem_bytes = row.block_n * (key_stages * row_bytes + row_bytes_v) + row.block_m * of_query + dq_stages * exchanged
-    # Additions of dq are what wide heads wait for. A pair needs room for the keys of both, and for gradients of scores
-    # of the other block; it walks the same queries. A bias that is read element by element leaves too few registers.
+    # Additions of dq are what wide heads wait for. A pair needs room for the keys of both, and for gradients of the
+    # other's scores. A bias that is read element by element leaves too few registers.
     of_other = row.block_n * (row_bytes + (row.ds_stages + 1) * row.block_m * HALF_BYTES)
     pair = 1
     alone = deterministic or "has_block_mask" in flags or ("has_bias" in flags and not bias_tiles)
@@ -190,7 +187,7 @@ def backward_config(
     if deterministic and row.entry == WIDE and "has_block_mask" in flags:
         smem_bytes += SMEM_BESIDE_TILES  # turns and slots
     registers = _REGISTERS_OF_PAIR if pair > 1 else _REGISTERS[row.entry]
-    options = set(flags) - {"has_window"}
+    options = beside_window(flags)
     arrays = options & _ARRAYS
     if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
         of_all = row.entry == NARROW and arrays == _ARRAYS
@@ -283,8 +280,7 @@ def backward(
 ) -> Config | None:
     """The Hopper kernels for a problem on arrays of these `layouts`, or None.
 
-    Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes. Results may lie
-    anywhere.
+    Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes.
     """
     if obstacle(problem) or not all(plan_sm90.expressible(*layout) for layout in layouts):
         return None

@@ -29,10 +29,9 @@ class Tile:
 class Row:
     """Tiles for head dims up to these: without a window, with one, and with other options.
 
-    The more an option takes in registers, the smaller the tile: no kernel spills. For many keys, and few queries of
-    them, other tiles may be faster, and of a narrow window the smaller a tile the less of it is hidden. The largest
-    weights decide the error, so maxima are exact where they cost little: of few keys, and of very many, where they grow
-    rarely.
+    The more an option takes in registers, the smaller the tile: no kernel spills. A narrow window hides less of a small
+    tile. The largest weights decide the error, so maxima are exact where they cost little: of few keys, and of very
+    many, where they grow rarely.
     """
 
     head_dim: int

@@ -1,8 +1,8 @@
 """A cell's random inputs and options, and whether a peer's results are right.
 
 ``bias`` and ``mask`` are one for all batches and heads; ``dbias`` is a bias of the scores' whole shape, and its
-gradient; ``blocks`` the cell's window as a block mask. A few rows and keys are checked against float64; for keys, out
-and lse of all queries are cuflash's own.
+gradient; ``blocks`` the cell's window as a block mask. A few rows and keys are checked against float64, keys by
+cuflash's own out and lse.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Errors = dict[str, dict[str, float]]
 SAMPLES = 32
 # Of shorter sequences every row and key is taken.
 SMALL = 1024
-# Largest error over the largest value, in roundings of the dtype and of the accumulation: several times right kernels'.
+# Largest error over the largest value, in roundings of the dtype and of the accumulation.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 # Positions in the pool are multiples of this, for TMA.
 ALIGNED_ELEMENTS = 128
