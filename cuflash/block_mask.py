@@ -282,20 +282,10 @@ class BlockMask(Patterns):
         )
 
     def arrays(self, xp: Any) -> tuple[Array, Array]:
-        """The canonical store as arrays of `xp` on the current device, moved there once.
+        """The slots and bits of `Store` as arrays of `xp` (numpy or cupy) on the current device, moved there once.
 
-        Parameters
-        ----------
-        xp : module
-            numpy or cupy.
-
-        Returns
-        -------
-        slots : int32 (batch or 1, heads or 1, ceil(seqlen_q / 64), ceil(seqlen_k / 64))
-            -1 for a hidden block of 64 x 64 elements, -2 for one that is visible as far as the array reaches, else the
-            block's index in `bits`.
-        bits : uint32 (num_partial, 64, 2)
-            Bit ``j % 32`` of word ``bits[s, i % 64, j % 64 // 32]`` says whether (i, j) is visible; 0 beyond the array.
+        Bit ``j % 32`` of word ``bits[slots[..., i // 64, j // 64], i % 64, j % 64 // 32]`` says whether (i, j) is
+        visible; 0 beyond the array.
         """
         if xp is np:
             return self._store.slots, self._store.bits
@@ -303,7 +293,7 @@ class BlockMask(Patterns):
         made = self._on_device.get(device)
         if made is None:
             slots, bits = self._store.slots, self._store.bits
-            # Threads that come at once use the same, or one's would be freed while others read it.
+            # Threads that come at once use the same, or one's would be freed while others read.
             made = self._on_device.setdefault(device, OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits))))
         return made.get()
 
@@ -312,8 +302,8 @@ class BlockMask(Patterns):
     ) -> TileLists:
         """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
 
-        `launch` is `kernels.get`, `xp` the namespace of the arrays; rows of the kernel's fragments are queries or,
-        `of_keys`, keys; None where it takes bits as the store has them. Never waits for the device.
+        `launch` is `kernels.get`; rows of the kernel's fragments are queries or, `of_keys`, keys; None where it takes
+        bits as the store has them. Never waits for the device.
         """
         device = _HOST if xp is np else xp.cuda.runtime.getDevice()
         key = (device, block_m, block_n, of_keys)

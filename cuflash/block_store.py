@@ -20,8 +20,7 @@ Words = NDArray[np.uint64]
 WordsOf = Callable[[int, int, int, int], Words]  # (batch, head, first row, row after the last) -> words
 Shape = tuple[int, int, int, int]
 
-# Elements that are looked at in one go: their words stay in a core's cache.
-STRIP_ELEMENTS = 1 << 22
+STRIP_ELEMENTS = 1 << 22  # looked at in one go: their words stay in a core's cache
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
 _ONES = np.uint64(2**64 - 1)
@@ -97,7 +96,6 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
 
 def intersect(a: Store, b: Store) -> Store:
     """The elements that both stores see; batch and heads broadcast."""
-    # Blocks often share their bits.
     rows_a, rows_b = (store.slots % np.int64(len(store.table)) for store in (a, b))
     pairs, where = np.unique(rows_a * len(b.table) + rows_b, return_inverse=True)
     bits = a.table[pairs // len(b.table)]
@@ -276,7 +274,7 @@ class OnDevice(Generic[Made]):
         complete = self._complete  # another thread may find it done meanwhile
         if complete is not None:
             stream = self._stream_of()
-            # A capture can ask for nothing outside of it: what it needs was made before.
+            # A capture can ask for nothing outside of it.
             if not stream.is_capturing():
                 if complete.done:
                     self._complete = None

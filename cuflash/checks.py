@@ -46,7 +46,7 @@ def check_softcap(softcap: object, accum: str) -> float:
     value = 0.0 if softcap is None else check_number("softcap", softcap)
     if value < 0:
         raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
-    # Beyond these `accum` holds no s / c: a larger bound leaves scores as they are, a smaller one is as good as 0.
+    # Beyond these `accum` holds no s / c: a larger bound leaves scores as they are, a smaller one makes them 0.
     largest = 2.0 ** (1000 if accum == "float64" else 100)
     return 0.0 if value > largest or not value else max(value, 1 / largest)
 
@@ -133,7 +133,6 @@ def check_block_mask(block_mask: BlockMask | None, score_shape: tuple[int | None
             f"got {_kind(block_mask)}"
         )
     got = block_mask.shape
-    # Lengths must be the call's own (packed: cover the longest sequence).
     if not all(
         want is None or have == want or (axis < 2 and have == 1)
         for axis, (have, want) in enumerate(zip(got, score_shape, strict=True))

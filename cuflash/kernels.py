@@ -87,7 +87,7 @@ class Device:
             and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
             and not os.environ.get(WITHOUT_WGMMA)
         )
-        # cupy.empty by its shorter way: shape, dtype, and memory of `scratch` if it is to lie there.
+        # cupy.empty, quicker: of shape, dtype, and memory of `scratch` if it is to lie there.
         self.empty: Callable[..., Array] = cupy.ndarray
         self._alloc = cupy.cuda.alloc
         self._current_device = cupy.cuda.runtime.getDevice

@@ -29,7 +29,7 @@ from cuflash.numpy_tiles import Block, Tile, Tiling, Workspace
 
 Array = NDArray[Any]
 
-# exp(score - lse) is off by eps * |lse|: beyond so many roundings of the inputs' type, rows are put right.
+# exp(score - lse) is off by eps * |lse|: beyond so many roundings rows are put right.
 MAX_LSE_ROUNDINGS = 32
 # finfo knows no bfloat16.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}

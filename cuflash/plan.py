@@ -156,7 +156,7 @@ class Config(KernelConfig):
         return _SIDE * _SIDE
 
 
-# Entries in a file of another name, or behind the header that says how it multiplies.
+# Files of another name than the entry, some behind the header that says how to multiply.
 KERNEL_FILES = {
     "backward_dk": "backward_dkv",
     "backward_dv": "backward_dkv",

@@ -195,7 +195,6 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         block_size=o.block_mask.block_size if has_block_mask and o.block_mask is not None else (0, 0),
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
-        # Only float32 has products that TF32 could stand in for.
         precision=o.precision if dtype == "float32" else None,
     )
 
@@ -239,7 +238,7 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
     )
 
 
-# Ranks of `Operands` that the caller's array may fall short of, by leading axes of size 1.
+# Ranks of `Operands`; the caller's array may lack leading axes.
 _FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
 
 

@@ -128,7 +128,7 @@ class Repeat(NamedTuple):
             assert metadata.block_mask is not None
             addresses += metadata.block_mask.addresses(tiles, device)
         stream = device.stream()
-        # One by one, as recorded: under graph capture the pool only gives what it has given before.
+        # One by one, as recorded: for a capture the pool only gives what it has given before.
         scratch = []
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:
