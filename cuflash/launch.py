@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.params import ALIGNMENT, Arrays, fixed_params, num_splits, word_of
-from cuflash.plan import KEY_KERNELS, KernelConfig, file_of, function_of, key_kernels, plan
+from cuflash.plan import KernelConfig, file_of, function_of, key_kernels, key_results, plan
 from cuflash.problem import MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
@@ -49,7 +49,7 @@ class Kernel:
     @property
     def of_keys(self) -> bool:
         """Whether its tiles stay with keys and walk queries."""
-        return getattr(self.config, "of_keys", self.entry in KEY_KERNELS)
+        return getattr(self.config, "of_keys", bool(key_results(self.entry)))
 
     @property
     def threads(self) -> int:
@@ -360,7 +360,7 @@ def gradients(work: Work, grads: Arrays) -> None:
     if by_rows:
         work.run(Tiles("backward_dq", plan(problem, "backward_dq", limit)), arrays | by_rows)
     for entry in key_kernels(problem):
-        of_keys = {name: grads[name[1:]] for name in KEY_KERNELS[entry] if name[1:] in grads}
+        of_keys = {name: grads[name[1:]] for name in key_results(entry) if name[1:] in grads}
         if of_keys:
             work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
     reduction = plan(problem, "forward", limit)

@@ -11,12 +11,11 @@ from cuflash import kernels, launch, plan_sm90, plan_sm90_backward, plan_split, 
 from cuflash.launch import Further, Kernel, WithoutTiles, Words, Work, images
 from cuflash.launch_sm90 import KeptMaps, TileCounter
 from cuflash.params import SWIZZLE_BYTES, TENSOR_MAP, Arrays, whole_rows, word_of
-from cuflash.plan import FLOAT_BYTES, HALF_BYTES
+from cuflash.plan import FLOAT_BYTES, HALF_BYTES, key_results
 from cuflash.problem import Array, AttentionProblem
 
 ROWS = "split_rows"
 Config = plan_split.Config | plan_wide.Config
-_KEY_KERNELS = plan_split.KEY_KERNELS | plan_wide.KEY_KERNELS
 # SplitTensor and SplitOperands of cuda_src/sm90/split_layout.cuh.
 _TENSOR = np.dtype(
     [
@@ -133,13 +132,7 @@ class Split(WithoutTiles):
 
     def load(self, device: kernels.Device) -> kernels.LoadedKernel:
         """The kernel itself, one for many configurations."""
-        constants = {
-            "element": self.config.element,
-            "accum": self.config.accum,
-            "bias_element": self.config.element,
-            "columns": _columns(self.config),
-            "threads": _THREADS,
-        }
+        constants = launch.constants_of_sums(self.config) | {"columns": _columns(self.config), "threads": _THREADS}
         return kernels.get("sm90/split_rows", ROWS, constants, device)
 
 
@@ -204,7 +197,7 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
     work.arrays |= launch.rows_of_slopes(work, grads)
     arrays: Arrays = {}
     for kernel in kernels:
-        names = _KEY_KERNELS.get(kernel.entry, ("dq",))
+        names = key_results(kernel.entry) or ("dq",)
         wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
         if wanted or (not kernel.of_keys and "dslope_rows" in work.arrays):
             arrays = arrays or split(work, kernel.config)

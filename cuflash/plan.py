@@ -188,8 +188,8 @@ _FUNCTIONS = {
     "sm90/split_backward": "split_backward",
 }
 
-# Kernels whose tiles are keys, and what they compute.
-KEY_KERNELS = {"backward_dkv": ("dk", "dv"), "backward_dk": ("dk",), "backward_dv": ("dv",)}
+# What kernels whose tiles are keys compute, by how their names end.
+_KEY_RESULTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}
 
 
 def file_of(entry: str) -> str:
@@ -200,6 +200,11 @@ def file_of(entry: str) -> str:
 def function_of(entry: str) -> str:
     """Name of the ``extern "C"`` function of a kernel."""
     return _FUNCTIONS.get(file_of(entry).split(" ")[-1], entry)
+
+
+def key_results(entry: str) -> tuple[str, ...]:
+    """Which of dk and dv a kernel computes; its tiles are keys if there is one."""
+    return _KEY_RESULTS.get(entry.rpartition("_")[2], ())
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
@@ -220,7 +225,7 @@ def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: i
     pad = _PAD_BYTES // size
     widest = max(head_dim, head_dim_v)
     chunk = tile.block_k * max(tile.block_m + tile.block_n + 2 * pad, widest)
-    if entry in KEY_KERNELS:
+    if key_results(entry):
         factor, seen = tile.block_m * (tile.block_n + pad), tile.block_m
     elif entry == "backward_bias":
         factor, seen = _SIDE * max(tile.block_m, tile.block_n), tile.block_n

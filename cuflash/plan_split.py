@@ -16,6 +16,7 @@ from cuflash.plan import (
     common,
     flags_of,
     has_plain_scale,
+    key_results,
 )
 from cuflash.plan_sm90 import (
     REGISTERS,
@@ -31,8 +32,6 @@ from cuflash.problem import MOST_KEPT, AttentionProblem
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
-# Kernels whose tiles stay with keys, and what they compute.
-KEY_KERNELS = {DKV: ("dk", "dv"), DK: ("dk",), DV: ("dv",)}
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def gradient_config(
     plain_scores: bool = True,
 ) -> GradientConfig:
     """The configuration of one gradient kernel; `flags` is a subset of `FLAGS`."""
-    wanted = KEY_KERNELS.get(entry, ())
+    wanted = key_results(entry)
     of_keys = bool(wanted)
     consumers = tile.rows // ROWS_OF_WARPGROUP
     # A walk along a block mask's lists takes registers of the loading thread.

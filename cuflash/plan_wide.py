@@ -15,6 +15,7 @@ from cuflash.plan import (
     common,
     flags_of,
     has_plain_scale,
+    key_results,
     smem_limit,
 )
 from cuflash.plan_sm80 import BLACKWELL, SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
@@ -30,12 +31,6 @@ _PRODUCTS = {
     "float64": "float64 products",
 }
 _FAMILIES = ("wide", "parts")
-# Kernels that stay with keys, and what they compute.
-KEY_KERNELS = {
-    f"{family}_{name}": wanted
-    for family in _FAMILIES
-    for name, wanted in (("dkv", ("dk", "dv")), ("dk", ("dk",)), ("dv", ("dv",)))
-}
 
 # Of a key and its value in forward's two buffers.
 _FACTORS = 4
@@ -263,7 +258,7 @@ def gradient_configs(
     size, size_v = _bytes(kind)
     for name in ("dq", *row.key_kernels):
         entry = f"{_family(kind)}_{name}"
-        wanted = KEY_KERNELS.get(entry, ())
+        wanted = key_results(entry)
         row_bytes = row.head_dim * (size if wanted == ("dv",) else size + size_v) + _NUMBERS_BYTES
         column_bytes = row.head_dim * (size + size_v) + _NUMBERS_BYTES
         columns_bytes = tile.stages * tile.block_n * column_bytes + SMEM_BESIDE_TILES
