@@ -1,6 +1,5 @@
 // Numbers, what a launch hands to a kernel (cuflash/params.py), and which sequence and rows a thread block works on:
-// padded and packed layouts look the same from there on. In front of every source stand `DEVICE` and
-// constants, `Element` (of q, k, v), and `Accum`, in which all arithmetic is done.
+// padded and packed look the same from there on. Before all stand constants, `Element` (of q, k, v) and `Accum`.
 
 using u8 = unsigned char;
 using u32 = unsigned int;
@@ -210,29 +209,36 @@ DEVICE int group_begin(const int* cu_seqlens, int e, int batch, int total) {
   return e == 0 ? 0 : e == batch + 2 ? total : clamped(cu_seqlens[e - 1], total);
 }
 
-// Packed: group e starts at tile slot begin(e) / block + e. A group of n rows never needs more slots than the next
-// group's start leaves, so the host needs total / block + batch + 2 slots and no lengths, and the device one search.
-template <bool TILES_OF_KEYS>
-DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
-  const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
-  const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
-  int low = 0, high = p.batch + 1;  // the last group whose first slot is not beyond ours
+// The last packed group whose first place, which ascends, is not beyond `place`.
+template <class FirstPlace>
+DEVICE int group_at(const AttentionParams& p, int place, FirstPlace first_place) {
+  int low = 0, high = p.batch + 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (group_begin(cu_seqlens, middle, p.batch, total) / block + middle <= slot) {
+    if (first_place(middle) <= place) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  const int begin = group_begin(cu_seqlens, low, p.batch, total);
+  return low;
+}
+
+// Packed: group e starts at tile slot begin(e) / block + e, which leaves enough for the group before: the host needs
+// total / block + batch + 2 slots and no lengths, and the device one search.
+template <bool TILES_OF_KEYS>
+DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
+  const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
+  const int total = TILES_OF_KEYS ? p.seqlen_k : p.seqlen_q;
+  const auto begin_of = [&](int e) { return group_begin(cu_seqlens, e, p.batch, total); };
+  const int group = group_at(p, slot, [&](int e) { return begin_of(e) / block + e; }), begin = begin_of(group);
   Work w;
   w.head = head;
-  w.tile = slot - (begin / block + low);
-  if (low >= 1 && low <= p.batch) {
-    w.sequence = sequence_of(p, low - 1);
+  w.tile = slot - (begin / block + group);
+  if (group >= 1 && group <= p.batch) {
+    w.sequence = sequence_of(p, group - 1);
   } else {
-    const int rows = group_begin(cu_seqlens, low + 1, p.batch, total) - begin;
+    const int rows = begin_of(group + 1) - begin;
     w.sequence = {-1, begin, begin, rows, rows, 0, 0};
   }
   return w;
@@ -246,9 +252,8 @@ DEVICE i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int
   return static_cast<i64>(head) * p.num_query_tiles + s.row_q / block + (s.batch + 1) + tile;
 }
 
-// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2. Where a
-// diagonal makes tiles differ, as many images as fill a GPU go together, their longest tiles first: the last to run are
-// short.
+// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2. Where tiles
+// differ, as many images as fill a GPU go together, their longest tiles first.
 constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
 DEVICE Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first, u32 id = blockIdx.x,

@@ -21,18 +21,10 @@ DEVICE int source_row(const AttentionParams& p, int batch, int row) {
   const int* lengths = OF_K ? p.kv_lengths : p.q_lengths;
   const int total = OF_K ? p.seqlen_k : p.seqlen_q;
   if (cu_seqlens == nullptr) return row < used_length(lengths, batch, total) ? row : -1;
-  int low = 0, high = p.batch + 1;  // the last group that begins at or before `row`
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (split_begin(group_begin(cu_seqlens, middle, p.batch, total), middle) <= row) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  if (low == 0 || low > p.batch) return -1;
-  const Sequence s = sequence_of(p, low - 1);
-  const int begin = static_cast<int>(OF_K ? s.row_k : s.row_q), in_sequence = row - split_begin(begin, low);
+  const int group = group_at(p, row, [&](int e) { return split_begin(group_begin(cu_seqlens, e, p.batch, total), e); });
+  if (group == 0 || group > p.batch) return -1;
+  const Sequence s = sequence_of(p, group - 1);
+  const int begin = static_cast<int>(OF_K ? s.row_k : s.row_q), in_sequence = row - split_begin(begin, group);
   return in_sequence < (OF_K ? s.len_k : s.len_q) ? begin + in_sequence : -1;
 }
 
