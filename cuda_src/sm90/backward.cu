@@ -1,7 +1,7 @@
 // Gradients on Hopper (FlashAttention-2, Dao 2023, Algorithm 2, in the manner of FlashAttention-3): a thread block has
-// BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. One warp loads by TMA. A warpgroup
-// computes transposed scores, so that weights and their gradients stay in registers as left factors of dv and dk; dq
-// takes the gradients of all warpgroups through shared memory, and is added up in global memory.
+// BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. Scores are transposed: weights and
+// their gradients stay in registers as left factors of dv and dk; dq takes the gradients of all warpgroups through
+// shared memory, and is added up in global memory.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
@@ -37,7 +37,7 @@ struct SharedStorage {
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 
-// The last product of a turn may run into the next turn: measured, a gain with tiles of 128 queries, a loss with 64.
+// The last product of a turn may run into the next turn: a gain with tiles of 128 queries, a loss with 64.
 constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
@@ -239,11 +239,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         SoftcapFactors<> factors(nullptr);
         cap(x, scores, factors);
         if constexpr (HAS_BIAS_TILES) {
-          masked |= add_bias(x, HAS_SOFTCAP ? static_cast<float>(p.softcap) : scale,
-                             bias_panel(shared.bias, rings.q.stage, warpgroup));
+          masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
-            x, lse, masked, static_cast<float>(p.softcap), bits);
+        weigh(x, scores, lse, masked, bits);
         if constexpr (MASK_IN_BITS) {
           mask.clear_hidden(x);
           masked = true;

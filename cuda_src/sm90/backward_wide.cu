@@ -1,5 +1,5 @@
 // Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one computes
-// the weights and dv, one their gradients and dk, one dq, and they exchange through shared memory.
+// the weights and dv, one their gradients and dk, one dq.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_loader.cuh"
@@ -140,11 +140,8 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       if (SHARED_FACTORS) rings.weights.acquire();
       SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
       cap(x, scores, factors);
-      if constexpr (HAS_BIAS_TILES)
-        masked |=
-            add_bias(x, HAS_SOFTCAP ? static_cast<float>(p.softcap) : scale, bias_panel(shared.bias, rings.q.stage, 0));
-      scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(x, lse, masked,
-                                                                                  static_cast<float>(p.softcap), bits);
+      if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
+      weigh(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
       const auto release = [&] {
         __syncwarp();

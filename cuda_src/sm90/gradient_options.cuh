@@ -53,7 +53,7 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
 }
 
 // KeyWork::passes. One warpgroup is then a step behind the other: with two tiles of queries both would wait for loads.
-// Beside a block mask it gains 1%, and takes longer to compile than a kernel may.
+// Beside a block mask it would take long to compile.
 constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
 template <class Walk>
 DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
@@ -155,7 +155,8 @@ DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, 
 
 // Makes scores of products, -inf where the bias is; returns whether it is somewhere.
 template <class Bias = BiasElement>
-DEVICE bool add_bias(float (&x)[FRAGMENT], float scale, u32 panel) {
+DEVICE bool add_bias(float (&x)[FRAGMENT], const GradientFragment& scores, u32 panel) {
+  const float scale = HAS_SOFTCAP ? static_cast<float>(scores.p.softcap) : scores.scale;
   u32 thread = threadIdx.x;
   ptx::forget(thread);
   const u32 source = transposed_address(panel, thread);
@@ -317,6 +318,14 @@ struct LseValues<true> : QueryValuesInPlace {
 
 // Of wide heads and beside options even one by elements, under a product: registers are scarce behind it.
 constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 || NUM_OPTIONS > 1));
+
+// The weights of products, or of scores that softcap and a bias have made of them.
+template <class Values>
+DEVICE void weigh(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
+                  const BlockBits& bits) {
+  scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
+      x, lse, masked, static_cast<float>(scores.p.softcap), bits);
+}
 
 // A mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and asks others for its own
 // elements.
