@@ -91,6 +91,14 @@ DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int 
   }
 }
 
+// The weights that dropout kept stand for all.
+DEVICE void rescale_kept(const AttentionParams& p, Accum (&inverse)[2]) {
+  if constexpr (HAS_DROPOUT) {
+    inverse[0] *= static_cast<Accum>(p.dropout_rescale);
+    inverse[1] *= static_cast<Accum>(p.dropout_rescale);
+  }
+}
+
 // ---- In float32 or float64. Only the last factor may lead to subnormals, or out of range.
 DEVICE float times_last(float x, float factor) { return ptx::multiply(x, factor); }
 DEVICE double times_last(double x, double factor) { return x * factor; }

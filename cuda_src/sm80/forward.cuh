@@ -1,6 +1,5 @@
-// Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries; keys and
-// values are copied while the tile before them is computed. KEY_WARPS warps have the same queries, each some of a
-// tile's keys and some columns of the result, and exchange weights and maxima through shared memory.
+// Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS
+// warps have the same, each some of a tile's keys and columns of the result, and exchange weights and maxima.
 //
 // What stands before says how: Weights, pack, multiply_*, write_results, and what `direct` of tile.cuh has.
 #include "../score_fragment.cuh"
@@ -343,10 +342,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const int row = first_row + 16 * f + fragment_row();
     softmax[f].take_factors(shared.softmax);
     softmax[f].finish(sink, inverse, lse);
-    if constexpr (HAS_DROPOUT) {
-      inverse[0] *= static_cast<Accum>(p.dropout_rescale);
-      inverse[1] *= static_cast<Accum>(p.dropout_rescale);
-    }
+    rescale_kept(p, inverse);
     if (lane() % 4 < 2 && key_warp == 0) {
       const int i = row + 8 * (lane() % 4);
       const Accum own = lane() % 4 == 0 ? lse[0] : lse[1];

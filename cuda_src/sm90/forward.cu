@@ -1,6 +1,5 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
-// another one finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks stay and take tile after
-// tile.
+// another finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks take tile after tile.
 #include "../softmax_fragment.cuh"
 #include "forward_loader.cuh"
 
@@ -12,8 +11,8 @@ constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS 
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
-// Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0, those before
-// first_row() are none. out_map has boxes of 16 rows, row_map of one: before and behind a sequence are others' rows.
+// Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0. out_map has boxes of
+// 16 rows, row_map of one: before first_row() and behind a sequence are others' rows.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
                        const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
@@ -108,9 +107,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         rings.v.release();
       }
     };
-    // There is one turn more than tiles of keys. Who takes it sooner must be sooner in turn, so that nobody holds a
-    // turn up who waits for others to clear values: rows before all keys do, as rows that end early do; from the last
-    // key on it is the other way round.
+    // There is one turn more than tiles of keys. Who takes it sooner must be sooner in turn, or might hold a turn up
+    // and wait for others to clear values: rows before all keys, or that end early; from the last key on the other way
+    // round.
     const auto pass_turn = [&](bool before_keys) {
       const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
       if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
@@ -323,10 +322,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       }
     }
 
-    if constexpr (HAS_DROPOUT) {
-      inverse[0] *= static_cast<float>(p.dropout_rescale);
-      inverse[1] *= static_cast<float>(p.dropout_rescale);
-    }
+    rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
       write_part(p, work, row, out, inverse, lse);
     } else {

@@ -273,10 +273,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     const ScoreFactors natural(row_factor(0), row_factor(1));
     softmax.finish(scale, natural, sink, inverse, lse);
 
-    if constexpr (HAS_DROPOUT) {
-      inverse[0] *= static_cast<float>(p.dropout_rescale);
-      inverse[1] *= static_cast<float>(p.dropout_rescale);
-    }
+    rescale_kept(p, inverse);
     if (lane() % 4 < 2) {
       const int i = row + 8 * (lane() % 4);
       const float own = lane() % 4 == 0 ? lse[0] : lse[1];
