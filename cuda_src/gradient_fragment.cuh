@@ -78,9 +78,8 @@ struct GradientFragment {
     return score;
   }
 
-  // Turns products into weights; hidden ones are 0. lse: of the tile's queries, inf where one saw nothing. SCORES:
-  // x has scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`, which say
-  // whether lengths and window hide something, too.
+  // Turns products into weights; hidden ones are 0. lse: inf where a query saw nothing. SCORES: x has scores already,
+  // in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
   DEVICE void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1, const Bits& bits = {}) const {
     static_assert(!HAS_BLOCK_MASK || Bits::HIDES, "the caller has them");

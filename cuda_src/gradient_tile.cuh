@@ -51,9 +51,8 @@ struct GradientTile {
     chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
   }
 
-  // dropped: P after dropout, not rescaled, for dv. ds: gradient of the scores, which `softcap` takes on to the
-  // products. seen: cleared before, and complete behind the next barrier if masked. `fetch` came before, `next` starts
-  // what follows.
+  // dropped: P after dropout, not rescaled, for dv. ds: gradient of the scores; that of products by `softcap`. seen:
+  // cleared before, and complete behind the next barrier if masked. `fetch` came before, `next` starts what follows.
   template <int SIZE, int ROWS, int COLUMNS, class Next>
   DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
                       Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,

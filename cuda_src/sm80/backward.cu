@@ -1,7 +1,6 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A block has BLOCK_N keys and walks the queries that
-// see them. Scores are transposed, so that weights and their gradients stay in registers as left factors of dv and dk.
-// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk. Without dk
-// (and dq) or dv the other has all registers.
+// see them. Scores are transposed: weights and their gradients stay in registers as left factors of dv and dk.
+// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../gradient_fragment.cuh"
 #include "gradient_rows.cuh"

@@ -1,6 +1,6 @@
-// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. dq: blocks
-// stay with BLOCK_M queries and walk keys. dk and dv: they stay with BLOCK_N keys and walk queries. Rows are what
-// stays, FRAGMENTS * 16 a warp, columns what is walked. What stands before says how to multiply.
+// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. Blocks stay
+// with rows, FRAGMENTS * 16 a warp: for dq BLOCK_M queries, for dk and dv BLOCK_N keys. They walk columns, the others.
+// What stands before says how to multiply.
 #include "../score_gradient.cuh"
 #include "../softmax_fragment.cuh"
 

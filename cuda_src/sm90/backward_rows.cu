@@ -1,5 +1,5 @@
-// Before the gradients: lse and delta (reduce.cu) as backward.cu loads them, and zeros for sums of dq whose first part
-// is added, too, and for what is not visited of dbias. Behind them: dq from its sums.
+// Before the gradients: lse and delta (reduce.cu) as backward.cu loads them, zeros for sums of dq, and for what is not
+// visited of dbias. Behind them: dq from its sums.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../gradient_fragment.cuh"
 #include "gradient_rows.cuh"

@@ -1,5 +1,5 @@
 // The forward kernel's shared memory; what its warpgroups are handed with a tile, and with each tile of its keys; and
-// the two threads that do so: one finds out which tiles there are, one loads them.
+// the threads that do so: one finds out which tiles there are, one loads them.
 #include "hidden_values.cuh"
 #include "unit_fragment.cuh"
 
@@ -32,8 +32,8 @@ struct Team {
   }
 };
 
-// Tiles whose keys are split among thread blocks, where tiles alone would leave some of the GPU idle: each part is an
-// attention of its own, and reduce.cu makes one of them.
+// Where tiles alone would leave some of the GPU idle, their keys are split: each part is an attention of its own, and
+// reduce.cu makes one of them.
 struct PartialWork : Work {
   int share;  // which part of the tile's keys; with teams, the strip of its queries that it begins with
 
@@ -93,8 +93,8 @@ struct GivenWork : PartialWork {
 
   DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
 
-  // The tile that is not full comes first: under a diagonal it sees the fewest keys there. So the sequence begins
-  // earlier than it does, by rows that nobody writes; the diagonal stays where it is, as it is counted from the end.
+  // The tile that is not full comes first: under a diagonal it sees the fewest keys there. The sequence begins earlier
+  // by rows that nobody writes; the diagonal is counted from the end.
   DEVICE void fill_last_tile() {
     Sequence& s = sequence;
     skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
@@ -120,8 +120,8 @@ struct GivenWork : PartialWork {
 };
 constexpr int NO_WORK = -2;  // in place of a tile
 
-// Tiles of keys as the warpgroups meet them. With a block mask the loading thread, who walks its list, says with every
-// tile of keys which one it is, whether it is the last, and what is hidden or to be masked to each strip.
+// Tiles of keys as the warpgroups meet them. With a block mask the loading thread says with each which one it is,
+// whether it is the last, and what is hidden or to be masked to each strip.
 constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
 struct GivenBlocks {
   int block, next, end;  // the end is none of them
@@ -153,8 +153,7 @@ struct GivenBlocks {
   }
 };
 
-// The blocks of a block mask's store in a tile of keys, for each strip. Found by the loading thread: no warp waits for
-// one read to begin the next.
+// The blocks of a block mask's store in a tile of keys, for each strip. No warp waits for one read to begin the next.
 struct GivenSlots {
   alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
 
@@ -258,8 +257,8 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
   ring.advance();
 }
 
-// A tile is drawn when so many tiles of keys of the one before are left to load, beside which it is found out: it is
-// for whoever is the first to be ready for it. With two teams of a warpgroup no register is left to count them.
+// A tile is drawn when so many tiles of keys of the one before are left to load: it is for whoever is ready first. With
+// two teams of a warpgroup no register is left to count them.
 constexpr int KEYS_LEFT = 4;
 constexpr bool COUNTS_LEFT = ALONE <= 1;
 

@@ -30,8 +30,7 @@ DEVICE u32 last_group(const AttentionParams& p) {
 
 // If sums of dq have an order, it is that of tiles of keys: the last come first, and walk queries from the first, so
 // that with a diagonal a tile comes to a query a step after the one before it; without one, so many heads in turn that
-// tiles of one head begin two steps apart. In the last group the longest tiles come first, and walk from the last;
-// beside a block mask, whose lists are walked forwards, there is none.
+// tiles of one head begin two steps apart. The last group (none beside a block mask) walks from the last.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
@@ -143,9 +142,9 @@ struct QueryWalk {
   }
 };
 
-// The same tiles, where query heads share keys: some rows of all heads before the next, as L2 does not hold all heads.
-// Tiles that begin together walk from the last queries, those that follow from the first, so that they meet; each
-// begins with another head and row, so that few add to the same sum.
+// The same tiles, some rows of all heads before the next, as L2 does not hold all heads. Tiles that begin together walk
+// from the last queries, those that follow from the first; each begins with another head and row, so that few add to
+// the same sum.
 struct GroupedWalk {
   static constexpr int ROWS = 16;
   const Sequence& sequence;

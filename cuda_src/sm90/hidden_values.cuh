@@ -1,6 +1,5 @@
-// Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory.
-// Which keys are hidden one by one shows only in all warpgroups' scores, at a cost: a tile is computed without looking,
-// and again, carefully, if its result is not finite.
+// Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory. Which are hidden one
+// by one shows in all warpgroups' scores, at a cost: a tile is done again, carefully, if its result is not finite.
 #include "../mask.cuh"
 #include "products.cuh"
 
