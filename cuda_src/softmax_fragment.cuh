@@ -225,28 +225,29 @@ struct BoundedSoftmax {
 
   template <int BEGIN, int END>
   DEVICE void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
+    if (masked) return weigh_by<BEGIN, END>(x, [](float capped) { return capped; });
     float tops[2] = {};  // of one, each would wait for the last
 #pragma unroll
     for (int e = BEGIN; e < END; e++) tops[e % 2] = larger(tops[e % 2], fabsf(x[e]));
-    if (!masked && __all_sync(ALL_LANES, larger(tops[0], tops[1]) <= small)) {
-#pragma unroll
-      for (int e = BEGIN; e < END; e++) x[e] = ptx::ex2(of_small(x[e]));
-    } else {
-#pragma unroll
-      for (int e = BEGIN; e < END; e++) {  // each as if alone: no row depends on others
-        x[e] = ptx::ex2(masked ? x[e] : fabsf(x[e]) <= small ? of_small(x[e]) : of_any(x[e]));
-      }
+    if (__all_sync(ALL_LANES, larger(tops[0], tops[1]) <= small)) {
+      weigh_by<BEGIN, END>(x, [&](float product) { return of_small(product); });
+    } else {  // each as if alone: no row depends on others
+      weigh_by<BEGIN, END>(
+          x, [&](float product) { return fabsf(product) <= small ? of_small(product) : of_any(product); });
     }
+  }
+
+  // Each way has its own sums, which hide behind its powers.
+  template <int BEGIN, int END, class Power>
+  DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
+    float row_sum[2] = {0, 0};
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float row_sum = 0;
-#pragma unroll
-      for (int e = BEGIN + 2 * r; e < END; e += 4) {
-        row_sum += x[e];
-        row_sum += x[e + 1];
-      }
-      sum[r] += row_sum;
+    for (int e = BEGIN; e < END; e++) {
+      x[e] = ptx::ex2(power(x[e]));
+      row_sum[e / 2 % 2] += x[e];
     }
+    sum[0] += row_sum[0];
+    sum[1] += row_sum[1];
   }
 
   // A sink may be far from all scores: it meets their logarithm.

@@ -134,6 +134,9 @@ def forward_config(
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = beside_window(flags)
     tile = _tile_for(row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries)
+    bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"}
+    if bounded_scores:
+        tile = row.bounded or tile
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
@@ -180,7 +183,7 @@ def forward_config(
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         has_mask_tiles=mask_tiles,
-        bounded_scores=bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"},
+        bounded_scores=bounded_scores,
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=teams * smem_bytes,
         **common(Config, dtype, bias_dtype, flags, row, tile),

@@ -49,6 +49,7 @@ class Row:
     few_queries: Tile | None = None
     with_blocks: Tile | None = None  # block mask
     with_mask_tiles: Tile | None = None  # mask by TMA
+    bounded: Tile | None = None  # softcap by bounded scores
     exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
 
 
@@ -82,6 +83,7 @@ FORWARD = (
         Tile(128, 128),
         Tile(128, 64),
         with_blocks=_TEAMS,
+        bounded=Tile(192, 112),
     ),
     Row(
         128,
@@ -98,6 +100,7 @@ FORWARD = (
         narrow_window=Tile(192, 64),
         few_queries=Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=_TEAMS,
+        bounded=Tile(192, 80, ping_pong=False),
     ),
     Row(
         192,
@@ -110,6 +113,7 @@ FORWARD = (
         Tile(128, 96),
         Tile(128, 32),
         with_blocks=Tile(128, 128),
+        bounded=Tile(128, 128, ping_pong=False),
     ),
     Row(
         192,
@@ -122,6 +126,7 @@ FORWARD = (
         Tile(128, 64),
         Tile(128, 32),
         with_mask_tiles=Tile(128, 80),
+        bounded=Tile(128, 96, ping_pong=False),
     ),
     Row(
         256,
@@ -139,5 +144,6 @@ FORWARD = (
         with_blocks=Tile(128, 64),
         with_mask_tiles=Tile(128, 64),
         exact_again=4096,
+        bounded=Tile(128, 64, ping_pong=False),
     ),
 )
