@@ -196,15 +196,18 @@ struct BoundedSoftmax {
   // Below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 as the instruction is, whose unit is left to powers. An error
   // that the smallest had in common would be one of lse.
   static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
-  float factor;         // from a product to tanh's argument
-  float power;          // and from tanh to the power of 2
-  float small;          // the largest product that is small
-  float linear, cubic;  // of small products
+  static constexpr float STEEP = 1e12f;  // of factors whose cube may be infinite: then no product is small
+  float factor;                          // from a product to tanh's argument
+  float power;                           // and from tanh to the power of 2
+  float small;                           // the largest product that is small
+  float linear, cubic;                   // of small products
   float sum[2] = {0, 0};
 
   template <class Units>
   DEVICE explicit BoundedSoftmax(const Units& units)
-      : factor(units.factor), power(units.unit * LOG2_E), small(fminf(SMALL / fabsf(factor), 1e18f)) {
+      : factor(units.factor),
+        power(units.unit * LOG2_E),
+        small(fabsf(factor) < STEEP ? fminf(SMALL / fabsf(factor), 1e18f) : -1) {
     linear = factor * power;
     cubic = factor * factor * factor * power * CUBIC;
   }

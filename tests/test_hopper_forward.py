@@ -167,6 +167,17 @@ def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
     assert only.kernel.config.bounded_scores
 
 
+def test_steep_softcap(place: Device) -> None:
+    """Products of 0 have scores of 0 where the cube of their scale is infinite, too."""
+    case = gaussian_case(0, "bfloat16", (150, 400), (4, 2), softcap=50.0, softmax_scale=1e20)
+    q = case.q.copy()
+    q[:, ::2] = 0
+    case = case.with_inputs(q=q)
+    with place.active():
+        out, lse = case.on(place).forward()
+    case.assert_forward(out, lse)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steep_and_flat_slopes(place: Device, dtype: str) -> None:
     slopes = np.array([5000, -3000, 1e-6, 300], np.float32)
