@@ -18,6 +18,7 @@ constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_
                LAST_VALUED = !IN_TURN || COMPUTES_DV;
 static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
               "one product is traded a tile");
+static_assert(KEY_WARPS == 1 || IN_TURN || HEAD_DIM >= 2 * ROWS, "room to trade in");
 // Rows: q and dout, or k and v. Columns: k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;

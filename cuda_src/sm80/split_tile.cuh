@@ -127,6 +127,7 @@ template <int COUNT, int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
 DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_ROWS, COLUMNS>& a,
                             const SplitTile<COUNT, ROWS, COLUMNS>& b) {
   static_assert(FRAGMENTS == 1, "registers hold the parts of no more");
+  constexpr int AT_ONCE = N < 8 ? N : 8;
   float small[N];
   clear(small);
 #pragma unroll 1
@@ -137,11 +138,11 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
 #pragma unroll
       for (int part = 0; part < COUNT; part++) a.panel(part, panel).left(left[part], 0, step);
 #pragma unroll
-      for (int first = 0; first < N; first += 8) {
+      for (int first = 0; first < N; first += AT_ONCE) {
         u32 right[COUNT][4];
 #pragma unroll
         for (int part = 0; part < COUNT; part++) {
-          b.panel(part, panel).right_transposed(right[part], 2 * first, step);
+          b.panel(part, panel).template right_transposed<(N < 8)>(right[part], 2 * first, step);
         }
         if constexpr (COUNT == 3) {
           multiply(small, first, left[2], right[0]);
@@ -151,10 +152,10 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
         multiply(small, first, left[1], right[0]);
         if constexpr (COUNT == 3) {
           // A sum for each step.
-          float sum[8] = {};
+          float sum[AT_ONCE] = {};
           multiply(sum, 0, left[0], right[0]);
 #pragma unroll
-          for (int e = 0; e < 8; e++) x[0][first + e] += sum[e];
+          for (int e = 0; e < AT_ONCE; e++) x[0][first + e] += sum[e];
         } else {
           multiply(x[0], first, left[0], right[0]);
         }

@@ -128,10 +128,11 @@ struct Tile {
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
-  // (ACROSS) the other way round.
-  template <bool ACROSS>
+  // (ACROSS) the other way round; EIGHT: of the first eight rows alone, twice.
+  template <bool ACROSS, bool EIGHT = false>
   DEVICE u32 lane_address() const {
-    const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
+    const int row = ACROSS ? (EIGHT ? 0 : lane() / 16 * 8) + lane() % 8 : lane() % 16,
+              vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
     return address + offset(row, vector);
   }
   static DEVICE u32 block_address(u32 lane_address, int row, int step) {
@@ -147,8 +148,9 @@ struct Tile {
   DEVICE void left_transposed(u32 (&a)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(a, block_address(lane_address<true>(), row, step));
   }
+  template <bool EIGHT = false>
   DEVICE void right_transposed(u32 (&b)[4], int row, int step) const {
-    ptx::ldmatrix_x4(b, block_address(lane_address<true>(), row, step));
+    ptx::ldmatrix_x4(b, block_address(lane_address<true, EIGHT>(), row, step));
   }
   DEVICE void right(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(b, block_address(lane_address<false>(), row, step));
@@ -171,11 +173,11 @@ struct Multiplied<float> {
   using Type = __half;
 };
 
-// d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator.
+// d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator, or all four of one.
 template <int N>
 DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < (N < 8 ? 1 : 2); half++) {
     float (&d)[4] = *reinterpret_cast<float (*)[4]>(&x[first + 4 * half]);
     if constexpr (PRODUCT_DEPTH == 16) {
       ptx::mma_m16n8k16<Multiplied<Element>::Type>(d, a, {b[2 * half], b[2 * half + 1]});
