@@ -34,11 +34,15 @@ def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability,
     return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
 
 
+def _pays(work: Work, gradients: bool) -> bool:
+    return plan_wide.pays(work.problem, work.device.name, gradients)
+
+
 def _mma_forward(work: Work) -> bool:
     """Write out and lse; False where others run."""
     place = _place(work, "q", "k", "v")
     config = plan_sm80.forward(*place) or plan_wide.forward(*place)
-    if config is None:
+    if config is None or not _pays(work, gradients=False):
         return False
     work.run(Kernel(config.entry, config), launch_split.split(work, config))
     return True
@@ -89,7 +93,8 @@ def _of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where families left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    if (config := plan_sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))) is None:
+    config = plan_sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
+    if config is None or not _pays(work, gradients=True):
         return grads
     launch_split.split(work, config)
     launch.gradient_of_bias(work, grads["bias"], launch.Bias(config.entry, config), config.min_blocks)
@@ -99,7 +104,7 @@ def _of_bias(work: Work, grads: Arrays) -> Arrays:
 def _wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
-    kernels = [launch.Tiles(config.entry, config) for config in configs]
+    kernels = [launch.Tiles(config.entry, config) for config in configs if _pays(work, gradients=True)]
     return launch_split.run_passes(work, with_dlse, grads, kernels)
 
 

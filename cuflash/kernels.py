@@ -79,6 +79,7 @@ class Device:
         self.namespace = cupy  # the array module
         self.index = index
         properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name: str = properties["name"].decode()
         self.num_sms: int = properties["multiProcessorCount"]
         self.smem_limit: int = properties["sharedMemPerBlockOptin"]  # bytes that one thread block may use
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])

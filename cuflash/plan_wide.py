@@ -1,8 +1,9 @@
 """Rows of the table for mma.sync on wide elements: float64, and float32 in float16 parts (from sm_80 on)."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from cuflash.plan import (
@@ -12,6 +13,7 @@ from cuflash.plan import (
     TABLE_FLAGS,
     are_products,
     beside_window,
+    capability_of,
     common,
     flags_of,
     has_plain_scale,
@@ -56,13 +58,16 @@ FORWARD = {
         Row(256, 128, (Tile(64, 16, 4), Tile(32, 16, 2)), (Tile(32, 32, 2),)),
     ),
 }
-# Where products of this kind are faster than multiply-adds. Exact float32 takes 4.5 in float16 for one, which does not
-# pay where mma.sync has twice or four times the rate (sm_86, sm_89, sm_120).
+_SINCE_AMPERE = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+# Where products of this kind are faster than multiply-adds.
 CAPABILITIES: dict[str, tuple[Capability, ...]] = {
-    "float32": ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)),
-    "tf32": ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
+    "float32": _SINCE_AMPERE,
+    "tf32": _SINCE_AMPERE,
     "float64": ((8, 0), (9, 0)),
 }
+# Words in names of cards that add products of float16 in float32 at half the rate; nothing else tells them apart. Exact
+# float32 takes 4.5 for a multiply-add, which pays there in gradients to head dim 64 alone.
+_HALF_RATE = "GeForce", "A10G", "L20", "L40", "GB10"
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class GradientRow:
 
     head_dim: int
     key_kernels: tuple[str, ...]
-    tile: Tile
+    tile: Tile | None  # portable kernels are faster
     with_options: Tile
 
     @property
@@ -103,13 +108,34 @@ BACKWARD = {
         GradientRow(256, _APART, _SHARED_BY_TWO, _SHARED_BY_TWO),
     ),
 }
+# Exact float32 in 99 KB of shared memory, where that should be faster than multiply-adds.
+_FEWER_COLUMNS = replace(_SHARED, block_n=16)
+_FORWARD_IN_99_KB = (
+    Row(64, 64, *2 * ((Tile(128, 64, 8),),)),
+    Row(128, 128, (Tile(64, 32, 4),), (Tile(64, 32, 4, below=(12, 0)), Tile(64, 16, 4))),
+)
+_BACKWARD_IN_99_KB = (
+    GradientRow(64, _TOGETHER, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+    GradientRow(128, _APART, None, _SHARED),
+    GradientRow(192, _APART, None, _FEWER_COLUMNS),
+)
 # Of the kernel for the gradient of a bias; options are those beside it. Several stages are of chunks of columns.
 _IN_CHUNKS, _FEWER_KEYS = Tile(64, 64, 4, 2, 2, only=FLAGS), Tile(64, 32, 4, 2, 2)
-_ALONE = replace(_FEWER_KEYS, min_blocks=1)  # float64 on sm_80
+_ALONE = replace(_FEWER_KEYS, min_blocks=1)  # float64 on sm_80, or 99 KB
 BIAS = {
     "float32": (
-        Row(64, 64, (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
-        *(Row(d, d, (_IN_CHUNKS, _FEWER_KEYS), (_FEWER_KEYS,), (_IN_CHUNKS,)) for d in (128, 192, 256)),
+        Row(
+            64,
+            64,
+            (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2), Tile(64, 64, 4, 2)),
+            (Tile(64, 32, 4, 1, 2), Tile(64, 64, 4, 2)),
+        ),
+        *(
+            Row(
+                d, d, (_IN_CHUNKS, _FEWER_KEYS, replace(_IN_CHUNKS, min_blocks=1)), (_FEWER_KEYS, _ALONE), (_IN_CHUNKS,)
+            )
+            for d in (128, 192, 256)
+        ),
     ),
     "tf32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 3, below=BLACKWELL), Tile(64, 64, 4, 1, 2)), (Tile(64, 32, 4, 1, 2),)),
@@ -146,6 +172,12 @@ class GradientConfig(Config):
 def kind_of(problem: AttentionProblem) -> str:
     """The products that a problem is computed with."""
     return problem.precision if problem.dtype == "float32" and problem.precision else problem.dtype
+
+
+def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
+    """Whether a card of this name is faster so than by multiply-adds."""
+    is_small = gradients and max(problem.head_dim, problem.head_dim_v) <= 64
+    return is_small or kind_of(problem) != "float32" or set(_HALF_RATE).isdisjoint(re.findall(r"\w+", name))
 
 
 def _dtype_of(kind: str) -> str:
@@ -224,7 +256,7 @@ def forward_config(
 
     tile = first_fitting(row.tiles if is_plain else row.with_options, smem_bytes, capability, limit)
     has_room = _PARTS[kind] > 0 and not _has_few_registers(kind, capability)
-    sum_columns = 64 if has_room and row.head_dim <= 192 else 32
+    sum_columns = 64 if has_room and row.head_dim <= 192 and tile.block_n != 32 else 32
     return Config(
         entry=f"{_family(kind)}_forward",
         whole_products=kind == "float64" and capability >= (9, 0) and is_plain,
@@ -245,6 +277,8 @@ def gradient_configs(
     """The configurations of a pass, that of dq first; `flags` is a subset of `FLAGS`."""
     is_plain = _is_plain(flags, plain_scores, aligned)
     tile = row.tile if is_plain else row.with_options
+    if tile is None:
+        return ()
     # These spilled 8 bytes.
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
@@ -254,6 +288,7 @@ def gradient_configs(
     takes_wider = not parts and capability >= (9, 0)
     # Half of a result is many sums.
     unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind) - (is_tight and not parts)
+    sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 spilled 8 bytes
     configs = []
     size, size_v = _bytes(kind)
     for name in ("dq", *row.key_kernels):
@@ -277,7 +312,7 @@ def gradient_configs(
             computes_dk="dk" in wanted,
             computes_dv="dv" in wanted,
             smem_bytes=own.block_m * row_bytes + columns_bytes,
-            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, 32, unroll),
+            **_constants(kind, bias_dtype, flags, plain_scores, aligned, row, turned, sum_columns, unroll),
         )
         configs.append(config)
     return tuple(configs)
@@ -313,11 +348,20 @@ def bias_config(
     return replace(config, unroll=1) if in_chunks and config.parts else config
 
 
-def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: Any, **given: Any) -> Any:
+def _rows(table: dict[str, Any], in_99_kb: Any, kind: str, capability: Capability) -> Any:
+    has_99_kb = smem_limit("sm_{}{}".format(*capability)) == smem_limit("sm_86")
+    return in_99_kb if kind == "float32" and has_99_kb else table[kind]
+
+
+_forward_rows = partial(_rows, FORWARD, _FORWARD_IN_99_KB)
+_backward_rows = partial(_rows, BACKWARD, _BACKWARD_IN_99_KB)
+
+
+def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
     """The kernels by the first row that is wide enough; None where others are faster."""
     aligned, capability, *limit = place
     kind = kind_of(problem)
-    for row in table[kind] if capability in CAPABILITIES.get(kind, ()) else ():
+    for row in rows(kind, capability) if capability in CAPABILITIES.get(kind, ()) else ():
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
             aligned |= _PARTS[kind] > 0  # parts are
             return make(row, kind, problem.bias_dtype, flags_of(problem), capability, *limit, aligned=aligned, **given)
@@ -327,42 +371,53 @@ def _made(make: Any, table: dict[str, Any], problem: AttentionProblem, *place: A
 @lru_cache(maxsize=MOST_KEPT)
 def forward(problem: AttentionProblem, *place: Any) -> Config | None:
     """The forward kernel for a problem, or None; `place` as for `plan_sm80.forward`."""
-    return _made(forward_config, FORWARD, problem, *place, plain_scores=has_plain_scale(problem))
+    return _made(forward_config, _forward_rows, problem, *place, plain_scores=has_plain_scale(problem))
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, *place: Any) -> tuple[GradientConfig, ...]:
     """The kernels for dq, dk and dv of a problem, that for dq first; none where others are faster."""
-    return _made(gradient_configs, BACKWARD, problem, *place, plain_scores=has_plain_scale(problem)) or ()
+    return _made(gradient_configs, _backward_rows, problem, *place, plain_scores=has_plain_scale(problem)) or ()
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def of_bias(problem: AttentionProblem, *place: Any) -> GradientConfig | None:
     """The kernel for the gradient of a bias of any shape, or None."""
-    return _made(bias_config, BIAS, replace(problem, bias=None), *place)
+    return _made(bias_config, lambda kind, _: BIAS[kind], replace(problem, bias=None), *place)
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
     """What a pass takes, in words; empty unless it is these kernels."""
-    whole, half = (forward(p, True, (8, 0), smem_limit("sm_80")) for p in (problem, of_half(problem)))
-    config = whole or half
-    if config is None:
-        return ""
     kind = kind_of(problem)
+    if kind not in CAPABILITIES or not _tiles(problem, False, "sm_80"):
+        return ""
     architectures = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES[kind])
-    kernels = backward(problem, True, (8, 0)) if gradients else (config,)
-    tiles = ", ".join(f"{c.entry} {c.tile}" for c in kernels)
-    by_halves = "" if whole or gradients else BY_HALVES
-    what = f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}{by_halves}"
+    tiles = _tiles(problem, gradients, "sm_80")
+    what = f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}"
+    if kind == "float32":
+        in_99_kb = _tiles(problem, gradients, "sm_86")
+        if in_99_kb and not pays(problem, _HALF_RATE[0], gradients):
+            in_99_kb += f" (portable on {', '.join(_HALF_RATE)})"
+        what += f"; in 99 KB of shared memory {in_99_kb or 'portable'}"
     return what if tiles else "portable kernels"
+
+
+def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
+    place = True, capability_of(name), smem_limit(name)
+    if gradients:
+        return ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, *place[:2]))
+    whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
+    config = whole or half
+    return f"{config.entry} {config.tile}{'' if whole else BY_HALVES}" if config else ""
 
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for kind in [kind for kind, capabilities in CAPABILITIES.items() if capability in capabilities]:
         for flags in TABLE_FLAGS:
-            passes = [forward_config(row, kind, None, flags, capability, limit) for row in FORWARD[kind]]
-            gradients = [gradient_configs(row, kind, None, flags, capability) for row in BACKWARD[kind]]
+            forward_rows, backward_rows = _forward_rows(kind, capability), _backward_rows(kind, capability)
+            passes = [forward_config(row, kind, None, flags, capability, limit) for row in forward_rows]
+            gradients = [gradient_configs(row, kind, None, flags, capability) for row in backward_rows]
             of_bias = [bias_config(row, kind, None, flags, capability, limit) for row in BIAS[kind]]
             for config in (*passes, *sum(gradients, ()), *of_bias):
                 yield config, _dtype_of(kind)

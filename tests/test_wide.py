@@ -49,10 +49,47 @@ def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "dims"),
-    [((8, 0), (64, 64)), ((8, 0), (33, 47)), ((8, 0), (128, 128)), ((10, 0), (128, 128)), ((8, 0), (256, 256))],
+    [
+        ((8, 0), (64, 64)),
+        ((8, 0), (33, 47)),
+        ((8, 0), (128, 128)),
+        ((10, 0), (128, 128)),
+        ((8, 0), (256, 256)),
+        # In 99 KB of shared memory.
+        ((8, 6), (64, 64)),
+        ((8, 9), (33, 47)),
+        ((12, 0), (40, 64)),
+    ],
 )
 def test_float32_in_parts(capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, causal=True), capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "pays"),
+    [
+        ("NVIDIA GeForce RTX 4090", False),
+        ("NVIDIA A10G", False),
+        ("NVIDIA L40-48Q", False),
+        ("NVIDIA A10", True),
+        ("NVIDIA L40S", True),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", True),
+        ("NVIDIA RTX 6000 Ada Generation", True),
+    ],
+)
+def test_cards_with_half_the_rate(name: str, pays: bool) -> None:
+    """There exact float32 takes multiply-adds but for the gradients of small heads, and TF32 takes products."""
+    device = cpu_device.CpuDevice((8, 9))
+    device.name = name
+    for head_dim, precision in ((32, None), (80, None), (32, "tf32")):
+        q = RNG.standard_normal((1, 20, 1, head_dim)).astype(np.float32)
+        devices.forget_launches()
+        with hook.kernels_on(device):
+            out, lse = cuflash.attention(q, q, q, return_lse=True, softcap=1.0, precision=precision)
+            cuflash.attention_backward(out, q, q, q, out, lse, softcap=1.0, precision=precision)
+        entries = {x.kernel.entry for x in launch._launches.values()}
+        assert ("parts_forward" in entries) == ("forward" not in entries) == (pays or precision == "tf32")
+        assert ("parts_dq" in entries) == ("backward_dq" not in entries) == (pays or head_dim == 32)
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [("float32", (200, 256)), ("float64", (40, 144))])
@@ -77,7 +114,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [("float32", (8, 0)), ("float32", (10, 0)), ("float64", (8, 0))])
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [("float32", (8, 0)), ("float32", (8, 6)), ("float32", (10, 0)), ("float64", (8, 0))]
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
     options = {
@@ -92,10 +131,24 @@ MANY: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": RNG.random(4), "mask": M
 BLOCK_MASK = OPTIONS["block mask"]
 
 
-@pytest.mark.parametrize(("capability", "dims"), [((8, 0), (192, 150)), ((10, 0), (250, 256))])
+@pytest.mark.parametrize(
+    ("capability", "dims"),
+    [((8, 0), (192, 150)), ((10, 0), (250, 256)), ((8, 6), (128, 100)), ((12, 0), (70, 128))],
+)
 @pytest.mark.parametrize("options", [MANY | {"alibi_slopes": MANY["alibi_slopes"].astype("f")}, BLOCK_MASK])
 def test_warps_that_share_rows(options: Any, capability: tuple[int, int], dims: tuple[int, int]) -> None:
     agrees(gaussian_case(0, "float32", SHAPE, (4, 2), dims, 1, **options), capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (12, 0)])
+def test_warps_with_eight_columns_each(capability: tuple[int, int]) -> None:
+    """Where 99 KB leave tiles of 16 columns, some hidden from all rows."""
+    case = gaussian_case(0, "float32", SHAPE, (4, 2), (192, 150), 1, softcap=2.0, mask=MASK)
+    out, lse = case.on(Device("numpy", np)).forward()
+    devices.forget_launches()
+    with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
+        case.assert_gradients(case.on(Device("cpu_device", np)).backward(out, lse))
+    assert {x.kernel.entry for x in launch._launches.values()} >= {"parts_dq", "parts_dk", "parts_dv"}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +210,7 @@ def gradient_of_bias_agrees(case: cases.Case, capability: tuple[int, int]) -> No
     ("dtype", "capability", "dims"),
     [
         ("float32", (8, 0), (192, 150)),
+        ("float32", (8, 6), (192, 150)),
         ("float32", (10, 0), (250, 256)),
         ("float32", (9, 0), (128, 100)),
         ("float64", (9, 0), (200, 256)),
