@@ -142,7 +142,11 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
         u32 right[COUNT][4];
 #pragma unroll
         for (int part = 0; part < COUNT; part++) {
-          b.panel(part, panel).template right_transposed<(N < 8)>(right[part], 2 * first, step);
+          if constexpr (N < 8) {
+            b.panel(part, panel).right_of_eight(right[part], 2 * first, step);
+          } else {
+            b.panel(part, panel).right_transposed(right[part], 2 * first, step);
+          }
         }
         if constexpr (COUNT == 3) {
           multiply(small, first, left[2], right[0]);

@@ -128,11 +128,10 @@ struct Tile {
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
-  // (ACROSS) the other way round; EIGHT: of the first eight rows alone, twice.
-  template <bool ACROSS, bool EIGHT = false>
+  // (ACROSS) the other way round.
+  template <bool ACROSS>
   DEVICE u32 lane_address() const {
-    const int row = ACROSS ? (EIGHT ? 0 : lane() / 16 * 8) + lane() % 8 : lane() % 16,
-              vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
+    const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
     return address + offset(row, vector);
   }
   static DEVICE u32 block_address(u32 lane_address, int row, int step) {
@@ -148,9 +147,12 @@ struct Tile {
   DEVICE void left_transposed(u32 (&a)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(a, block_address(lane_address<true>(), row, step));
   }
-  template <bool EIGHT = false>
   DEVICE void right_transposed(u32 (&b)[4], int row, int step) const {
-    ptx::ldmatrix_x4(b, block_address(lane_address<true, EIGHT>(), row, step));
+    ptx::ldmatrix_x4(b, block_address(lane_address<true>(), row, step));
+  }
+  // Of eight rows alone, twice.
+  DEVICE void right_of_eight(u32 (&b)[4], int row, int step) const {
+    ptx::ldmatrix_x4(b, block_address(address + offset(lane() % 8, lane() / 8 % 2), row, step));
   }
   DEVICE void right(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4_trans(b, block_address(lane_address<false>(), row, step));
