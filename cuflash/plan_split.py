@@ -60,30 +60,33 @@ class Row:
     with_array: Tile | None  # a bias or a mask
     with_all: Tile | None  # either of these beside anything but a window
     with_blocks: Tile | None = None  # either of these beside a block mask, if not with_all
+    with_blocks_and_more: Tile | None = None
 
 
-_SMALL = Tile(64, 32, 2, 1, ping_pong=False)
+_SMALL, _SMALLEST = Tile(64, 32, 2, 1, ping_pong=False), Tile(64, 16, ping_pong=False)
 # By number of parts; the first row that is wide enough is taken. `*2 * (tile,)` is one tile for two kinds of options.
 FORWARD = {
     2: (
         Row(64, 64, *2 * (Tile(128, 112),), *2 * (Tile(128, 64),), Tile(128, 32)),
         Row(128, 128, Tile(128, 64, 2, 1), Tile(128, 48), Tile(128, 32), *2 * (Tile(128, 16),), Tile(128, 32)),
-        Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),), _SMALL),
+        Row(192, 128, *3 * (Tile(128, 32, 1, 1),), *2 * (Tile(128, 16),), *2 * (_SMALL,)),
         Row(192, 192, *2 * (Tile(128, 32, 1, 1),), None, None, None),
-        Row(256, 128, *4 * (_SMALL,), Tile(64, 16, ping_pong=False), _SMALL),
-        Row(256, 256, *2 * (Tile(64, 16, ping_pong=False),), None, None, None),
+        Row(256, 128, *4 * (_SMALL,), _SMALLEST, _SMALL, _SMALLEST),
+        Row(256, 256, *2 * (_SMALLEST,), None, None, None),
     ),
     1: (
         Row(64, 64, *2 * (Tile(128, 128),), *2 * (Tile(128, 64),), Tile(128, 32)),
         Row(128, 128, *2 * (Tile(128, 96),), Tile(128, 64), *2 * (Tile(128, 32),)),
         Row(192, 192, *2 * (Tile(128, 64),), *2 * (Tile(128, 32),), Tile(128, 16), Tile(128, 32)),
-        Row(256, 256, *2 * (Tile(128, 32),), None, None, None),
+        Row(256, 128, *4 * (Tile(128, 64),), Tile(128, 32)),
+        Row(256, 256, *3 * (Tile(128, 32),), None, None),
     ),
 }
 # Keys of a block mask's word.
 _MASK_WORD = 32
 # Vectors of a tile of columns: two of keys and values, four of queries.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
+_FORWARD_REGISTERS = REGISTERS | {1: (80, 248)}
 _BLOCK_MASK_REGISTERS = (56, 224)
 _COLUMNS = 16  # of which halves are multiples
 BY_HALVES = "; half of v's columns at a time"
@@ -109,6 +112,7 @@ class GradientRow:
     head_dim: int
     plain: dict[str, Walk]
     with_options: dict[str, Walk]
+    most_of_two: int = 16  # columns beside a block mask and two options; 0: other kernels run
 
 
 def _apart(walk: Walk, of_dv: Walk | None = None) -> dict[str, Walk]:
@@ -125,21 +129,23 @@ BACKWARD = {
         ),
         GradientRow(128, _apart(Walk(128, 32, 2, 1), Walk(128, 64, 2, 1)), _apart(Walk(128, 32, 2, 1), Walk(128, 32))),
         GradientRow(192, _apart(Walk(64, 32, 2, 1), Walk(64, 48, 2, 1)), _apart(Walk(64, 32, 2, 1))),
-        GradientRow(256, *2 * (_apart(Walk(64, 16, 2, 1), Walk(64, 32, 2, 1)),)),
+        GradientRow(256, *2 * (_apart(Walk(64, 16, 2, 1), Walk(64, 32, 2, 1)),), 0),
     ),
     1: (
         GradientRow(
             64,
             {DQ: Walk(128, 64), DKV: Walk(128, 64)},
             {DQ: Walk(128, 64), DKV: Walk(128, 32)},
+            32,
         ),
         GradientRow(
             128,
             {DQ: Walk(128, 64), DKV: Walk(128, 32)},
             _apart(Walk(128, 32)),
+            0,
         ),
         GradientRow(192, _apart(Walk(128, 48, 2, 1)), _apart(Walk(128, 32))),
-        GradientRow(256, _apart(Walk(128, 32, 2, 1)), _apart(Walk(128, 16))),
+        GradientRow(256, _apart(Walk(128, 32, 2, 1)), _apart(Walk(128, 16)), 0),
     ),
 }
 
@@ -200,7 +206,7 @@ def _tile_of(row: Row, flags: tuple[str, ...], plain_scores: bool) -> Tile | Non
     else:
         tile = row.with_options
     if tile is not None and "has_block_mask" in flags and tile.block_n % _MASK_WORD:
-        return row.with_blocks if len(options) == 2 else None
+        return row.with_blocks if len(options) == 2 else row.with_blocks_and_more
     return tile
 
 
@@ -226,7 +232,7 @@ def forward_config(
         query_stages=query_stages,
         smem_bytes=smem_bytes,
         **common(ForwardConfig, "float32", bias_dtype, flags, row, tile),
-        **_constants(parts, consumers, REGISTERS[consumers], plain_scores and are_products(flags)),
+        **_constants(parts, consumers, _FORWARD_REGISTERS[consumers], plain_scores and are_products(flags)),
     )
 
 
@@ -271,13 +277,14 @@ def gradient_config(
 def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
-    """The configurations of a pass, that of dq first; none with a block mask beside two options that are no window."""
+    """The configurations of a pass, that of dq first; none where they would spill, or mma.sync is as fast."""
     beside_block_mask = len(beside_window(flags)) - 1 if "has_block_mask" in flags else 0
-    if beside_block_mask > 1:
-        return ()  # up to 584 bytes would spill
+    if beside_block_mask > (2 if row.most_of_two else 1):
+        return ()
     tiles = row.with_options if beside_window(flags) or not plain_scores else row.plain
     if beside_block_mask:
-        tiles = {entry: replace(tile, columns=min(tile.columns, _MASK_WORD)) for entry, tile in tiles.items()}
+        most = _MASK_WORD if beside_block_mask == 1 else row.most_of_two
+        tiles = {entry: replace(tile, columns=min(tile.columns, most)) for entry, tile in tiles.items()}
     return tuple(
         gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
         for entry, tile in tiles.items()
@@ -347,10 +354,8 @@ def table() -> Iterator[tuple[Config, str]]:
     for parts, rows in FORWARD.items():
         for row in rows:
             blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
-            for flags in (*_TABLE_FLAGS, *blocks, others, FLAGS):
+            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, FLAGS):
                 config = forward_config(row, parts, None, flags)
-                if config is None and flags == FLAGS:
-                    config = forward_config(row, parts, None, _ALL_BUT_BLOCK_MASK)
                 if config is not None:
                     yield config, "float32"
 

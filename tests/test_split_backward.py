@@ -105,6 +105,14 @@ def test_block_mask(option: dict[str, Any]) -> None:
     both(*inputs(), hidden=HIDDEN_BY_MASK, block_mask=block_mask, **option)
 
 
+@pytest.mark.parametrize(("head_dim", "precision"), [(64, None), (128, None), (192, None), (192, "tf32")])
+def test_block_mask_beside_two_options(head_dim: int, precision: str | None) -> None:
+    block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
+    options: dict[str, Any] = {"block_mask": block_mask, "softcap": 2.0, "mask": MASK[::-1], "precision": precision}
+    eps = 2.0**-8 if precision else 16 * EPS
+    both(*inputs(head_dim, head_dim), hidden=HIDDEN_BY_MASK, eps=eps, **options)
+
+
 def test_block_mask_in_narrow_tiles() -> None:
     block_mask = cuflash.BlockMask.from_dense(MASK, block_size=(16, 16))
     both(*inputs(256, 256), hidden=HIDDEN_BY_MASK, block_mask=block_mask)
@@ -181,12 +189,24 @@ def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
             1, 8, 8, 1, 1, head_dim, head_dim, "float32", window_right=0, block_mask=True, precision=precision
         )
         problem = replace(problem, **BESIDE_BLOCK_MASK[name])
-        configs = plan_split.backward(problem)
-        assert configs
-        for config in configs:
+        beside = [problem, *(replace(problem, **options) for options in BESIDE_BLOCK_MASK.values())]
+        for config in {config for each in beside for config in plan_split.backward(each)}:
             assert_compiles_well("sm_90a", config)
-        for other in BESIDE_BLOCK_MASK.keys() - {name}:
-            assert plan_split.backward(replace(problem, **BESIDE_BLOCK_MASK[other])) == ()
+        assert all(map(plan_split.backward, beside))
+
+
+def test_wide_heads_with_a_block_mask_beside_two_options_take_other_kernels() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", softcap=2.0, block_mask=True)
+    for precision in (None, "tf32"):
+        problem = replace(problem, precision=precision)
+        assert plan_split.backward(problem)
+        assert plan_split.backward(replace(problem, dropout_p=0.1)) == ()
+
+
+def test_a_block_mask_beside_three_options_takes_other_kernels() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", softcap=2.0, block_mask=True)
+    assert plan_split.backward(replace(problem, dropout_p=0.1, window_right=0))
+    assert plan_split.backward(replace(problem, dropout_p=0.1, alibi=(1, 1))) == ()
 
 
 @needs_compiler

@@ -116,6 +116,21 @@ def test_block_mask_beside_an_array(name: str, head_dims: tuple[int, int]) -> No
     both(*inputs(*head_dims), hidden=HIDDEN_BY_MASK, block_mask=block_mask, window=(100, 30), **OPTIONS[name][1])
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "precision"), [((192, 128), None), ((256, 256), None), ((128, 128), "tf32"), ((256, 128), "tf32")]
+)
+def test_a_block_mask_beside_an_array_and_another_option(head_dims: tuple[int, int], precision: str | None) -> None:
+    options: dict[str, Any] = {"mask": MASK, "softcap": 2.0, "block_mask": cuflash.BlockMask.from_dense(BLOCKS)}
+    eps = 2.0**-9 if precision else 8 * EPS
+    both(*inputs(*head_dims), hidden=HIDDEN_BY_MASK, precision=precision, eps=eps, **options)
+
+
+@pytest.mark.parametrize(("name", "head_dim_v"), [("softcap", 256), ("dropout", 256), ("mask", 100)])
+def test_tf32_of_wide_heads(name: str, head_dim_v: int) -> None:
+    hidden, options = OPTIONS[name]
+    both(*inputs(200, head_dim_v), hidden=hidden, precision="tf32", eps=2.0**-9, **options)
+
+
 def test_any_strides() -> None:
     """The kernel that splits operands reads them where they lie, also where TMA could not."""
     q, k, v = (np.full((*x.shape[:3], x.shape[3] + 3), np.nan, x.dtype) for x in inputs())
