@@ -114,6 +114,7 @@ class _HostDevice:
     """What the GPU path asks of a device, with arrays in NumPy."""
 
     namespace = np
+    name = "NVIDIA A100"
     num_sms = 132
     smem_limit = 163 * 1024
     capability = (8, 0)
