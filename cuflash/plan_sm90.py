@@ -96,6 +96,7 @@ def _tile_for(
     many_keys: bool,
     narrow_window: bool,
     few_queries: bool,
+    bounded_scores: bool,
 ) -> Tile:
     options = beside_window(flags)
     if not options and plain_scores:
@@ -104,6 +105,8 @@ def _tile_for(
         if flags:
             return (narrow_window and row.narrow_window) or (many_keys and row.many_windowed) or row.windowed
         return (many_keys and row.many_keys) or row.full
+    if bounded_scores and row.bounded:
+        return row.bounded
     if options <= {"has_softcap"} or options == {"has_alibi"}:
         return row.with_score
     if options == {"has_dropout"}:
@@ -133,10 +136,10 @@ def forward_config(
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
     options = beside_window(flags)
-    tile = _tile_for(row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries)
     bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"}
-    if bounded_scores:
-        tile = row.bounded or tile
+    tile = _tile_for(
+        row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores
+    )
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]

@@ -180,6 +180,10 @@ def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
     return is_small or kind_of(problem) != "float32" or set(_HALF_RATE).isdisjoint(re.findall(r"\w+", name))
 
 
+def _smem_limit(capability: Capability) -> int:
+    return smem_limit("sm_{}{}".format(*capability))
+
+
 def _dtype_of(kind: str) -> str:
     return "float32" if _PARTS[kind] else kind
 
@@ -283,7 +287,7 @@ def gradient_configs(
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
         tile = replace(tile, block_n=16)
-    limit = smem_limit("sm_{}{}".format(*capability))
+    limit = _smem_limit(capability)
     parts, shares = _PARTS[kind], tile.key_warps > 1
     takes_wider = not parts and capability >= (9, 0)
     # Half of a result is many sums.
@@ -349,7 +353,7 @@ def bias_config(
 
 
 def _rows(table: dict[str, Any], in_99_kb: Any, kind: str, capability: Capability) -> Any:
-    has_99_kb = smem_limit("sm_{}{}".format(*capability)) == smem_limit("sm_86")
+    has_99_kb = _smem_limit(capability) == smem_limit("sm_86")
     return in_99_kb if kind == "float32" and has_99_kb else table[kind]
 
 
