@@ -17,8 +17,6 @@ constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
 // A tile is a block of a mask's store, whose slot comes with the queries: that saves registers.
 constexpr bool BRINGS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
-// Beside these, addresses that the compiler keeps would leave too few registers.
-constexpr bool FOLDS = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
 using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
 using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
@@ -67,9 +65,9 @@ struct Step {
 DEVICE void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
-  QueryTile{ptx::shared_address(shared.q) + stage * QueryTile::BYTES}.load<FOLDS>(
+  QueryTile{ptx::shared_address(shared.q) + stage * QueryTile::BYTES}.load(
       Rows(p.q.at(batch, s.row_q, step.head), p.q.row_stride, s.len_q, p.head_dim), step.first_row());
-  DoutTile{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES}.load<FOLDS>(
+  DoutTile{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES}.load(
       Rows(p.dout.at(batch, s.row_q, step.head), p.dout.row_stride, s.len_q, p.head_dim_v), step.first_row());
 }
 
@@ -151,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   if (exists) {
     const i64 batch = batch_of(p, s);
     const int first_seen = Mask(p, s, step.head).columns(0).begin;  // keys before it are hidden from all
-    keys.load<FOLDS>(Rows(p.k.at(batch, s.row_k, shared.work.head), p.k.row_stride, s.len_k, p.head_dim), tile_key,
-                     first_seen);
+    keys.load(Rows(p.k.at(batch, s.row_k, shared.work.head), p.k.row_stride, s.len_k, p.head_dim), tile_key,
+              first_seen);
     if constexpr (COMPUTES_DK) {
-      values.load<FOLDS>(Rows(p.v.at(batch, s.row_k, shared.work.head), p.v.row_stride, s.len_k, p.head_dim_v),
-                         tile_key, first_seen);
+      values.load(Rows(p.v.at(batch, s.row_k, shared.work.head), p.v.row_stride, s.len_k, p.head_dim_v), tile_key,
+                  first_seen);
     }
     load_queries(p, shared, 0, step);
     load_rows(p, shared, 0, step);
@@ -224,15 +222,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
-            if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
+            if (masked) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // in a branch: 64 selections fewer
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);
-          if constexpr (SHARES_WEIGHTS)
-            shared_weights.from_row(warp_key + 16 * f).store_fragment<FOLDS>(weights[f], query);
+          if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);
-          gradients.from_row(warp_key + 16 * f).store_fragment<FOLDS>(ds[f], query);
+          gradients.from_row(warp_key + 16 * f).store_fragment(ds[f], query);
         }
         if constexpr (COMPUTES_DV) multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
         multiply_weights(dk, ds, queries.from_row(query), query_warp * DK_COLUMNS);
@@ -243,8 +239,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                        BitsOfBlock{visible >> f * FRAGMENT});
           pack_kept(weights[f], x[f], scores.kept());
-          if constexpr (SHARES_WEIGHTS)
-            shared_weights.from_row(warp_key + 16 * f).store_fragment<FOLDS>(weights[f], query);
+          if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
         }
         multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
       }
@@ -318,15 +313,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   if constexpr (COMPUTES_DK) {
     if (p.dk.data != nullptr) {
       scale_all(dk, static_cast<float>(p.softmax_scale));
-      write_through<FOLDS>(own_keys, query_warp * DK_COLUMNS, p.dk.at(batch_of(p, s), s.row_k, head), p.dk.row_stride,
-                           first_key, s.len_k, s.rows_k, p.head_dim, dk);
+      write_through(own_keys, query_warp * DK_COLUMNS, p.dk.at(batch_of(p, s), s.row_k, head), p.dk.row_stride,
+                    first_key, s.len_k, s.rows_k, p.head_dim, dk);
     }
   }
   if constexpr (COMPUTES_DV) {
     if (p.dv.data != nullptr) {
       if constexpr (HAS_DROPOUT) scale_all(dv, static_cast<float>(p.dropout_rescale));
-      write_through<FOLDS>(own_keys, query_warp * DV_COLUMNS, p.dv.at(batch_of(p, s), s.row_k, head), p.dv.row_stride,
-                           first_key, s.len_k, s.rows_k, p.head_dim_v, dv);
+      write_through(own_keys, query_warp * DV_COLUMNS, p.dv.at(batch_of(p, s), s.row_k, head), p.dv.row_stride,
+                    first_key, s.len_k, s.rows_k, p.head_dim_v, dv);
     }
   }
 }

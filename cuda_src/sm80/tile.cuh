@@ -45,8 +45,6 @@ struct Tile {
   static DEVICE u32 offset(int row, int vector) { return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES; }
 
   // Fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; those before `begin` count as 0.
-  // FOLDS: of a thread's addresses one is found, the others from it.
-  template <bool FOLDS = true>
   DEVICE void load(Rows rows, int first_row, int begin = 0) const {
     // Threads side by side on a row: a power of two.
     constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
@@ -54,23 +52,17 @@ struct Tile {
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
     const Element* from = rows.data + (first_row + own_row) * rows.stride + own_vector * VECTOR;
-    const u32 own = address + offset(own_row, own_vector);
-    const auto place = [=](int row, int v) {
-      // A power of two: bits of `row` are none of own_row's, and move vectors by themselves.
-      constexpr bool APART = (WARP_ROWS & (WARP_ROWS - 1)) == 0;
-      if constexpr (!(FOLDS && APART)) return address + offset(own_row + row, own_vector + v);
-      return (own ^ swizzle(row) * VECTOR_BYTES) + row * ROW_BYTES + v * VECTOR_BYTES;
-    };
     // Nothing to test for each vector: most tiles.
     if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
 #pragma unroll(NUM_WARPS == 2 && ROWS == 64 ? 4 : WARP_ROWS / ROWS_AT_ONCE)  // two warps: their addresses are many
-      for (int row = 0; row < WARP_ROWS; row += ROWS_AT_ONCE) {
+      for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
 #pragma unroll
         for (int v = 0; v < PER_ROW; v += LANES) {
+          const int row = own_row + i * ROWS_AT_ONCE, vector = own_vector + v;
           if constexpr (ASYNC_COPIES) {
-            ptx::cp_async_16(place(row, v), from + v * VECTOR, VECTOR_BYTES);
+            ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR, VECTOR_BYTES);
           } else {
-            store(place(row, v), *reinterpret_cast<const Vector*>(from + v * VECTOR));
+            store(row, vector, *reinterpret_cast<const Vector*>(from + v * VECTOR));
           }
         }
         from += ROWS_AT_ONCE * rows.stride;
@@ -78,41 +70,42 @@ struct Tile {
       return;
     }
 #pragma unroll 1
-    for (int row = 0; row < WARP_ROWS; row += ROWS_AT_ONCE) {
-      const int source = first_row + own_row + row;
+    for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
+      const int row = own_row + i * ROWS_AT_ONCE, source = first_row + row;
 #pragma unroll
       for (int v = 0; v < PER_ROW; v += LANES) {
         const int vector = own_vector + v;
         if constexpr (ASYNC_COPIES && ALIGNED) {
           const int left = source >= begin && source < rows.num_rows ? rows.num_columns - vector * VECTOR : 0;
-          ptx::cp_async_16(place(row, v), from + v * VECTOR,
+          ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR,
                            left >= VECTOR ? VECTOR_BYTES
                            : left <= 0    ? 0
                                           : left * static_cast<int>(sizeof(Element)));
         } else {
-          store(place(row, v), rows.read(source < begin ? -1 : source, vector * VECTOR));
+          store(row, vector, rows.read(source < begin ? -1 : source, vector * VECTOR));
         }
       }
       from += ROWS_AT_ONCE * rows.stride;
     }
   }
 
-  static DEVICE void store(u32 to, const Vector& x) { *static_cast<Vector*>(__cvta_shared_to_generic(to)) = x; }
+  DEVICE void store(int row, int vector, const Vector& x) const {
+    *static_cast<Vector*>(__cvta_shared_to_generic(address + offset(row, vector))) = x;
+  }
 
   DEVICE Vector read(int row, int vector) const {
     return *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, vector)));
   }
 
-  // Stores a warp's packed accumulator: 16 rows, columns from `column` on. FOLDS: rows 8 apart, which swap alike, have
-  // one address.
-  template <bool FOLDS = true, int N>
+  // Stores a warp's packed accumulator: 16 rows, columns from `column` on.
+  template <int N>
   DEVICE void store_fragment(const u32 (&pairs)[N], int column) const {
     const int vector = column / VECTOR;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const int row = row_offset(2 * i), at = fragment_row() + (FOLDS ? 0 : row);
-      const u32 to = address + offset(at, vector + i / 2) + fragment_column() * sizeof(Element);
-      *static_cast<u32*>(__cvta_shared_to_generic(to + (FOLDS ? row * ROW_BYTES : 0))) = pairs[i];
+      const u32 to =
+          address + offset(fragment_row() + row_offset(2 * i), vector + i / 2) + fragment_column() * sizeof(Element);
+      *static_cast<u32*>(__cvta_shared_to_generic(to)) = pairs[i];
     }
   }
 
@@ -128,7 +121,7 @@ struct Tile {
 
   DEVICE void clear_row(int row) const {
 #pragma unroll
-    for (int v = 0; v < PER_ROW; v++) store(address + offset(row, v), Vector{});
+    for (int v = 0; v < PER_ROW; v++) store(row, v, Vector{});
   }
 
   // row: a multiple of 16.
@@ -264,7 +257,7 @@ DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, cons
 
 // Results by way of shared memory, so that lanes side by side store whole lines: a warp's accumulators, columns from
 // `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0.
-template <bool FOLDS = true, class T, int FRAGMENTS, int N>
+template <class T, int FRAGMENTS, int N>
 DEVICE void write_through(const T& staging, int column, Element* data, i64 row_stride, int row, int len, int rows,
                           int head_dim, const float (&out)[FRAGMENTS][N]) {
   __syncwarp();  // what was there is read
@@ -272,7 +265,7 @@ DEVICE void write_through(const T& staging, int column, Element* data, i64 row_s
   for (int f = 0; f < FRAGMENTS; f++) {
     u32 pairs[N / 2];
     pack(pairs, out[f]);
-    staging.from_row(16 * f).template store_fragment<FOLDS>(pairs, column);
+    staging.from_row(16 * f).store_fragment(pairs, column);
   }
   __syncwarp();
   constexpr int PER_ROW = 2 * N / VECTOR, LANES = PER_ROW & -PER_ROW, ROWS_AT_ONCE = WARP / LANES;
