@@ -64,6 +64,9 @@ struct Tensor {
   }
 };
 
+// Elements to an index that is not negative. Unsigned: a sign takes two instructions more.
+DEVICE i64 along(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
+
 // Rows of one (sequence, head) of an array. What lies outside reads as 0, whatever is there.
 struct Rows {
   const Element* data;

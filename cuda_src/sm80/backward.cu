@@ -17,12 +17,14 @@ constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
 // A tile is a block of a mask's store, whose slot comes with the queries: that saves registers.
 constexpr bool BRINGS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
+// Beside these and, of queries, a window, addresses that the compiler keeps would leave too few registers.
+constexpr bool FOLDS = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V>;
-using QueryTile = Tile<BLOCK_M, HEAD_DIM>;
-using DoutTile = Tile<BLOCK_M, HEAD_DIM_V>;
-using ScoreTile = Tile<BLOCK_N, BLOCK_M>;
+using KeyTile = Tile<BLOCK_N, HEAD_DIM, FOLDS>;
+using ValueTile = Tile<BLOCK_N, HEAD_DIM_V, FOLDS>;
+using QueryTile = Tile<BLOCK_M, HEAD_DIM, FOLDS && !HAS_WINDOW>;
+using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, FOLDS && !HAS_WINDOW>;
+using ScoreTile = Tile<BLOCK_N, BLOCK_M, FOLDS>;
 
 struct SharedStorage {
   alignas(128) unsigned char k[KeyTile::BYTES];
@@ -222,8 +224,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
-            if (masked) clear_hidden(dp[f][e], x[f][e]);
+            if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
           }
+          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // in a branch: 64 selections fewer
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);

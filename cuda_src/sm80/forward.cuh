@@ -8,9 +8,9 @@
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
 constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
-using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM>;
-using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM>;
-using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V>;
+using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM, true>;
+using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM, true>;
+using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V, true>;
 using WeightTile = Tile<BLOCK_M, BLOCK_N>;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 constexpr int LISTED_N = BLOCK_N / LISTED;
@@ -87,7 +87,7 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
 // Brings the two listed tiles of a step, neighbours at once.
 template <class T>
 DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
-  using One = Tile<LISTED_N, T::PER_ROW * VECTOR>;
+  using One = Tile<LISTED_N, T::PER_ROW * VECTOR, true>;
   const int first = blocks.block;
   blocks.advance();
   if (blocks.block == first + 1) {

@@ -64,9 +64,9 @@ struct SplitTile {
   DEVICE float* last() const { return static_cast<float*>(__cvta_shared_to_generic(panel(COUNT - 1, 0).address)); }
   DEVICE SplitTile from_row(int row) const { return {address + row * Panel::ROW_BYTES}; }
 };
-template <int ROWS, int COLUMNS>
+template <int ROWS, int COLUMNS, bool = false>
 using KeyedTile = SplitTile<KEY_PARTS, ROWS, COLUMNS>;
-template <int ROWS, int COLUMNS>
+template <int ROWS, int COLUMNS, bool = false>
 using ValuedTile = SplitTile<PARTS, ROWS, COLUMNS>;
 
 template <int ROWS, int BUFFERS>

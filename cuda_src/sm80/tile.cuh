@@ -28,8 +28,9 @@ DEVICE void finish_copies() {
 }
 
 // ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes or less, so that the
-// eight rows of a matrix of ldmatrix lie in different banks.
-template <int ROWS, int COLUMNS>
+// eight rows of a matrix of ldmatrix lie in different banks. FOLDS: of a thread's addresses one is found and the others
+// from it, a third fewer instructions, for registers that hold them.
+template <int ROWS, int COLUMNS, bool FOLDS = false>
 struct Tile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
@@ -51,18 +52,24 @@ struct Tile {
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
-    const Element* from = rows.data + (first_row + own_row) * rows.stride + own_vector * VECTOR;
+    const Element* from = rows.data + along(first_row + own_row, rows.stride) + own_vector * VECTOR;
+    const u32 own = address + offset(own_row, own_vector);
+    const auto place = [=](int row, int v) {
+      // A power of two: bits of `row` are none of own_row's, and move vectors by themselves.
+      constexpr bool APART = (WARP_ROWS & (WARP_ROWS - 1)) == 0;
+      if constexpr (!(FOLDS && APART)) return address + offset(own_row + row, own_vector + v);
+      return (own ^ swizzle(row) * VECTOR_BYTES) + row * ROW_BYTES + v * VECTOR_BYTES;
+    };
     // Nothing to test for each vector: most tiles.
     if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
 #pragma unroll(NUM_WARPS == 2 && ROWS == 64 ? 4 : WARP_ROWS / ROWS_AT_ONCE)  // two warps: their addresses are many
-      for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
+      for (int row = 0; row < WARP_ROWS; row += ROWS_AT_ONCE) {
 #pragma unroll
         for (int v = 0; v < PER_ROW; v += LANES) {
-          const int row = own_row + i * ROWS_AT_ONCE, vector = own_vector + v;
           if constexpr (ASYNC_COPIES) {
-            ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR, VECTOR_BYTES);
+            ptx::cp_async_16(place(row, v), from + v * VECTOR, VECTOR_BYTES);
           } else {
-            store(row, vector, *reinterpret_cast<const Vector*>(from + v * VECTOR));
+            store(place(row, v), *reinterpret_cast<const Vector*>(from + v * VECTOR));
           }
         }
         from += ROWS_AT_ONCE * rows.stride;
@@ -70,42 +77,40 @@ struct Tile {
       return;
     }
 #pragma unroll 1
-    for (int i = 0; i < WARP_ROWS / ROWS_AT_ONCE; i++) {
-      const int row = own_row + i * ROWS_AT_ONCE, source = first_row + row;
+    for (int row = 0; row < WARP_ROWS; row += ROWS_AT_ONCE) {
+      const int source = first_row + own_row + row;
 #pragma unroll
       for (int v = 0; v < PER_ROW; v += LANES) {
         const int vector = own_vector + v;
         if constexpr (ASYNC_COPIES && ALIGNED) {
           const int left = source >= begin && source < rows.num_rows ? rows.num_columns - vector * VECTOR : 0;
-          ptx::cp_async_16(address + offset(row, vector), from + v * VECTOR,
+          ptx::cp_async_16(place(row, v), from + v * VECTOR,
                            left >= VECTOR ? VECTOR_BYTES
                            : left <= 0    ? 0
                                           : left * static_cast<int>(sizeof(Element)));
         } else {
-          store(row, vector, rows.read(source < begin ? -1 : source, vector * VECTOR));
+          store(place(row, v), rows.read(source < begin ? -1 : source, vector * VECTOR));
         }
       }
       from += ROWS_AT_ONCE * rows.stride;
     }
   }
 
-  DEVICE void store(int row, int vector, const Vector& x) const {
-    *static_cast<Vector*>(__cvta_shared_to_generic(address + offset(row, vector))) = x;
-  }
+  static DEVICE void store(u32 to, const Vector& x) { *static_cast<Vector*>(__cvta_shared_to_generic(to)) = x; }
 
   DEVICE Vector read(int row, int vector) const {
     return *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, vector)));
   }
 
-  // Stores a warp's packed accumulator: 16 rows, columns from `column` on.
+  // Stores a warp's packed accumulator: 16 rows, columns from `column` on. Rows 8 apart swap alike.
   template <int N>
   DEVICE void store_fragment(const u32 (&pairs)[N], int column) const {
     const int vector = column / VECTOR;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const u32 to =
-          address + offset(fragment_row() + row_offset(2 * i), vector + i / 2) + fragment_column() * sizeof(Element);
-      *static_cast<u32*>(__cvta_shared_to_generic(to)) = pairs[i];
+      const int row = row_offset(2 * i), at = fragment_row() + (FOLDS ? 0 : row);
+      const u32 to = address + offset(at, vector + i / 2) + fragment_column() * sizeof(Element);
+      *static_cast<u32*>(__cvta_shared_to_generic(to + (FOLDS ? row * ROW_BYTES : 0))) = pairs[i];
     }
   }
 
@@ -121,7 +126,7 @@ struct Tile {
 
   DEVICE void clear_row(int row) const {
 #pragma unroll
-    for (int v = 0; v < PER_ROW; v++) store(row, v, Vector{});
+    for (int v = 0; v < PER_ROW; v++) store(address + offset(row, v), Vector{});
   }
 
   // row: a multiple of 16.
@@ -311,10 +316,10 @@ enum class Operand { Q, K, V, DOUT };
 // Operands as they lie in their arrays.
 namespace direct {
 
-template <int ROWS, int COLUMNS>
-using KeyedTile = Tile<ROWS, COLUMNS>;  // of queries or keys
-template <int ROWS, int COLUMNS>
-using ValuedTile = Tile<ROWS, COLUMNS>;  // of values or dout
+template <int ROWS, int COLUMNS, bool FOLDS = false>
+using KeyedTile = Tile<ROWS, COLUMNS, FOLDS>;  // of queries or keys
+template <int ROWS, int COLUMNS, bool FOLDS = false>
+using ValuedTile = Tile<ROWS, COLUMNS, FOLDS>;  // of values or dout
 
 using OperandRows = Rows;
 DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
