@@ -113,12 +113,17 @@ class GradientRow:
     plain: dict[str, Walk]
     with_options: dict[str, Walk]
     most_of_two: int = 16  # columns beside a block mask and two options; 0: other kernels run
+    narrow: tuple[set[str], ...] = ()  # options with as few columns
+    without: tuple[set[str], ...] = ()  # with which other kernels run
 
 
 def _apart(walk: Walk, of_dv: Walk | None = None) -> dict[str, Walk]:
     return {DQ: walk, DK: walk, DV: of_dv or walk}
 
 
+_BIAS_AND_BLOCKS, _MASK_AND_BLOCKS = {"has_bias", "has_block_mask"}, {"has_mask", "has_block_mask"}
+_DROPOUT_AND_BLOCKS = {"has_dropout", "has_block_mask"}
+_MANY = {"has_bias", "has_mask", "has_alibi", "has_dropout"}
 # By number of parts; the first row that is wide enough is taken; else other kernels run.
 BACKWARD = {
     2: (
@@ -126,10 +131,33 @@ BACKWARD = {
             64,
             {DQ: Walk(128, 64), DKV: Walk(128, 48)},
             {DQ: Walk(128, 32), DKV: Walk(128, 32)},
+            narrow=(_MANY,),
         ),
-        GradientRow(128, _apart(Walk(128, 32, 2, 1), Walk(128, 64, 2, 1)), _apart(Walk(128, 32, 2, 1), Walk(128, 32))),
-        GradientRow(192, _apart(Walk(64, 32, 2, 1), Walk(64, 48, 2, 1)), _apart(Walk(64, 32, 2, 1))),
-        GradientRow(256, *2 * (_apart(Walk(64, 16, 2, 1), Walk(64, 32, 2, 1)),), 0),
+        GradientRow(
+            128,
+            _apart(Walk(128, 32, 2, 1), Walk(128, 64, 2, 1)),
+            _apart(Walk(128, 32, 2, 1), Walk(128, 32)),
+            narrow=(_MANY,),
+        ),
+        GradientRow(
+            192,
+            _apart(Walk(64, 32, 2, 1), Walk(64, 48, 2, 1)),
+            _apart(Walk(64, 32, 2, 1)),
+            narrow=(_BIAS_AND_BLOCKS, _MASK_AND_BLOCKS, _DROPOUT_AND_BLOCKS, _MANY),
+        ),
+        GradientRow(
+            256,
+            *2 * (_apart(Walk(64, 16, 2, 1), Walk(64, 32, 2, 1)),),
+            0,
+            (_DROPOUT_AND_BLOCKS,),
+            (
+                _BIAS_AND_BLOCKS,
+                _MASK_AND_BLOCKS,
+                {"has_bias", "has_mask"},
+                {"has_bias", "has_alibi"},
+                {"has_mask", "has_alibi", "has_dropout"},
+            ),
+        ),
     ),
     1: (
         GradientRow(
@@ -137,6 +165,7 @@ BACKWARD = {
             {DQ: Walk(128, 64), DKV: Walk(128, 64)},
             {DQ: Walk(128, 64), DKV: Walk(128, 32)},
             32,
+            ({"has_bias", "has_mask"}, {"has_bias", "has_alibi", "has_dropout"}),
         ),
         GradientRow(
             128,
@@ -144,7 +173,7 @@ BACKWARD = {
             _apart(Walk(128, 32)),
             0,
         ),
-        GradientRow(192, _apart(Walk(128, 48, 2, 1)), _apart(Walk(128, 32))),
+        GradientRow(192, _apart(Walk(128, 48, 2, 1)), _apart(Walk(128, 32)), narrow=(_BIAS_AND_BLOCKS,)),
         GradientRow(256, _apart(Walk(128, 32, 2, 1)), _apart(Walk(128, 16)), 0),
     ),
 }
@@ -218,6 +247,8 @@ def forward_config(
     if tile is None:
         return None
     consumers = tile.block_m // ROWS_OF_WARPGROUP
+    if parts == 1 and row.head_dim_v > 128 and beside_window(flags) == _DROPOUT_AND_BLOCKS:
+        plain_scores = False  # or it spills
     row_bytes, row_bytes_v = (
         count * whole_rows(HALF_BYTES * d) for count, d in ((KEY_PARTS[parts], row.head_dim), (parts, row.head_dim_v))
     )
@@ -278,12 +309,14 @@ def gradient_configs(
     row: GradientRow, parts: int, bias_dtype: str | None, flags: tuple[str, ...], plain_scores: bool = True
 ) -> tuple[GradientConfig, ...]:
     """The configurations of a pass, that of dq first; none where they would spill, or mma.sync is as fast."""
-    beside_block_mask = len(beside_window(flags)) - 1 if "has_block_mask" in flags else 0
-    if beside_block_mask > (2 if row.most_of_two else 1):
+    options = beside_window(flags)
+    beside_block_mask = len(options) - 1 if "has_block_mask" in flags else 0
+    if beside_block_mask > (2 if row.most_of_two else 1) or any(x <= options for x in row.without):
         return ()
-    tiles = row.with_options if beside_window(flags) or not plain_scores else row.plain
-    if beside_block_mask:
-        most = _MASK_WORD if beside_block_mask == 1 else row.most_of_two
+    tiles = row.with_options if options or not plain_scores else row.plain
+    is_narrow = beside_block_mask > 1 or any(x <= options for x in row.narrow)
+    if is_narrow or beside_block_mask:
+        most = (row.most_of_two or _COLUMNS) if is_narrow else _MASK_WORD
         tiles = {entry: replace(tile, columns=min(tile.columns, most)) for entry, tile in tiles.items()}
     return tuple(
         gradient_config(entry, row.head_dim, tile, parts, bias_dtype, flags, plain_scores)
@@ -344,7 +377,10 @@ def _in_words(tiles: str, *configs: Config) -> str:
     return f"wgmma and TMA (NVRTC from 12.9 on), {exactness}, {limits}"
 
 
-_TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask"))
+_TABLE_FLAGS: tuple[tuple[str, ...], ...] = (
+    *((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask")),
+    *((*_DROPOUT_AND_BLOCKS,), ("has_window", *_DROPOUT_AND_BLOCKS)),
+)
 _ALL_BUT_BLOCK_MASK = tuple(flag for flag in FLAGS if flag != "has_block_mask")
 
 
@@ -364,6 +400,7 @@ def gradient_table() -> Iterator[tuple[Config, str]]:
     """Every gradient kernel, and its dtype."""
     for parts, rows in BACKWARD.items():
         for row in rows:
-            for flags in (*_TABLE_FLAGS, _ALL_BUT_BLOCK_MASK):
+            beside = [(*x, *window) for x in row.narrow for window in _TABLE_FLAGS[:2]]
+            for flags in (*_TABLE_FLAGS, *beside, _ALL_BUT_BLOCK_MASK, _ALL_BUT_BLOCK_MASK[1:]):
                 for config in gradient_configs(row, parts, None, flags):
                     yield config, "float32"

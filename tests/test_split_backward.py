@@ -203,6 +203,15 @@ def test_wide_heads_with_a_block_mask_beside_two_options_take_other_kernels() ->
         assert plan_split.backward(replace(problem, dropout_p=0.1)) == ()
 
 
+def test_wide_heads_with_options_that_would_spill_take_other_kernels() -> None:
+    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", **BESIDE_BLOCK_MASK["bias"])
+    for name in ("slopes", "mask"):
+        assert plan_split.backward(replace(problem, **BESIDE_BLOCK_MASK[name])) == ()
+        assert plan_split.backward(replace(problem, precision="tf32", **BESIDE_BLOCK_MASK[name]))
+    assert plan_split.backward(replace(problem, block_mask=True)) == ()
+    assert plan_split.backward(replace(problem, softcap=2.0, dropout_p=0.1))
+
+
 def test_a_block_mask_beside_three_options_takes_other_kernels() -> None:
     problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", softcap=2.0, block_mask=True)
     assert plan_split.backward(replace(problem, dropout_p=0.1, window_right=0))
