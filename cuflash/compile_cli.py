@@ -227,15 +227,9 @@ def _gpu() -> dict[str, str]:
 
 
 def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
+    one_head = 1, args.seqlen, args.seqlen, 1, 1, args.head_dim, head_dim_v, args.dtype
     problem = AttentionProblem(
-        batch=1,
-        seqlen_q=args.seqlen,
-        seqlen_k=args.seqlen,
-        num_heads_q=1,
-        num_heads_kv=1,
-        head_dim=args.head_dim,
-        head_dim_v=head_dim_v,
-        dtype=args.dtype,
+        *one_head,
         window_left=0 if args.window else None,
         window_right=0 if args.causal or args.window else None,
         softcap=1.0 if args.softcap else 0.0,

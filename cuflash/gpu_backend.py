@@ -105,7 +105,7 @@ def _wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | Non
     """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
     if not _pays(work, gradients=True):
         return None
-    configs = plan_wide.backward(work.problem, work.is_aligned(("q", "k", "v", "dout")), work.device.capability)
+    configs = plan_wide.backward(*_place(work, "q", "k", "v", "dout"))
     kernels = [launch.Tiles(config.entry, config) for config in configs]
     return launch_split.run_passes(work, with_dlse, grads, kernels)
 

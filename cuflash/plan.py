@@ -119,6 +119,7 @@ _SMEM_KILOBYTES = {
     "90": 227,
     "100": 227,
     "103": 227,
+    "110": 227,
     "120": 99,
     "121": 99,
 }
@@ -132,9 +133,14 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def smem_limit(arch: str) -> int:
-    """Bytes of shared memory that a thread block may use on ``"sm_90a"``, say."""
-    kilobytes = _SMEM_KILOBYTES.get(arch.removeprefix("sm_").rstrip("af"))
-    return SMALLEST_SMEM if kilobytes is None else kilobytes * 1024
+    """Bytes of shared memory that a thread block may use on ``"sm_90a"``, say.
+
+    Of a GPU that is not listed, those of the newest one of its major version, or the least of those since Ampere.
+    """
+    own, (major, _) = arch.removeprefix("sm_").rstrip("af"), capability_of(arch)
+    kin = [number for number in _SMEM_KILOBYTES if capability_of(number)[0] == major]
+    number = own if own in kin else kin[-1] if kin else "86"
+    return _SMEM_KILOBYTES[number] * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,11 @@ BACKWARD = (
             Tile(16, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
-        (Tile(32, 64, 8, 2, True, query_warps=2, below=BLACKWELL), Tile(16, 64, 4, 1, False)),
+        (
+            Tile(32, 64, 8, 2, True, query_warps=2, below=BLACKWELL),
+            Tile(16, 64, 4, 1, False),
+            Tile(32, 16, 2, 1, False, query_warps=2),  # in 64 KB
+        ),
         (Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=BLACKWELL, only=("has_block_mask",)),),
     ),
 )

@@ -58,13 +58,9 @@ FORWARD = {
         Row(256, 128, (Tile(64, 16, 4), Tile(32, 16, 2)), (Tile(32, 32, 2),)),
     ),
 }
-_SINCE_AMPERE = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-# Where products of this kind are faster than multiply-adds.
-CAPABILITIES: dict[str, tuple[Capability, ...]] = {
-    "float32": _SINCE_AMPERE,
-    "tf32": _SINCE_AMPERE,
-    "float64": ((8, 0), (9, 0)),
-}
+_AMPERE = (8, 0)
+# The GPUs whose products of float64 are faster than their multiply-adds.
+_FLOAT64 = (8, 0), (9, 0)
 # Words in names of cards that add products of float16 in float32 at half the rate; nothing else tells them apart. Exact
 # float32 takes 4.5 for a multiply-add, which pays there in gradients to head dim 64 alone.
 _HALF_RATE = "GeForce", "A10G", "L20", "L40", "GB10"
@@ -180,8 +176,9 @@ def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
     return is_small or kind_of(problem) != "float32" or set(_HALF_RATE).isdisjoint(re.findall(r"\w+", name))
 
 
-def _smem_limit(capability: Capability) -> int:
-    return smem_limit("sm_{}{}".format(*capability))
+def _multiplies(kind: str, capability: Capability) -> bool:
+    """Whether products of this kind are faster than multiply-adds."""
+    return capability in _FLOAT64 if kind == "float64" else kind in _PARTS and capability >= _AMPERE
 
 
 def _dtype_of(kind: str) -> str:
@@ -275,6 +272,7 @@ def gradient_configs(
     bias_dtype: str | None,
     flags: tuple[str, ...],
     capability: Capability,
+    limit: int,
     plain_scores: bool = True,
     aligned: bool = True,
 ) -> tuple[GradientConfig, ...]:
@@ -287,7 +285,6 @@ def gradient_configs(
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if _has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
         tile = replace(tile, block_n=16)
-    limit = _smem_limit(capability)
     parts, shares = _PARTS[kind], tile.key_warps > 1
     takes_wider = not parts and capability >= (9, 0)
     # Half of a result is many sums.
@@ -352,9 +349,8 @@ def bias_config(
     return replace(config, unroll=1) if in_chunks and config.parts else config
 
 
-def _rows(table: dict[str, Any], in_99_kb: Any, kind: str, capability: Capability) -> Any:
-    has_99_kb = _smem_limit(capability) == smem_limit("sm_86")
-    return in_99_kb if kind == "float32" and has_99_kb else table[kind]
+def _rows(table: dict[str, Any], in_99_kb: Any, kind: str, limit: int) -> Any:
+    return in_99_kb if kind == "float32" and limit < smem_limit("sm_80") else table[kind]
 
 
 _forward_rows = partial(_rows, FORWARD, _FORWARD_IN_99_KB)
@@ -363,12 +359,12 @@ _backward_rows = partial(_rows, BACKWARD, _BACKWARD_IN_99_KB)
 
 def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
     """The kernels by the first row that is wide enough; None where others are faster."""
-    aligned, capability, *limit = place
+    aligned, capability, limit = place
     kind = kind_of(problem)
-    for row in rows(kind, capability) if capability in CAPABILITIES.get(kind, ()) else ():
+    for row in rows(kind, limit) if _multiplies(kind, capability) else ():
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
             aligned |= _PARTS[kind] > 0  # parts are
-            return make(row, kind, problem.bias_dtype, flags_of(problem), capability, *limit, aligned=aligned, **given)
+            return make(row, kind, problem.bias_dtype, flags_of(problem), capability, limit, aligned=aligned, **given)
     return None
 
 
@@ -393,9 +389,9 @@ def of_bias(problem: AttentionProblem, *place: Any) -> GradientConfig | None:
 def reason(problem: AttentionProblem, gradients: bool) -> str:
     """What a pass takes, in words; empty unless it is these kernels."""
     kind = kind_of(problem)
-    if kind not in CAPABILITIES or not _tiles(problem, False, "sm_80"):
+    if kind not in _PARTS or not _tiles(problem, False, "sm_80"):
         return ""
-    architectures = ", ".join(f"sm_{major}{minor}" for major, minor in CAPABILITIES[kind])
+    architectures = ", ".join("sm_{}{}".format(*x) for x in _FLOAT64) if kind == "float64" else "sm_80 and later"
     tiles = _tiles(problem, gradients, "sm_80")
     what = f"mma.sync on {architectures}, {_PRODUCTS[kind]}, tiles of {tiles}"
     if kind == "float32":
@@ -409,7 +405,7 @@ def reason(problem: AttentionProblem, gradients: bool) -> str:
 def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
     place = True, capability_of(name), smem_limit(name)
     if gradients:
-        return ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, *place[:2]))
+        return ", ".join(f"{c.entry} {c.tile}" for c in backward(problem, *place))
     whole, half = (forward(p, *place) for p in (problem, of_half(problem)))
     config = whole or half
     return f"{config.entry} {config.tile}{'' if whole else BY_HALVES}" if config else ""
@@ -417,11 +413,11 @@ def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
 
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: `plan.table`."""
-    for kind in [kind for kind, capabilities in CAPABILITIES.items() if capability in capabilities]:
+    for kind in [kind for kind in _PARTS if _multiplies(kind, capability)]:
         for flags in TABLE_FLAGS:
-            forward_rows, backward_rows = _forward_rows(kind, capability), _backward_rows(kind, capability)
+            forward_rows, backward_rows = _forward_rows(kind, limit), _backward_rows(kind, limit)
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in forward_rows]
-            gradients = [gradient_configs(row, kind, None, flags, capability) for row in backward_rows]
+            gradients = [gradient_configs(row, kind, None, flags, capability, limit) for row in backward_rows]
             of_bias = [bias_config(row, kind, None, flags, capability, limit) for row in BIAS[kind]]
             for config in (*passes, *sum(gradients, ()), *of_bias):
                 yield config, _dtype_of(kind)

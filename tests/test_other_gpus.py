@@ -26,7 +26,10 @@ from cuflash.plan import KernelConfig
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-ARCHITECTURES = "sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"
+ARCHITECTURES = (
+    *("sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90"),
+    *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+)
 _WITHOUT_TENSOR_CORES = (7, 0)
 _SIZES = [2**n for n in range(9, 24)]  # of blocks full of NaN that results and work space are made of
 
@@ -39,7 +42,10 @@ class Row(NamedTuple):
 
 
 def all_rows() -> Iterator[Row]:
-    """The kernel with the most options of each row that no older GPU has, and of each table's first."""
+    """The kernels with the fewest and the most options of each row that no older GPU has, and of each table's first.
+
+    The former are of a table's first dtype (float16 of the 16 bits), the latter of its last.
+    """
     seen: set[tuple[Any, ...]] = set()
     for arch in ARCHITECTURES:
         own, limit = plan.capability_of(arch), plan.smem_limit(arch)
@@ -50,7 +56,8 @@ def all_rows() -> Iterator[Row]:
                 of_row = rows.identity(row[0][0])
                 if number == 0 or of_row not in seen:
                     seen.add(of_row)
-                    yield Row(arch, capability, *row[-1])
+                    for kernel in (row[0], row[-1])[: len(row)]:
+                        yield Row(arch, capability, *kernel)
 
 
 class OtherGpu(kernels.Device):

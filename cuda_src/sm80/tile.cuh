@@ -28,8 +28,8 @@ DEVICE void finish_copies() {
 }
 
 // ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes or less, so that the
-// eight rows of a matrix of ldmatrix lie in different banks. FOLDS: of a thread's addresses one is found and the others
-// from it, a third fewer instructions, for registers that hold them.
+// eight rows of a matrix of ldmatrix lie in different banks. FOLDS: of a thread's addresses one is found, the
+// others from it, if registers hold them.
 template <int ROWS, int COLUMNS, bool FOLDS = false>
 struct Tile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
