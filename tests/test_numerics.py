@@ -166,12 +166,13 @@ def float32_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("make", [massive_activations, tiny_values, one_hot_keys], ids=["massive", "tiny", "one-hot"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("make", INPUTS, ids=NAMES)
 def test_error_rule_of_every_float32_family(
-    architecture: str, make: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+    architecture: str, make: Callable[[str], Case], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with float32_kernels(architecture, monkeypatch) as device:
-        _assert_error_rule(device, make("float32"))
+        _assert_error_rule(device, make("float32").with_options(causal=causal))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

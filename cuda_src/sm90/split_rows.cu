@@ -11,8 +11,9 @@ constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
 constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
 constexpr int MANTISSA_BITS = 23;
-// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back.
-constexpr float CUT_OFF = 0x1p-25f;
+// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back. Times
+// a query's first part, which may be rounded up, it is less than half of a unit in the last place.
+constexpr float CUT_OFF = 0x1.ffcp-26f;
 
 // Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
 template <bool OF_K>
