@@ -138,9 +138,8 @@ def smem_limit(arch: str) -> int:
     Of a GPU that is not listed, those of the newest one of its major version, or the least of those since Ampere.
     """
     own, (major, _) = arch.removeprefix("sm_").rstrip("af"), capability_of(arch)
-    kin = [number for number in _SMEM_KILOBYTES if capability_of(number)[0] == major]
-    number = own if own in kin else kin[-1] if kin else "86"
-    return _SMEM_KILOBYTES[number] * 1024
+    kin = [number for number in _SMEM_KILOBYTES if capability_of(number)[0] == major] or ["86"]
+    return _SMEM_KILOBYTES.get(own, _SMEM_KILOBYTES[kin[-1]]) * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

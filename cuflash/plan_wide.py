@@ -32,7 +32,6 @@ _PRODUCTS = {
     "tf32": "one product of float16 each, TF32's error",
     "float64": "float64 products",
 }
-_FAMILIES = ("wide", "parts")
 
 # Of a key and its value in forward's two buffers.
 _FACTORS = 4
@@ -186,7 +185,7 @@ def _dtype_of(kind: str) -> str:
 
 
 def _family(kind: str) -> str:
-    return _FAMILIES[_PARTS[kind] > 0]
+    return "parts" if _PARTS[kind] else "wide"
 
 
 def _bytes(kind: str) -> tuple[int, int]:

@@ -54,10 +54,9 @@ struct Tile {
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
     const Element* from = rows.data + along(first_row + own_row, rows.stride) + own_vector * VECTOR;
     const u32 own = address + offset(own_row, own_vector);
+    static_assert(!FOLDS || (WARP_ROWS & (WARP_ROWS - 1)) == 0, "bits of own_row and of `row` below, which swap alone");
     const auto place = [=](int row, int v) {
-      // A power of two: bits of `row` are none of own_row's, and move vectors by themselves.
-      constexpr bool APART = (WARP_ROWS & (WARP_ROWS - 1)) == 0;
-      if constexpr (!(FOLDS && APART)) return address + offset(own_row + row, own_vector + v);
+      if constexpr (!FOLDS) return address + offset(own_row + row, own_vector + v);
       return (own ^ swizzle(row) * VECTOR_BYTES) + row * ROW_BYTES + v * VECTOR_BYTES;
     };
     // Nothing to test for each vector: most tiles.
