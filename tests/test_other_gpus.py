@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import devices
 import numpy as np
 import pytest
 import rows
+import test_numerics
+from cases import Case
 from devices import Device
 
-from cuflash import kernels, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
+from cuflash import kernels, launch, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
 from cuflash.plan import KernelConfig
 
 pytestmark = pytest.mark.gpu
@@ -131,3 +134,14 @@ def kernels_on(gpu: OtherGpu) -> Iterator[None]:
 def test_row(row: Row) -> None:
     gpu = other_gpu(row.arch, row.capability)
     rows.run(row.config, row.dtype, Device(row.arch, cupy, partial(kernels_on, gpu)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("make", test_numerics.INPUTS, ids=test_numerics.NAMES)
+def test_error_rule_of_float32_by_mma(make: Callable[[str], Case], causal: bool) -> None:
+    gpu = other_gpu("sm_90", (9, 0))
+    device = Device("sm_90", cupy, partial(kernels_on, gpu))
+    devices.forget_launches()
+    with device.active():
+        test_numerics._assert_error_rule(device, make("float32").with_options(causal=causal))
+    assert {x.kernel.entry for x in launch._launches.values() if "forward" in x.kernel.entry} == {"parts_forward"}
