@@ -153,15 +153,21 @@ FAMILIES = {"sm_75": ("plain", "forward"), "sm_80": ("ampere", "parts_forward"),
 
 
 @contextmanager
-def float32_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """A device of that family, with its own sums; nothing else may compute a result."""
-    sums, entry = FAMILIES[architecture]
-    monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", sums)
+def forward_by(entry: str, device: Device) -> Iterator[Device]:
+    """The device, active; no other kernel may compute a forward result."""
     devices.forget_launches()
-    device = devices.device_of(architecture)
     with device.active():
         yield device
     assert {x.kernel.entry for x in launch._launches.values() if "forward" in x.kernel.entry} == {entry}
+
+
+@contextmanager
+def float32_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A device of that family, with its own sums."""
+    sums, entry = FAMILIES[architecture]
+    monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", sums)
+    with forward_by(entry, devices.device_of(architecture)) as device:
+        yield device
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

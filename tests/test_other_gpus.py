@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import devices
 import numpy as np
 import pytest
 import rows
@@ -23,7 +22,7 @@ import test_numerics
 from cases import Case
 from devices import Device
 
-from cuflash import kernels, launch, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
+from cuflash import kernels, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
 from cuflash.plan import KernelConfig
 
 pytestmark = pytest.mark.gpu
@@ -140,8 +139,5 @@ def test_row(row: Row) -> None:
 @pytest.mark.parametrize("make", test_numerics.INPUTS, ids=test_numerics.NAMES)
 def test_error_rule_of_float32_by_mma(make: Callable[[str], Case], causal: bool) -> None:
     gpu = other_gpu("sm_90", (9, 0))
-    device = Device("sm_90", cupy, partial(kernels_on, gpu))
-    devices.forget_launches()
-    with device.active():
+    with test_numerics.forward_by("parts_forward", Device("sm_90", cupy, partial(kernels_on, gpu))) as device:
         test_numerics._assert_error_rule(device, make("float32").with_options(causal=causal))
-    assert {x.kernel.entry for x in launch._launches.values() if "forward" in x.kernel.entry} == {"parts_forward"}
