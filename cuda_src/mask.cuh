@@ -176,6 +176,8 @@ struct Blocks {
   }
 
   DEVICE bool done() const { return block >= end; }
+  // The current tile and those behind it.
+  DEVICE int count() const { return HAS_BLOCK_MASK ? left : end - block; }
 
   DEVICE void advance() {
     if constexpr (HAS_BLOCK_MASK) {

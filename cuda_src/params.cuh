@@ -34,6 +34,8 @@ DEVICE float tanh_of(float x) { return tanhf(x); }
 DEVICE double tanh_of(double x) { return tanh(x); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE double larger(double a, double b) { return fmax(a, b); }
+DEVICE float smaller(float a, float b) { return fminf(a, b); }
+DEVICE double smaller(double a, double b) { return fmin(a, b); }
 
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }

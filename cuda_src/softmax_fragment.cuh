@@ -2,9 +2,16 @@
 #include "fragment.cuh"
 #include "softmax.cuh"
 
-// Earlier results are rescaled only where the maximum grows by more than this power of two (FlashAttention-4, 2026):
-// weights up to 256 are as exact. Decided per row, so rows stay independent.
+// A row's weights are powers of two of its scores less its reference, a maximum that the row once had. A new maximum
+// may exceed the reference by MAX_GROWTH before earlier results are rescaled (FlashAttention-4, 2026).
 constexpr float MAX_GROWTH = 8;
+// A weight of 16 bits is exact only where its score is the reference. So whatever may become a large weight of the row
+// becomes the reference, or its rounding is the largest error of the row. What is large is foretold from a row's first
+// tile: where its sum is at least FLAT of its largest weights, no key has much of it, and the root of all squared
+// weights will be about the sum times the root of the number of tiles; a weight is large from LARGE_SHARE of that on.
+// Few rows of N(0, 1) inputs ever meet such a weight. Any other row, and one that has met it, follows every maximum.
+// Errors on inputs with large weights are 1.01 to 1.02 of those of following always (1.10 to 1.20 without).
+constexpr float FLAT = 3, LARGE_SHARE = 0.12f;
 
 // a / b, of 16-bit inputs within two units in the last place; a logarithm of theirs is within 2^-22.
 DEVICE Accum quotient(Accum a, Accum b) {
@@ -39,33 +46,27 @@ DEVICE double power_of_2(double x) { return exp2(x); }
 constexpr bool SUBTRACTS_FIRST = HAS_BIAS || sizeof(Element) > 2;
 
 struct FragmentSoftmax {
-  Accum to_natural, to_base_2;  // factors of a score
-  // The reference of a row is a maximum that it once had; its scores may exceed it by `room`.
-  Accum room, reference[2], sum[2];
+  static constexpr bool ROUNDS_WEIGHTS = sizeof(Element) == 2;
+
+  Accum to_natural, to_base_2;         // factors of a score
+  Accum room[ROUNDS_WEIGHTS ? 2 : 1];  // by which scores of row r may exceed its reference
+  Accum reference[2], sum[2];
 
   FragmentSoftmax() = default;  // for arrays
 
   // Plain scores stay products of q and k, and their scale comes with the conversion to base 2.
-  DEVICE FragmentSoftmax(Accum scale)
-      : to_natural(PLAIN_SCORES ? scale : 1), to_base_2(to_natural * LOG2_E), room(quotient(MAX_GROWTH, to_base_2)) {
-    reference[0] = reference[1] = -infinity();
-    sum[0] = sum[1] = 0;
-  }
+  DEVICE FragmentSoftmax(Accum scale) : FragmentSoftmax(in_units(PLAIN_SCORES ? scale : 1)) {}
 
   DEVICE void take_factors(const FragmentSoftmax& other) {
     to_natural = other.to_natural;
     to_base_2 = other.to_base_2;
-    room = other.room;
+    if constexpr (!ROUNDS_WEIGHTS) room[0] = other.room[0];
   }
 
-  // Of scores in units.
-  static DEVICE FragmentSoftmax in_units(Accum unit) {
-    FragmentSoftmax softmax(unit);
-    softmax.to_natural = unit;
-    softmax.to_base_2 = unit * LOG2_E;
-    softmax.room = quotient(MAX_GROWTH, softmax.to_base_2);
-    return softmax;
-  }
+  // The softmax of scores that stand in units.
+  static DEVICE FragmentSoftmax in_units(Accum unit) { return FragmentSoftmax(unit, unit * LOG2_E); }
+  // The softmax of scores that are powers of two.
+  static DEVICE FragmentSoftmax of_powers() { return FragmentSoftmax(0.6931471805599453f, 1); }
 
   template <int N>
   static DEVICE void find_tops(const Accum (&x)[N], Accum (&top)[2]) {
@@ -74,32 +75,53 @@ struct FragmentSoftmax {
     for (int e = 0; e < N; e++) top[e / 2 % 2] = larger(top[e / 2 % 2], x[e]);
   }
 
-  DEVICE bool exceeded(const Accum (&top)[2]) const {
-    return top[0] > reference[0] + room || top[1] > reference[1] + room;
-  }
+  // What is subtracted from the scores of row r without `shift`; where nothing was seen, all are -inf.
+  DEVICE Accum base(int r, Accum shift = 0) const { return reference[r] == -infinity() ? 0 : reference[r] - shift; }
 
-  // Takes a row's new maximum for its reference if it is far above.
-  DEVICE void raise(int r, Accum maximum, Accum& rescale) {
-    if (!(maximum > reference[r] + room)) return;
-    rescale = power_of_2((reference[r] - maximum) * to_base_2);
-    reference[r] = maximum;
+  // What scores of row r without `shift` may reach before the row's reference follows.
+  DEVICE Accum limit(int r, Accum shift = 0) const { return reference[r] - shift + room[ROUNDS_WEIGHTS ? r : 0]; }
+
+  DEVICE bool exceeded(const Accum (&top)[2]) const { return top[0] > limit(0) || top[1] > limit(1); }
+
+  // Makes a row's maximum its reference where it exceeds the limit.
+  DEVICE void follow(int r, Accum maximum, Accum& rescale, Accum shift = 0) {
+    if (!(maximum > limit(r, shift))) return;
+    rescale = power_of_2((reference[r] - shift - maximum) * to_base_2);
+    if constexpr (ROUNDS_WEIGHTS) room[r] = reference[r] == -infinity() || is_unsettled(room[r]) ? UNSETTLED : 0;
+    reference[r] = maximum + shift;
     sum[r] *= rescale;
   }
 
-  // Whether earlier results are to be multiplied, row r with rescale[r]. Scores in bounds need no maximum of a row.
+  // The room, a power of two, beside the sum of a row's first tile of `tiles`.
+  static DEVICE Accum room_beside(Accum total, int tiles) {
+    const Accum large = ptx::lg2(total * LARGE_SHARE) + ptx::lg2(static_cast<float>(tiles)) / 2;
+    return total < FLAT ? Accum(0) : smaller(larger(large, Accum(0)), Accum(MAX_GROWTH));
+  }
+  DEVICE void settle(int r, Accum total, int tiles) {
+    if constexpr (ROUNDS_WEIGHTS) {
+      if (is_unsettled(room[r])) room[r] = in_score_units(room_beside(total, tiles));
+    }
+  }
+  DEVICE void settle(int tiles) {
+    if constexpr (ROUNDS_WEIGHTS) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) settle(r, sum_of_row<4>(sum[r]), tiles);
+    }
+  }
+
+  // Whether earlier results are to be multiplied, row r with rescale[r].
   template <int N>
-  DEVICE bool step(Accum (&x)[N], Accum (&rescale)[2]) {
+  DEVICE bool step(Accum (&x)[N], Accum (&rescale)[2], int tiles) {
     Accum top[2];
     find_tops(x, top);
     rescale[0] = rescale[1] = 1;
     const bool grown = __any_sync(ALL_LANES, exceeded(top));
     if (grown) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        raise(r, max_of_row<4>(top[r]), rescale[r]);
-      }
+      for (int r = 0; r < 2; r++) follow(r, max_of_row<4>(top[r]), rescale[r]);
     }
     weigh(x);
+    if (grown) settle(tiles);
     return grown;
   }
 
@@ -107,7 +129,7 @@ struct FragmentSoftmax {
   DEVICE void weigh(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Accum base = reference[r] == -infinity() ? 0 : reference[r];
+      const Accum base = this->base(r);
       const Accum offset = base * to_base_2;
       Accum row_sum = 0;
 #pragma unroll
@@ -142,28 +164,21 @@ struct FragmentSoftmax {
       }
       return HEAD_DIM_V == 128 || __any_sync(ALL_LANES, any_grown);  // at 128 to ask costs more than to multiply
     }
-    const Accum limit[2] = {reference[0] - shift[0] + room, reference[1] - shift[1] + room};
     rescale[0] = rescale[1] = 1;
-    const bool grown = __any_sync(ALL_LANES, top[0] > limit[0] || top[1] > limit[1]);
+    const bool grown = __any_sync(ALL_LANES, top[0] > limit(0, shift[0]) || top[1] > limit(1, shift[1]));
     if (grown) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const Accum maximum = max_of_row<4>(top[r]);
-        if (!(maximum > limit[r])) continue;
-        rescale[r] = power_of_2((reference[r] - shift[r] - maximum) * to_base_2);
-        reference[r] = maximum + shift[r];
-        sum[r] *= rescale[r];
-      }
+      for (int r = 0; r < 2; r++) follow(r, max_of_row<4>(top[r]), rescale[r], shift[r]);
     }
     return grown;
   }
 
   // Then the weights of elements BEGIN to END - 1: whole groups of four.
   template <int BEGIN, int END>
-  DEVICE void weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], bool) {
+  DEVICE bool weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Accum base = reference[r] == -infinity() ? 0 : reference[r] - shift[r];
+      const Accum base = this->base(r, shift[r]);
       const Accum offset = base * to_base_2;
       Accum row_sum = 0;
 #pragma unroll
@@ -177,104 +192,36 @@ struct FragmentSoftmax {
       }
       sum[r] += row_sum;
     }
+    return false;
   }
 
   DEVICE void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);
   }
+
+ private:
+  DEVICE FragmentSoftmax(Accum to_natural, Accum to_base_2) : to_natural(to_natural), to_base_2(to_base_2) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      reference[r] = -infinity();
+      sum[r] = 0;
+    }
+    room[0] = in_score_units(MAX_GROWTH);
+    if constexpr (ROUNDS_WEIGHTS) room[0] = room[1] = 0;
+  }
+
+  // The room of a row whose room is still to be found is a zero of its own: until then every maximum is followed.
+  static constexpr Accum UNSETTLED = -0.0f;
+  static DEVICE bool is_unsettled(Accum room) {
+    return __float_as_int(static_cast<float>(room)) == __float_as_int(-0.0f);
+  }
+
+  DEVICE Accum in_score_units(Accum power) const { return quotient(power, to_base_2); }
 };
 
 template <int N>
 DEVICE void rescale_rows(Accum (&out)[N], const Accum (&rescale)[2]) {
 #pragma unroll
   for (int e = 0; e < N; e++) out[e] *= rescale[e / 2 % 2];
-}
-
-// The softmax of scores that softcap bounds: their powers stay finite without a maximum.
-struct BoundedSoftmax {
-  // Below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 as the instruction is, whose unit is left to powers. An error
-  // that the smallest had in common would be one of lse.
-  static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
-  static constexpr float STEEP = 1e12f;  // of factors whose cube may be infinite: then no product is small
-  float factor;                          // from a product to tanh's argument
-  float power;                           // and from tanh to the power of 2
-  float small;                           // the largest product that is small
-  float linear, cubic;                   // of small products
-  float sum[2] = {0, 0};
-
-  template <class Units>
-  DEVICE explicit BoundedSoftmax(const Units& units)
-      : factor(units.factor),
-        power(units.unit * LOG2_E),
-        small(fabsf(factor) < STEEP ? fminf(SMALL / fabsf(factor), 1e18f) : -1) {
-    linear = factor * power;
-    cubic = factor * factor * factor * power * CUBIC;
-  }
-
-  DEVICE float of_small(float product) const { return product * fmaf(cubic, product * product, linear); }
-  DEVICE float of_any(float product) const { return ptx::tanh(product * factor) * power; }
-
-  // Powers of 2 from the products of a masked tile.
-  DEVICE void cap(float (&x)[BLOCK_N / 2]) const {
-#pragma unroll
-    for (float& product : x) product = of_any(product);
-  }
-
-  template <bool EVERY>
-  DEVICE bool bound(const float (&)[BLOCK_N / 2], const float (&)[2], float (&)[2]) const {
-    return false;
-  }
-
-  template <int BEGIN, int END>
-  DEVICE void weigh(float (&x)[BLOCK_N / 2], const float (&)[2], bool masked) {
-    if (masked) return weigh_by<BEGIN, END>(x, [](float capped) { return capped; });
-    float tops[2] = {};  // of one, each would wait for the last
-#pragma unroll
-    for (int e = BEGIN; e < END; e++) tops[e % 2] = larger(tops[e % 2], fabsf(x[e]));
-    if (__all_sync(ALL_LANES, larger(tops[0], tops[1]) <= small)) {
-      weigh_by<BEGIN, END>(x, [&](float product) { return of_small(product); });
-    } else {  // each as if alone: no row depends on others
-      weigh_by<BEGIN, END>(
-          x, [&](float product) { return fabsf(product) <= small ? of_small(product) : of_any(product); });
-    }
-  }
-
-  // Each way has its own sums, which hide behind its powers.
-  template <int BEGIN, int END, class Power>
-  DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
-    float row_sum[2] = {0, 0};
-#pragma unroll
-    for (int e = BEGIN; e < END; e++) {
-      x[e] = ptx::ex2(power(x[e]));
-      row_sum[e / 2 % 2] += x[e];
-    }
-    sum[0] += row_sum[0];
-    sum[1] += row_sum[1];
-  }
-
-  // A sink may be far from all scores: it meets their logarithm.
-  DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float total = sum_of_row<4>(sum[r]);
-      const float seen = total == 0 ? -infinity() : natural_log(total), top = larger(seen, sink);
-      const float own = seen == -infinity() ? 0 : exp_2((seen - top) * LOG2_E);
-      const float both = own + (sink == -infinity() ? 0 : exp_2((sink - top) * LOG2_E));
-      inverse[r] = own == 0 ? 0 : quotient(own, both * total);
-      lse[r] = both == 0 ? -infinity() : top + natural_log(both);
-    }
-  }
-};
-
-DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
-DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
-
-template <bool BOUNDED, class Units>
-DEVICE auto softmax_of(const Units& units) {
-  if constexpr (BOUNDED) {
-    return BoundedSoftmax(units);
-  } else {
-    return FragmentSoftmax::in_units(units.unit);
-  }
 }

@@ -51,6 +51,12 @@ class Row:
     with_mask_tiles: Tile | None = None  # mask by TMA
     bounded: Tile | None = None  # softcap by bounded scores
     exact_again: int = 1 << 30  # from so many keys on, without a window, the tile for few
+    of_small_grids: tuple[Tile, ...] = ()  # more tiles for the same queries, without options but a window
+
+    def plain_tiles(self, windowed: bool) -> list[Tile]:
+        """What a problem without options but a window can take."""
+        tiles = (self.windowed, self.many_windowed) if windowed else (self.full, self.many_keys)
+        return [tile for tile in (*tiles, *self.of_small_grids, self.few_queries) if tile]
 
 
 _TEAMS = Tile(128, 64, ping_pong=False, alone=1)
@@ -71,6 +77,8 @@ FORWARD = (
         narrow_window=Tile(256, 64),
         few_queries=Tile(64, 128, ping_pong=False, stages=3),
         with_blocks=Tile(128, 64, ping_pong=False, alone=2),
+        bounded=Tile(192, 96),
+        of_small_grids=(Tile(128, 128, exact=True),),
     ),
     Row(
         96,
@@ -83,7 +91,7 @@ FORWARD = (
         Tile(128, 128),
         Tile(128, 64),
         with_blocks=_TEAMS,
-        bounded=Tile(192, 112),
+        bounded=Tile(192, 96),
     ),
     Row(
         128,

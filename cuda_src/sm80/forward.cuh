@@ -66,6 +66,15 @@ DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int wa
   }
 }
 
+// The sums of a thread's rows over all keys so far.
+DEVICE void find_totals(SharedStorage& shared, Accum (&total)[FRAGMENTS][2],
+                        const FragmentSoftmax (&softmax)[FRAGMENTS], int warp_row, int key_warp) {
+  __syncthreads();  // what was combined before is read
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) total[f][0] = softmax[f].sum[0], total[f][1] = softmax[f].sum[1];
+  across_warps(shared, total, warp_row, key_warp, [](Accum a, Accum b) { return a + b; });
+}
+
 template <class W, class T>
 DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
@@ -245,12 +254,21 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         if (grown) {
           Accum rescale[2] = {1, 1};
 #pragma unroll
-          for (int r = 0; r < 2; r++) softmax[f].raise(r, top[f][r], rescale[r]);
+          for (int r = 0; r < 2; r++) softmax[f].follow(r, top[f][r], rescale[r]);
           rescale_rows(out[f], rescale);
         }
         softmax[f].weigh(x[f]);
         pack(weights[f], x[f]);
         share(weights[f], shared_weights.from_row(16 * f));
+      }
+      if (grown && FragmentSoftmax::ROUNDS_WEIGHTS) {
+        Accum totals[FRAGMENTS][2];
+        find_totals(shared, totals, softmax, warp_row, key_warp);
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+          for (int r = 0; r < 2; r++) softmax[f].settle(r, totals[f][r], blocks.count() + 1);
+        }
       }
       multiply_shared(out, weights, shared_weights, values);
     } else {
@@ -278,7 +296,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
           if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen + i * LISTED_N, part);
         }
         softmax[f].take_factors(shared.softmax);
-        bool grown = softmax[f].step(x[f], rescale);
+        bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);
         scores.drop(x[f], row, first_key);
         grown |= units[f].fold(x[f], shared.factors.of_valued(stage), rescale);
         pack(weights[f], x[f]);
@@ -298,11 +316,8 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   }
 
   if constexpr (SHARES_QUERIES) {
-    __syncthreads();  // maxima are read
     Accum sums[FRAGMENTS][2];
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) sums[f][0] = softmax[f].sum[0], sums[f][1] = softmax[f].sum[1];
-    across_warps(shared, sums, warp_row, key_warp, [](Accum a, Accum b) { return a + b; });
+    find_totals(shared, sums, softmax, warp_row, key_warp);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll

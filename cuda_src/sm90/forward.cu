@@ -1,7 +1,18 @@
 // Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
 // another finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks take tile after tile.
-#include "../softmax_fragment.cuh"
+#include "bounded_softmax.cuh"
 #include "forward_loader.cuh"
+
+DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
+DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
+
+DEVICE auto softmax_of(const UnitFragment& scores) {
+  if constexpr (BOUNDED_SCORES) {
+    return BoundedSoftmax(scores.p);
+  } else {
+    return FragmentSoftmax::in_units(scores.units.unit);
+  }
+}
 
 constexpr bool SCALE_ONCE = !HAS_OPTIONS || (HAS_BIAS && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
@@ -85,7 +96,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
-    auto softmax = softmax_of<BOUNDED_SCORES>(scores.units);
+    auto softmax = softmax_of(scores);
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
     u32 weights[BLOCK_N / 4];
 #pragma unroll
@@ -137,6 +148,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const bool careful = HIDES_ANYWHERE && work.careful;
       FragmentBits bits;
       bool last, next_masked;
+      // From the last key on, a tile under the diagonal comes first, of which some rows see too little: then rooms are
+      // found behind the second tile.
+      int unsettled = 0;
       const auto needs_mask = [&] {
         return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
@@ -153,8 +167,14 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
             x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
       };
+      // How far a row's maximum may grow before it is followed is known behind the row's first weights.
+      const auto settle = [&] {
+        const int left = FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next;
+        if constexpr (!EXACT_MAXIMA) softmax.settle(HAS_BLOCK_MASK ? shared.lists[rings.work.stage].left : left + 1);
+      };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
+        if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
         scores.share_draws(shared.draws, first_key);
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
@@ -216,10 +236,10 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         keep(x);
         release_keys();
         if (masked) cap(softmax, x);
-        const bool grown = bound(x, shift, first_key, masked);
+        bool grown = bound(x, shift, first_key, masked);
         if constexpr (EARLY_POWERS > 0) {
           // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
-          softmax.weigh<0, EARLY_POWERS>(x, shift, masked);
+          softmax.weigh<0, EARLY_POWERS>(x, shift, rescale, masked);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
           if (grown) {
@@ -228,12 +248,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           }
           finish_values();
           rings.v.release();
-          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, masked);
+          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
           pack(weights, x);
         } else {
           // This branch keeps powers before the wait, too.
           if (BOUNDED_SCORES && last) rings.q.release();
-          softmax.weigh<0, BLOCK_N / 2>(x, shift, masked);
+          grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
           scores.drop(x, row, first_key, shared.draws);
           finish_values();
           if (!first) rings.v.release();
@@ -264,6 +284,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             } else {
               step(false, false);
             }
+            if (first) settle();
             first = false;
             if (HAS_BLOCK_MASK && !last) {
               take();
@@ -285,10 +306,15 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           keep(x);
           release_keys();
           cap(softmax, x);  // as if masked, so that it is the same code either way
-          const bool grown = bound(x, shift, first_key, masked);
+          bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
-          softmax.weigh<0, BLOCK_N / 2>(x, shift, true);
+          softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, true);
+          if (FROM_LAST && masked) {
+            unsettled = 2;
+          } else {
+            settle();
+          }
           scores.drop(x, row, first_key, shared.draws);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);

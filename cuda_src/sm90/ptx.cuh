@@ -186,6 +186,7 @@ DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
 // Nor does it know x any longer: what follows from it is computed again.
 DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
+DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 
 // wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
 // wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.

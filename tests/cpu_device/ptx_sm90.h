@@ -159,6 +159,7 @@ void wgmma_wait_group(Where where = {}) {
 }
 inline void keep(float&) {}
 inline void forget(unsigned&) {}
+inline void forget(float&) {}
 inline void keep(unsigned&) {}
 template <class T, int TRANS_A, int TRANS_B, int R>
 void wgmma_ss(float (&d)[R], unsigned long long a, unsigned long long b, bool accumulate, Where where = {}) {
