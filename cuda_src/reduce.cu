@@ -142,3 +142,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   if (inside) p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum / total);
   if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
 }
+
+// The same where rows are many and their parts few: one warp a row. Of the columns, each lane has every 32nd.
+extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const AttentionParams p) {
+  constexpr int AT_ONCE = 4;  // columns of a lane
+  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
+  const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
+  if (row >= p.seqlen_q) return;
+  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+  const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_part + lane, row, head) : -infinity();
+  Accum top = max_of_row<WARP>(own_lse);
+  if (top == -infinity()) top = 0;  // nothing seen, or only NaN, which maxima pass over
+  const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
+  for (int first = lane; first - lane < p.head_dim_v; first += AT_ONCE * WARP) {
+    Accum sum[AT_ONCE] = {};
+#pragma unroll 4
+    for (int part = 0; part < p.splits; part++) {
+      const Accum of_part = __shfl_sync(ALL_LANES, own, part);
+      const Accum* columns = p.out_parts.at(first_part + part, row, head);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int column = first + i * WARP;
+        if (column < p.head_dim_v) sum[i] += of_part * columns[column];
+      }
+    }
+    Element* out = p.out.at(batch, row, head);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int column = first + i * WARP;
+      if (column < p.head_dim_v) out[column] = from_accum<Element>(sum[i] * inverse);
+    }
+  }
+  if (lane == 0) *p.lse.at(batch, row, head) = top + log_e(total);
+}

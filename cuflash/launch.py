@@ -25,7 +25,7 @@ Words = memoryview  # of 8 bytes each
 _SEED_WORD = word_of("dropout_key")
 # Of a block of reduce.cu, and rows where a warp has one.
 _SUM_THREADS = 256
-_SUM_ROWS = _SUM_THREADS // 32
+SUM_ROWS = _SUM_THREADS // 32
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class Rows(Sum):
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(blocks of one head, blocks in all)."""
-        tiles = num_tiles(problem, problem.seqlen_q, _SUM_ROWS)
+        tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
         return tiles, tiles * images(problem, problem.num_heads_q)
 
 

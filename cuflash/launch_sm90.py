@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import kernels, plan_sm90, plan_sm90_backward
-from cuflash.launch import Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
+from cuflash.launch import SUM_ROWS, Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
 from cuflash.plan import plan
 from cuflash.plan_sm90 import Config, Layout
@@ -151,12 +151,14 @@ class Forward(Kernel):
 
 
 @dataclass(frozen=True)
-class MergeParts(Sum):
-    """The results over parts of the keys become one."""
+class Merge(Sum):
+    """The results over parts of the keys become one: a thread block a row, or a warp where rows are many."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(rows of one head, rows in all)."""
-        return problem.seqlen_q, problem.seqlen_q * images(problem, problem.num_heads_q)
+        """(blocks of one head, blocks in all)."""
+        rows = SUM_ROWS if self.entry == "merge_rows" else 1
+        blocks = math.ceil(problem.seqlen_q / rows)
+        return blocks, blocks * images(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """As `Forward` does."""
@@ -171,12 +173,14 @@ def forward(work: Work) -> bool:
     config = plan_sm90.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
     if config is None:
         return False
-    parts = _results_of_parts(work, config)
+    config, number = plan_sm90.for_grid(work.problem, config, work.device.num_sms)
+    parts = _results_of_parts(work, number)
     if parts or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(parts), staging_panels=0, pair=1)
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
-        work.run(MergeParts("merge_parts", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
+        entry = "merge_rows" if plan_sm90.merges_by_rows(work.problem, number) else "merge_parts"
+        work.run(Merge(entry, plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
     return True
 
 
@@ -191,9 +195,8 @@ def _layout(work: Work, x: Array | None) -> Layout | None:
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 
-def _results_of_parts(work: Work, config: Config) -> Arrays:
+def _results_of_parts(work: Work, parts: int) -> Arrays:
     """Room for the results over parts of the keys; nothing where keys stay whole."""
-    parts = plan_sm90.parts_of_keys(work.problem, config, work.device.num_sms)
     if parts == 1:
         return {}
     seen = plan_sm90.heads_as_rows(work.problem)

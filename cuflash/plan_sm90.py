@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cuflash.params import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import (
@@ -17,6 +18,7 @@ from cuflash.plan import (
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tiles_sm90 import FORWARD, Row, Tile
+from cuflash.times_sm90 import parts_worth_a_try, predicted_us
 
 ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
@@ -35,8 +37,11 @@ SMEM_ALIGNMENT = 1024  # of what has a swizzle
 # Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
 # H100's multiprocessors.
 _SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
-# Keys of few queries, and tiles of keys of many: shorter parts gain less than their merging costs.
-_SHORTEST_PART, _FEWEST_TILES = 128, 8
+# Keys of few queries: shorter parts gain less than their merging costs.
+_SHORTEST_PART = 128
+# Tiles that go to a multiprocessor one after the other; of more, what fills the GPU best is the fastest.
+_MOST_WAVES = 7
+_PARTS_OF_WARP = 32  # a lane has the weight of one
 DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
 # Of scores: sums of 2^40 powers times values of 2^15 stay finite, as does the cubic term's factor; none is denormal.
@@ -135,11 +140,29 @@ def forward_config(
     mask_tiles: bool = False,
 ) -> Config:
     """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
-    options = beside_window(flags)
-    bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and options == {"has_softcap"}
+    bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and beside_window(flags) == {"has_softcap"}
     tile = _tile_for(
         row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores
     )
+    return config_of(
+        row, tile, dtype, bias_dtype, flags, plain_scores, bias_tiles, mask_tiles, splits_keys, bounded_scores
+    )
+
+
+def config_of(
+    row: Row,
+    tile: Tile,
+    dtype: str,
+    bias_dtype: str | None,
+    flags: tuple[str, ...],
+    plain_scores: bool = True,
+    bias_tiles: bool = False,
+    mask_tiles: bool = False,
+    splits_keys: bool = False,
+    bounded_scores: bool = False,
+) -> Config:
+    """The configuration with a tile of the row."""
+    options = beside_window(flags)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
@@ -270,9 +293,13 @@ def _has_narrow_window(problem: AttentionProblem) -> bool:
     return bounded and _has_many_keys(problem)
 
 
+def _row_of(problem: AttentionProblem) -> Row:
+    return next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+
+
 def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False) -> Config:
     problem = heads_as_rows(problem)
-    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
+    row = _row_of(problem)
     plain_scores = has_plain_scale(problem)
     flags = flags_of(problem)
     grow_rarely = not (flags or problem.packed) and problem.seqlen_k >= row.exact_again
@@ -321,6 +348,12 @@ def table() -> Iterator[tuple[Config, str]]:
                     yield forward_config(row, dtype, None, ("has_window",), narrow_window=True), dtype
                 for flags in ((), ("has_window",)):
                     yield forward_config(row, dtype, None, flags, few_queries=True), dtype
+            for tile in row.of_small_grids:
+                for flags in ((), ("has_window",)):
+                    yield config_of(row, tile, dtype, None, flags), dtype
+            for tile in row.plain_tiles(True):
+                split = config_of(row, tile, dtype, None, ("has_window",), splits_keys=True)
+                yield replace(split, pair=1), dtype
             if dtype in _BOUNDED_DTYPES:
                 yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
@@ -330,17 +363,39 @@ def table() -> Iterator[tuple[Config, str]]:
             yield forward_config(row, dtype, None, FLAGS, bias_tiles=True, mask_tiles=True), dtype
 
 
-def parts_of_keys(problem: AttentionProblem, config: Config, num_sms: int) -> int:
-    """Parts of the keys of each tile, so that few tiles fill the GPU."""
+class Launches(NamedTuple):
+    """The kernel of a problem, and the parts of the keys of each of its tiles."""
+
+    config: Config
+    parts: int
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def for_grid(problem: AttentionProblem, config: Config, num_sms: int) -> Launches:
+    """What takes the least time where a problem's tiles do not fill the GPU; `config` is what fills it best."""
     if problem.packed or problem.block_mask:
-        return 1
+        return Launches(config, 1)
     seen = heads_as_rows(problem)
     tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
     if has_few_queries(seen):
-        most = seen.seqlen_k // _SHORTEST_PART
-    else:
-        most = -(-seen.seqlen_k // config.block_n) // _FEWEST_TILES
-    return max(min(num_sms // tiles, most), 1)
+        return Launches(config, max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_PART), 1))
+    if tiles >= _MOST_WAVES * num_sms:
+        return Launches(config, 1)
+    candidates = {config.tile: config}
+    flags = flags_of(problem)
+    if not beside_window(flags) and config.plain_scores:
+        row = _row_of(problem)
+        for tile in row.plain_tiles(bool(flags)):
+            other = replace(config_of(row, tile, problem.dtype, None, flags), pair=1)
+            candidates.setdefault(other.tile, other)
+    return min(
+        (
+            Launches(candidate, parts)
+            for candidate in candidates.values()
+            for parts in parts_worth_a_try(problem, candidate.block_m, candidate.block_n, num_sms)
+        ),
+        key=lambda found: predicted_us(problem, found.config, found.parts, num_sms),
+    )
 
 
 def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
@@ -359,3 +414,8 @@ def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
     if seqlen_q >= _LONG_QUERIES:
         fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
     return min(fitting * problem.group_size, heads)
+
+
+def merges_by_rows(problem: AttentionProblem, parts: int) -> bool:
+    """Whether a warp merges a row's parts; else a thread block does, which reads many of them at once."""
+    return parts <= _PARTS_OF_WARP and not has_few_queries(heads_as_rows(problem))

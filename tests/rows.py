@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -71,7 +71,7 @@ def lengths_of(config: plan_sm90.Config, dtype: str) -> tuple[int, int]:
     """Lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
     if config.splits_keys:
-        return plan_sm90._FEW_QUERIES, 3000  # few tiles, of keys that are worth a split
+        return queries, 4 * config.block_n + 10
     flags = tuple(flag for flag in FLAGS if getattr(config, flag))
     if takes_narrow_window(config, dtype):
         return queries, plan_sm90._MANY_KEYS
@@ -161,6 +161,27 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
     plan_sm90.forward.cache_clear()
 
 
+def is_of_small_grids(config: plan_sm90.Config) -> bool:
+    return any(
+        config == plan_sm90.config_of(row, tile, dtype, None, flags)
+        for row in tiles_sm90.FORWARD
+        for tile in row.of_small_grids
+        for dtype in plan_sm90.DTYPES
+        for flags in ((), ("has_window",))
+    )
+
+
+@contextmanager
+def small_grid(config: KernelConfig) -> Iterator[None]:
+    """Tiles and parts of keys that are taken only where a grid does not fill a large GPU."""
+    if not isinstance(config, plan_sm90.Config) or not (config.splits_keys or is_of_small_grids(config)):
+        yield
+        return
+    launches = plan_sm90.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)
+    with mock.patch.object(plan_sm90, "for_grid", return_value=launches):
+        yield
+
+
 def run(config: KernelConfig, dtype: str, place: Device) -> None:
     """Hold the pass that a row is for against the reference; nothing but the row must have done its part."""
     case = case_of(config, dtype)
@@ -170,7 +191,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
         if isinstance(config, plan_sm90.Config) and not (config.staging_panels or config.splits_keys):
             # A result that TMA cannot store.
             given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
-        with place.active(), short_pairs(config):
+        with place.active(), short_pairs(config), small_grid(config):
             out, lse = case.on(place).forward(**given)
         case.assert_forward(out, lse)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import devices
@@ -15,10 +16,25 @@ from devices import Device
 from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
-from cuflash import launch, launch_sm90, plan_sm90, tiles_sm90
+from cuflash import launch, launch_sm90, plan_sm90, tiles_sm90, times_sm90
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
+
+
+@pytest.fixture(autouse=True)
+def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Problems of tests are small; they take what large ones do, however many multiprocessors there are."""
+    monkeypatch.setattr(plan_sm90, "_MOST_WAVES", 0)
+    plan_sm90.for_grid.cache_clear()
+    yield
+    plan_sm90.for_grid.cache_clear()
+
+
+@pytest.fixture
+def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems take what is best for them."""
+    monkeypatch.setattr(plan_sm90, "_MOST_WAVES", 7)
 
 
 @pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -295,6 +311,7 @@ def test_a_single_query_of_grouped_heads(place: Device, options: dict[str, Any])
     ],
     ids=lambda options: "+".join(options),
 )
+@pytest.mark.usefixtures("small_grids")
 def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
     hidden = slice(1700, 2500) if "kv_lengths" in options else None
     q, k, v = normal(1, 70, 2, 64), normal(1, 2500, 1, 64), normal(1, 2500, 1, 64)
@@ -307,14 +324,34 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "parts"),
-    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (65, 65536, 102)],
+    [(1, 127, 1), (1, 1024, 8), (64, 1024, 8), (300, 300, 1), (2048, 2048, 4)],
 )
+@pytest.mark.usefixtures("small_grids")
 def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
-    """A sequence of some hundred queries and keys has the same bits alone as in a batch: its keys are not split."""
     problem = cuflash.problem.AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
     config = plan_sm90.forward(problem, ())
     assert config is not None
-    assert plan_sm90.parts_of_keys(problem, config, 132) == parts
+    assert plan_sm90.for_grid(problem, config, 132).parts == parts
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("num_sms", [3, 80, 132])
+@pytest.mark.usefixtures("small_grids")
+def test_what_is_chosen_takes_the_least_predicted_time(head_dim: int, num_sms: int) -> None:
+    rng = np.random.default_rng(head_dim + num_sms)
+    for _ in range(40):
+        seqlen_q, seqlen_k = (int(2 ** rng.uniform(7, 15)) for _ in range(2))
+        heads, right = int(rng.integers(1, 33)), 0 if rng.random() < 0.5 else None
+        problem = cuflash.problem.AttentionProblem(
+            1, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim, "bfloat16", window_right=right
+        )
+        config = plan_sm90.forward(problem, ())
+        assert config is not None
+        chosen = plan_sm90.for_grid(problem, config, num_sms)
+        most = times_sm90.predicted_us(problem, config, 1, num_sms)
+        assert times_sm90.predicted_us(problem, *chosen, num_sms) <= most
+        assert chosen.parts == 1 or chosen.parts * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
+        assert chosen.parts <= seqlen_k // chosen.config.block_n + 1
 
 
 def test_only_what_tells_heads_apart_keeps_them_apart() -> None:

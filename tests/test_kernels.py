@@ -39,7 +39,7 @@ ARCHITECTURES = (
     *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
 )
 ENTRIES = sorted({entry for entry, *_ in plan.PORTABLE})
-SMALL_ENTRIES = ("delta", "merge_parts", "reduce_sink", "reduce_slopes", "reduce_bias")
+SMALL_ENTRIES = ("delta", "merge_parts", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
 
 
 def has_compiler() -> bool:
