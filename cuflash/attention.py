@@ -69,7 +69,7 @@ def attention(
     window : (left, right), optional
         Query i sees ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``; None is unbounded.
     softmax_scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
+        Default ``1 / sqrt(head_dim)``; finite in float32 (float64 for float64).
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     bias : array, optional

@@ -36,9 +36,18 @@ def check_number(name: str, x: object) -> float:
     return value
 
 
-def check_scale(scale: object, head_dim: int) -> float:
-    """A finite number, by default ``1 / sqrt(head_dim)``."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else check_number("softmax_scale", scale)
+def check_scale(scale: object, head_dim: int, accum: str) -> float:
+    """A number that is finite in dtype `accum`, by default ``1 / sqrt(head_dim)``."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = check_number("softmax_scale", scale)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.dtype(accum).type(value))
+    if not is_finite:
+        raise ValueError(
+            f"softmax_scale: expected a number that is finite in {accum}, in which scores are computed, got {value}"
+        )
+    return value
 
 
 def check_softcap(softcap: object, accum: str) -> float:

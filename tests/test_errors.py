@@ -135,6 +135,8 @@ OPTIONS: dict[str, Row] = {
     "scale too large": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite", "inf")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "scale inf": ({"softmax_scale": float("-inf")}, ValueError, ("softmax_scale", "finite", "-inf")),
+    "scale beyond float32": ({"softmax_scale": 1e39}, ValueError, ("softmax_scale", "finite in float32", "1e+39")),
+    "scale far below float32": ({"softmax_scale": -(10**39)}, ValueError, ("softmax_scale", "float32", "-1e+39")),
     "scale string": ({"softmax_scale": "1"}, TypeError, ("softmax_scale", "number", "str")),
     "softcap negative": ({"softcap": -30.0}, ValueError, ("softcap", "None", "-30")),
     "softcap nan": ({"softcap": float("nan")}, ValueError, ("softcap", "nan")),
@@ -322,6 +324,21 @@ def test_dtypes_beside_each_input_dtype(device: Device, dtype: str) -> None:
     out = zeros(2, 6, 4, 12, dtype=dtype)
     residuals = {"dout": out, "forward_out": out, "lse": zeros(2, 4, 6, dtype=other)}
     check(TypeError, ("lse", accum, other), lambda: call(device, "_backward", **inputs, **residuals))
+
+
+def test_scales_that_each_dtype_takes(device: Device) -> None:
+    """A scale is finite in the type of the arithmetic: float64 for float64, float32 for all others."""
+    large = 2e38  # a kernel's product of it with log2(e) is finite, too
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        inputs = {"q": zeros(2, 6, 4, 16, dtype=dtype), "k": zeros(2, 8, 2, 16, dtype=dtype)}
+        inputs["v"] = np.ones((2, 8, 2, 12), np_dtype(dtype))
+        for scale in (large, -large, 1e-60):
+            assert (device.get(call(device, "", **inputs, softmax_scale=scale)) == 1).all()
+        beyond = partial(call, device, "", **inputs, softmax_scale=2 * large)
+        if dtype == "float64":
+            assert (device.get(beyond()) == 1).all()
+        else:
+            check(ValueError, ("softmax_scale", "finite in float32"), beyond)
 
 
 def test_options_are_keyword_only(device: Device) -> None:
