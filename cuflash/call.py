@@ -128,7 +128,7 @@ class Call:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
         wanted = check_grads(grads, problem)
         names = ("q", "k", "v", *problem.extra_grads)
-        given = _check_outs(out, names)
+        given = _check_outs(out, names, wanted)
         inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
         with interop.on_stream_of(self.library, self.inputs["q"]):
             targets: dict[str, Array] = {}
@@ -219,13 +219,17 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     return _Checked(problem, library, is_repeatable)
 
 
-def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
+def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
     """The given targets by name, None where one is to be allocated."""
     if out is None:
         return dict.fromkeys(names)
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
     if len(out) not in (3, len(names)):
-        wanted = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
-        raise ValueError(f"out: expected {wanted}, got {len(out)} entries")
-    return dict.fromkeys(names) | dict(zip(names, out, strict=False))
+        forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
+        raise ValueError(f"out: expected {forms}, got {len(out)} entries")
+    given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
+    for name, x in given.items():
+        if x is not None and name not in wanted:
+            raise ValueError(f"out, d{name}: expected None, as grads does not name {name}, got {type(x).__name__}")
+    return given
