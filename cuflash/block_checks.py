@@ -62,6 +62,7 @@ def check_global_tokens(global_tokens: Any, seqlen: int) -> NDArray[np.bool_]:
     if isinstance(global_tokens, (int, np.integer)):
         is_global[: check_reach("global_tokens", global_tokens)] = True
         return is_global
+    interop.refuse_masked("global_tokens", global_tokens)
     form = "an integer or a sequence of positions"
     try:
         positions = np.asarray(global_tokens)
@@ -80,6 +81,7 @@ def check_global_tokens(global_tokens: Any, seqlen: int) -> NDArray[np.bool_]:
 def generator_of(seed: Any) -> np.random.Generator:
     """NumPy's generator of random numbers for a seed."""
     form = "an integer >= 0, a sequence of them, or None, SeedSequence, BitGenerator or Generator of NumPy"
+    interop.refuse_masked("seed", seed)
     if isinstance(seed, (bool, np.bool_)):
         raise TypeError(f"seed: expected {form}, got {type(seed).__name__}")
     try:

@@ -28,6 +28,7 @@ class Library(NamedTuple):
 def library_of(name: str, x: Any) -> Library:
     """The library of argument `name`; TypeError if `x` is no array that can be taken without a copy."""
     if isinstance(x, np.ndarray):
+        refuse_masked(name, x)
         return _NUMPY
     root = type(x).__module__.partition(".")[0]
     if root == "cupy":
@@ -41,6 +42,15 @@ def library_of(name: str, x: Any) -> Library:
     raise TypeError(
         f"{name}: expected an array of NumPy, CuPy or another library that speaks DLPack, got {type(x).__name__}"
     )
+
+
+def refuse_masked(name: str, x: Any) -> None:
+    """TypeError for masked arrays of NumPy: what they hide would count."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array that masks nothing, got {type(x).__name__} of numpy.ma, whose mask would be "
+            "lost: pass its .data, and what attention is to hide as the option mask"
+        )
 
 
 def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array | None = None) -> dict[str, Array]:
@@ -156,7 +166,11 @@ def _from_dlpack(name: str, x: Any) -> Array:
 
 
 def _adopt_any(name: str, x: Any) -> Array:
-    return _from_dlpack(name, x) if hasattr(x, "__dlpack__") else _cupy(name).asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(name, x)
+    if x.__cuda_array_interface__.get("mask") is not None:
+        raise TypeError(f"{name}: expected an array that masks nothing, got a __cuda_array_interface__ with a mask")
+    return _cupy(name).asarray(x)
 
 
 def _any_releaser(x: Any) -> Callable[[Array], Any]:

@@ -266,19 +266,6 @@ def test_the_error_state_of_the_caller_is_no_matter(size: float) -> None:
     assert (dbias == (0 if size < 1 else np.inf)).all()
 
 
-@pytest.mark.parametrize("masked", range(4))
-def test_masked_arrays_are_their_data(masked: int) -> None:
-    rng = np.random.default_rng(8)
-    arrays = [gaussian(rng, (2, rows, 2, 8), "float32") for rows in (9, 12, 12, 9)]
-    out, backward = cuflash.attention_vjp(*arrays[:3])
-    expected = out, *backward(arrays[3])
-    arrays[masked] = np.ma.masked_array(arrays[masked], arrays[masked] > 1)
-    out, backward = cuflash.attention_vjp(*arrays[:3])
-    for got, want in zip((out, *backward(arrays[3])), expected, strict=True):
-        assert type(got) is np.ndarray
-        assert np.array_equal(got, want)
-
-
 def test_no_warnings_from_hidden_values() -> None:
     """NaN and inf that nobody sees, overflow of scores nobody sees: nothing to warn of."""
     case = gaussian_case(3, "float32", (40, 40), causal=True, kv_lengths=np.array([30, 20], np.int32))
