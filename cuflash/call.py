@@ -55,10 +55,11 @@ class Call:
         library = None
         if cu_seqlens is not None:
             inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
-        if type(q).__module__ not in ("numpy", "cupy"):
-            library = interop.library_of("q", q)
-            inputs = interop.adopt_all(library, _arrays(inputs, keywords))
-            keywords = {name: inputs.get(name, x) for name, x in keywords.items()}
+        self.inputs = _arrays(inputs, keywords)
+        if not interop.are_own(self.inputs.values()):
+            library, self.inputs = _adopt(self.inputs)
+            inputs = {name: self.inputs[name] for name in inputs}
+            keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
         key = (
             tuple([_signature(x) for x in inputs.values()]),
             tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
@@ -71,7 +72,6 @@ class Call:
             _checked[key] = checked
         self.problem = checked.problem
         self.library = library or checked.library
-        self.inputs = _arrays(inputs, keywords)
         self.operands = make_operands(checked.problem, self.inputs, Options(**keywords))
         self._is_repeatable = checked.is_repeatable
         self._own = inputs
@@ -188,6 +188,14 @@ def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, 
     return arrays
 
 
+def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in arrays and arrays[name] is None:
+            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+    library = interop.library_of("q", arrays["q"])
+    return library, interop.adopt_all(library, arrays)
+
+
 def _signature(x: Any) -> tuple[Any, ...]:
     """Everything about an argument that the checks look at, as a dictionary key."""
     kind = type(x)
@@ -207,11 +215,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     unknown = keywords.keys() - OPTION_NAMES
     if unknown:
         raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in inputs and inputs[name] is None:
-            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
-    library = interop.library_of("q", inputs["q"])
-    arrays = interop.adopt_all(library, _arrays(inputs, keywords))
+    library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
     # Of an array that is copied the address is not all there is to know.
     are_as_given = {"bias", "mask", "dropout_seed"}
