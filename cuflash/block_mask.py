@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from cuflash.kernels import Device
 
 Array = Any
+Window = tuple[int | None, int | None]
 MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
 
 # Elements for one call of a user's function: its temporaries then stay in a core's cache.
@@ -84,6 +84,7 @@ class BlockMask(Patterns):
     _on_device: dict[int, OnDevice[tuple[Array, Array]]]
     _lists: dict[tuple[int, int, int, bool | None], OnDevice[TileLists]]
     _addresses: dict[Any, list[int]]
+    _window: tuple[Window | None] | None  # None until it was looked for
     _density: float | None
     # NumPy's arrays leave operators to this class, which says what it expects.
     __array_ufunc__ = None
@@ -113,6 +114,7 @@ class BlockMask(Patterns):
         mask._on_device = {} if isinstance(store, Store) else {device: store}
         mask._lists = {}
         mask._addresses = {}
+        mask._window = None
         mask._density = None
         return mask
 
@@ -258,13 +260,15 @@ class BlockMask(Patterns):
             made = OnDevice(cupy, lambda: pack_on_device(cupy, kernels.get, cells, cell_size, seqlen_q, seqlen_k))
         return cls._of(shape, block_size, made, cells.device.id, library.release)
 
-    @cached_property
-    def window(self) -> tuple[int | None, int | None] | None:
+    @property
+    def window(self) -> Window | None:
         """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
 
         Without lengths and packed sequences such a mask is computed as that window.
         """
-        return find_window(self._store, *self.shape[2:]) if self._home == _HOST else None
+        if self._window is None:
+            self._window = (find_window(self._store, *self.shape[2:]) if self._home == _HOST else None,)
+        return self._window[0]
 
     @property
     def density(self) -> float:

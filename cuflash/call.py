@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import forks, interop
 from cuflash.checks import check_target
 from cuflash.problem import (
     MOST_KEPT,
@@ -175,7 +175,8 @@ class Call:
 
 @cache
 def _backend_of(on_cpu: bool) -> ModuleType:
-    return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
+    with forks.LOCK:  # a child cannot end an import that another thread of its parent began
+        return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:

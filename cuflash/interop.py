@@ -58,7 +58,8 @@ def are_own(arrays: Iterable[Any]) -> bool:
 
 def refuse_masked(name: str, x: Any) -> None:
     """TypeError for masked arrays of NumPy: what they hide would count."""
-    if isinstance(x, np.ma.MaskedArray):
+    # By name: whoever asks NumPy for the class imports numpy.ma, which takes longer than a call.
+    if any(base.__name__ == "MaskedArray" and base.__module__.startswith("numpy.ma") for base in type(x).__mro__):
         raise TypeError(
             f"{name}: expected an array that masks nothing, got {type(x).__name__} of numpy.ma, whose mask would be "
             "lost: pass its .data, and what attention is to hide as the option mask"

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.numpy_tiles import Block, Heads, Tile, Tiling, Workspace
+from cuflash.numpy_threads import Workspace
+from cuflash.numpy_tiles import Block, Heads, Tile, Tiling
 
 Array = NDArray[Any]
 

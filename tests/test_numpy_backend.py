@@ -15,10 +15,11 @@ from devices import Device, threads_of_cpu_path
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import numpy_scores, numpy_tiles, reference
+from cuflash import numpy_scores, numpy_threads, numpy_tiles, reference
 from cuflash.call import Call
 from cuflash.numpy_scores import keep_tile
-from cuflash.numpy_tiles import InOrder, Tiling, Workspace, run_tasks
+from cuflash.numpy_threads import InOrder, Workspace, run_tasks
+from cuflash.numpy_tiles import Tiling
 
 Array = NDArray[Any]
 
@@ -163,7 +164,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: 
 
 
 def blas_threads() -> int:
-    functions = numpy_tiles._blas_functions()
+    functions = numpy_threads._blas_functions()
     if functions is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     return functions[0]()
