@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,10 +138,12 @@ class InOrder:
 def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
     """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
 
-    What a task computes must not depend on which worker runs it.
+    What a task computes must not depend on which worker runs it. The calling thread works alone where no other can be
+    started: in handlers of `atexit`, for one.
     """
     lock = threading.Lock()
     numbers = iter(range(count))
+    errors: list[BaseException] = []
 
     def worker() -> None:
         workspace = Workspace()
@@ -155,19 +156,32 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
                     return
                 try:
                     task(number, workspace)
-                except BaseException:
+                except BaseException as error:
                     with lock:  # nobody starts another task
+                        errors.append(error)
                         for _ in numbers:
                             pass
-                    raise
+                    return
 
     with BLAS_THREADS.single() as workers:
-        others = min(workers, count) - 1 if parallel else 0
-        if others <= 0:
+        others = _start(worker, min(workers, count) - 1 if parallel else 0)
+        try:
             worker()
-            return
-        with ThreadPoolExecutor(others, thread_name_prefix="cuflash") as pool:
-            futures = [pool.submit(worker) for _ in range(others)]
-            worker()
-            for future in futures:
-                future.result()
+        finally:
+            for thread in others:
+                thread.join()
+    if errors:
+        raise errors.pop(0)
+
+
+def _start(worker: Callable[[], None], count: int) -> list[threading.Thread]:
+    """As many threads as the system and the interpreter grant."""
+    threads: list[threading.Thread] = []
+    for _ in range(count):
+        thread = threading.Thread(target=worker, name="cuflash")
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        threads.append(thread)
+    return threads

@@ -143,4 +143,22 @@ def test_in_a_signal_handler() -> None:
         with forks.LOCK:
             child_of(lambda: cuflash.attention(x, x, x).shape == x.shape)
         child_of(lambda: cuflash.attention(x, x, x).shape == x.shape)
+
+        calls = 0
+
+        def handler(*_):
+            global calls
+            calls += 1
+            child_of(lambda: cuflash.attention(x, x, x).shape == x.shape)
+
+        signal.signal(signal.SIGUSR1, handler)
+        long = np.ones((1, 600, 2, 8), np.float32)
+        expected = cuflash.attention(long, long, long)
+        for _ in range(5):
+            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            assert (cuflash.attention(long, long, long) == expected).all()
+        deadline = time.monotonic() + SECONDS
+        while not calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert calls
     """)
