@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from cuflash import forks
 from cuflash.attention import (
     attention,
     attention_backward,
@@ -35,7 +36,8 @@ def __getattr__(name: str) -> Any:
     """Import `BlockMask` when it is first asked for: with its patterns it is a third of the package's import."""
     if name != "BlockMask":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cuflash.block_mask import BlockMask
+    with forks.LOCK:  # a child cannot end an import that another thread of its parent began
+        from cuflash.block_mask import BlockMask
 
     globals()[name] = BlockMask
     return BlockMask

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cuflash.call import Call, Gradients
+from cuflash.checks import check_bool
 from cuflash.problem import Array, Options
 from cuflash.recording import metadata_of, repeated
 
@@ -69,7 +70,7 @@ def attention(
     window : (left, right), optional
         Query i sees ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``; None is unbounded.
     softmax_scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
+        Default ``1 / sqrt(head_dim)``; finite in float32 (float64 for float64).
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     bias : array, optional
@@ -143,7 +144,8 @@ def attention_backward(
     dlse : array (batch, num_heads_q, seqlen_q), optional
         Gradient of the returned lse.
     out : tuple of arrays, optional
-        ``(dq, dk, dv)``, or these and the extras' gradients, to be written; None where one is to be allocated.
+        ``(dq, dk, dv)``, or these and the extras' gradients, to be written; None where one is to be allocated or not
+        wanted.
     grads : tuple of str, optional
         Names of the wanted gradients out of q, k, v, bias, sink, alibi_slopes; the others come back as None.
     **options
@@ -312,12 +314,13 @@ def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
 
 
 def _forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
+    return_lse = check_bool("return_lse", return_lse)
     metadata = metadata_of("forward, lse" if return_lse else "forward", inputs, options, (out,))
     results = repeated(metadata)
     if results is not None:
         return tuple(results) if return_lse else results[0]
     call = _call(inputs, options)
-    result, lse = call.forward(out, bool(return_lse), metadata)
+    result, lse = call.forward(out, return_lse, metadata)
     return result if lse is None else (result, call.release(lse))
 
 
@@ -341,6 +344,7 @@ def _backward(
 
 
 def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
+    return_lse = check_bool("return_lse", return_lse)
     metadata = metadata_of("forward, lse", inputs, options, (out,))
     results = repeated(metadata)
     if results is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import interop
+from cuflash.block_checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
 from cuflash.block_patterns import Patterns
 from cuflash.block_store import (
     CANONICAL,
@@ -23,8 +23,6 @@ from cuflash.block_store import (
     Store,
     TileLists,
     Words,
-    check_block_size,
-    check_count,
     count_visible,
     find_window,
     intersect,
@@ -42,12 +40,23 @@ if TYPE_CHECKING:
     from cuflash.kernels import Device
 
 Array = Any
+Window = tuple[int | None, int | None]
 MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
 
 # Elements for one call of a user's function: its temporaries then stay in a core's cache.
 FUNCTION_ELEMENTS = 1 << 17
 _HOST = -1  # in place of a device's number
 _serials = count()
+
+
+def _only_and(operator: str) -> Callable[..., BlockMask]:
+    def refuse(*_: Any) -> BlockMask:
+        raise TypeError(
+            f"{operator}: expected &, the only operator of BlockMask; BlockMask.from_dense takes any bool array, "
+            f"such as ~mask.to_dense(), got {operator}"
+        )
+
+    return refuse
 
 
 class BlockMask(Patterns):
@@ -66,24 +75,48 @@ class BlockMask(Patterns):
         changes no element.
     """
 
-    def __init__(
-        self,
+    shape: Shape
+    block_size: tuple[int, int]
+    serial: int  # no other mask of this process has it, alive or not
+    _home: int
+    _release: Callable[[Array], Any] | None
+    _host: Store | None
+    _on_device: dict[int, OnDevice[tuple[Array, Array]]]
+    _lists: dict[tuple[int, int, int, bool | None], OnDevice[TileLists]]
+    _addresses: dict[Any, list[int]]
+    _window: tuple[Window | None] | None  # None until it was looked for
+    _density: float | None
+    # NumPy's arrays leave operators to this class, which says what it expects.
+    __array_ufunc__ = None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            "BlockMask: expected a call of one of its constructors, such as BlockMask.from_dense(mask), "
+            "BlockMask.from_function(function, seqlen_q, seqlen_k) or a named pattern, got a call of the class itself"
+        )
+
+    @classmethod
+    def _of(
+        cls,
         shape: Shape,
         block_size: tuple[int, int],
         store: Store | OnDevice[tuple[Array, Array]],
         device: int = _HOST,
         release: Callable[[Array], Any] | None = None,
-    ) -> None:
-        self.shape = shape
-        self.block_size = block_size
-        self._home = device
-        self._release = release
-        self._host = store if isinstance(store, Store) else None
-        self._on_device = {} if isinstance(store, Store) else {device: store}
-        self._lists: dict[tuple[int, int, int, bool | None], OnDevice[TileLists]] = {}
-        self._addresses: dict[Any, list[int]] = {}
-        self.serial = next(_serials)  # no other mask of this process has it, alive or not
-        self._density: float | None = None
+    ) -> BlockMask:
+        mask = cls.__new__(cls)
+        mask.shape = shape
+        mask.block_size = block_size
+        mask.serial = next(_serials)
+        mask._home = device
+        mask._release = release
+        mask._host = store if isinstance(store, Store) else None
+        mask._on_device = {} if isinstance(store, Store) else {device: store}
+        mask._lists = {}
+        mask._addresses = {}
+        mask._window = None
+        mask._density = None
+        return mask
 
     @classmethod
     def from_dense(cls, mask: Array, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
@@ -104,8 +137,8 @@ class BlockMask(Patterns):
             If it has another number of axes, or for a block size below 1.
         """
         block_size = check_block_size(block_size)
-        library, cells = _adopt("mask", mask)
-        return cls._from_cells(library, cells, (1, 1), cells.shape[2], cells.shape[3], block_size)
+        library, cells = adopt_bools("mask", mask)
+        return cls._from_cells(library, cells, (1, 1), cells.shape[-2], cells.shape[-1], block_size)
 
     @classmethod
     def from_blocks(
@@ -132,12 +165,12 @@ class BlockMask(Patterns):
         """
         block_size = check_block_size(block_size)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
-        library, cells = _adopt("blocks", blocks)
+        library, cells = adopt_bools("blocks", blocks)
         expected = num_blocks(seqlen_q, block_size[0]), num_blocks(seqlen_k, block_size[1])
-        if tuple(cells.shape[2:]) != expected:
+        if tuple(cells.shape[-2:]) != expected:
             raise ValueError(
                 f"blocks: expected (..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = "
-                f"(..., {expected[0]}, {expected[1]}), got {tuple(blocks.shape)}"
+                f"(..., {expected[0]}, {expected[1]}), got {tuple(cells.shape)}"
             )
         return cls._from_cells(library, cells, block_size, seqlen_q, seqlen_k, block_size)
 
@@ -180,8 +213,7 @@ class BlockMask(Patterns):
         >>> bm.density
         0.25
         """
-        if not callable(function):
-            raise TypeError(f"function: expected a callable (b, h, i, j), got {type(function).__name__}")
+        check_rule(function)
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
         shape = check_count("batch", batch), check_count("heads", heads, 1), seqlen_q, seqlen_k
         block_size = check_block_size(block_size)
@@ -193,16 +225,16 @@ class BlockMask(Patterns):
                 i = np.arange(top, min(top + CANONICAL, last))[:, None]
                 for left in range(0, seqlen_k, step):
                     j = np.arange(left, min(left + step, seqlen_k))[None, :]
-                    visible = _as_bools(function(np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
+                    visible = bools_of_rule(function(np.int64(b), np.int64(h), i, j), (i.shape[0], j.shape[1]))
                     columns = slice(left // CANONICAL, num_blocks(left + j.shape[1]))
                     words[top - first : top - first + len(i), columns] = words_from_bools(visible)
             return words
 
-        return cls(shape, block_size, pack(shape, words_of))
+        return cls._of(shape, block_size, pack(shape, words_of))
 
     @classmethod
     def _from_store(cls, store: Store, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockMask:
-        return cls((*store.slots.shape[:2], seqlen_q, seqlen_k), block_size, store)
+        return cls._of((*store.slots.shape[:2], seqlen_q, seqlen_k), block_size, store)
 
     @classmethod
     def _from_cells(
@@ -214,26 +246,29 @@ class BlockMask(Patterns):
         seqlen_k: int,
         block_size: tuple[int, int],
     ) -> BlockMask:
-        """The mask of bools (batch, heads, rows, columns) that stand for cells of elements."""
+        """The mask of bools (rows, columns), or with heads and batch before them, that stand for cells of elements."""
+        cells = cells[(None,) * (4 - cells.ndim)]
         shape = (*cells.shape[:2], seqlen_q, seqlen_k)
         if isinstance(cells, np.ndarray):
             words_of = words_from_block_rows(lambda b, h, top, end: cells[b, h, top:end], cell_size, seqlen_k)
-            return cls(shape, block_size, pack(shape, words_of), release=library.release)
+            return cls._of(shape, block_size, pack(shape, words_of), release=library.release)
         import cupy
 
         from cuflash import kernels
 
         with interop.on_stream_of(library, cells):
             made = OnDevice(cupy, lambda: pack_on_device(cupy, kernels.get, cells, cell_size, seqlen_q, seqlen_k))
-        return cls(shape, block_size, made, cells.device.id, library.release)
+        return cls._of(shape, block_size, made, cells.device.id, library.release)
 
-    @cached_property
-    def window(self) -> tuple[int | None, int | None] | None:
+    @property
+    def window(self) -> Window | None:
         """The option `window` that shows the same; None if none does, or if the mask was made on a GPU.
 
         Without lengths and packed sequences such a mask is computed as that window.
         """
-        return find_window(self._store, *self.shape[2:]) if self._home == _HOST else None
+        if self._window is None:
+            self._window = (find_window(self._store, *self.shape[2:]) if self._home == _HOST else None,)
+        return self._window[0]
 
     @property
     def density(self) -> float:
@@ -257,7 +292,7 @@ class BlockMask(Patterns):
     def __and__(self, other: BlockMask) -> BlockMask:
         """What both masks see. Batch and heads broadcast; a block of the result divides those of both masks."""
         if not isinstance(other, BlockMask):
-            return NotImplemented
+            raise TypeError(f"&: expected two of BlockMask (from_dense takes a bool array), got {type(other).__name__}")
         if self.shape[2:] != other.shape[2:] or any(
             a != b and 1 not in (a, b) for a, b in zip(self.shape, other.shape, strict=True)
         ):
@@ -268,11 +303,17 @@ class BlockMask(Patterns):
         store = intersect(self._store, other._store)
         rows, columns = (math.gcd(a, b) for a, b in zip(self.block_size, other.block_size, strict=True))
         shape = (*store.slots.shape[:2], *self.shape[2:])
-        return BlockMask(shape, (rows, columns), store, self._home, self._release)
+        return BlockMask._of(shape, (rows, columns), store, self._home, self._release)
+
+    __rand__ = __and__
+    __or__ = __ror__ = _only_and("|")
+    __xor__ = __rxor__ = _only_and("^")
+    __sub__ = __rsub__ = _only_and("-")
+    __invert__ = _only_and("~")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are masks of their own, prepared on no device."""
-        return BlockMask, (self.shape, self.block_size, self._store, self._home, self._release)
+        return BlockMask._of, (self.shape, self.block_size, self._store, self._home, self._release)
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -361,35 +402,3 @@ class BlockMask(Patterns):
                 slots, bits = (cupy.asnumpy(x) for x in self._on_device[self._home].get())
             self._host = make_store(slots, [bits.reshape(len(bits), 2 * CANONICAL).view(np.uint64)])
         return self._host
-
-
-def _adopt(name: str, x: Any) -> tuple[interop.Library, Array]:
-    """A bool array of any library as a NumPy or CuPy array (batch, heads, rows, columns)."""
-    library = interop.library_of(name, x)
-    array = library.adopt(name, x)
-    if array.dtype != np.bool_:
-        raise TypeError(f"{name}: expected dtype bool (True = may attend), got {array.dtype.name}")
-    if not 2 <= array.ndim <= 4:
-        raise ValueError(
-            f"{name}: expected 2, 3 or 4 axes (rows, columns), (heads, ...) or (batch, heads, ...), "
-            f"got shape {tuple(array.shape)}"
-        )
-    return library, array[(None,) * (4 - array.ndim)]
-
-
-def _as_bools(result: Any, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """What a user's function returned, as host bools of `shape`."""
-    if isinstance(result, (bool, np.bool_)):
-        return np.full(shape, result)
-    library = interop.library_of("function's result", result)
-    array = library.adopt("function's result", result)
-    if not isinstance(array, np.ndarray):
-        array = array.get()
-    if array.dtype != np.bool_:
-        raise TypeError(f"function: expected it to return bools (True = may attend), got dtype {array.dtype.name}")
-    try:
-        return np.broadcast_to(array, shape)
-    except ValueError:
-        raise ValueError(
-            f"function: expected a result that broadcasts to the shape of (i, j) = {shape}, got {array.shape}"
-        ) from None

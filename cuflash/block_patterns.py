@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.block_checks import (
+    MAX_REACH,
+    check_block_size,
+    check_count,
+    check_global_tokens,
+    check_reach,
+    check_side,
+    generator_of,
+)
 from cuflash.block_store import (
     Store,
     Words,
     WordsOf,
-    check_block_size,
-    check_count,
     num_blocks,
     pack,
     words_below,
@@ -25,13 +32,11 @@ from cuflash.block_store import (
     words_from_bools,
     words_of_window,
 )
-from cuflash.checks import check_number, check_window
+from cuflash.checks import check_bool, check_number
 
 if TYPE_CHECKING:
+    from cuflash.block_checks import Seed
     from cuflash.block_mask import BlockMask
-
-    # numpy.random is slow to import.
-    Seed = int | Sequence[int] | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
 
 Rows = NDArray[np.int64]
 
@@ -75,7 +80,7 @@ class Patterns:
             See `Patterns`.
         """
         seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
-        left, right = _check_side("left", left), _check_side("right", right)
+        left, right = check_side("left", left), check_side("right", right)
         words_of = words_of_window(seqlen_q, seqlen_k, left, right)
         return cls._from_words(words_of, seqlen_q, seqlen_k, heads, block_size, causal)
 
@@ -107,8 +112,8 @@ class Patterns:
         heads, block_size, causal
             See `Patterns`.
         """
-        seqlen, local = check_count("seqlen", seqlen), check_count("local", local)
-        stride = check_count("stride", stride, 1)
+        seqlen, local = check_count("seqlen", seqlen), check_reach("local", local)
+        stride = check_reach("stride", stride, 1)
         # Row i sees the multiples of the stride moved by i: one window of the comb for each remainder of i.
         remainders = min(stride, seqlen)
         comb = np.arange(1 - remainders, seqlen) % stride == 0
@@ -148,11 +153,12 @@ class Patterns:
         heads, block_size, causal
             See `Patterns`.
         """
-        seqlen, local = check_count("seqlen", seqlen), check_count("local", local, 1)
-        summary = check_count("summary", summary)
+        seqlen, local = check_count("seqlen", seqlen), check_count("local", local, 1, None)
+        summary = check_count("summary", summary, 0, None)
         if summary > local:
             raise ValueError(f"summary: expected an integer <= local = {local}, got {summary}")
-        summaries = words_from_bools((np.arange(seqlen) % local >= local - summary)[None])
+        local, before = min(local, MAX_REACH), min(local - summary, MAX_REACH)
+        summaries = words_from_bools((np.arange(seqlen) % local >= before)[None])
 
         def words_of(b: int, h: int, first: int, last: int) -> Words:
             start = np.arange(first, last) // local * local
@@ -187,8 +193,8 @@ class Patterns:
         heads, block_size, causal
             See `Patterns`.
         """
-        seqlen, window = check_count("seqlen", seqlen), check_count("window", window)
-        is_global = _global_tokens(global_tokens, seqlen)
+        seqlen, window = check_count("seqlen", seqlen), check_reach("window", window)
+        is_global = check_global_tokens(global_tokens, seqlen)
         columns = words_from_bools(is_global[None])
         all_columns = words_from_bools(np.ones((1, seqlen), bool))
 
@@ -236,15 +242,15 @@ class Patterns:
         """
         seqlen, heads = check_count("seqlen", seqlen), check_count("heads", heads, 1)
         block_size = check_block_size(block_size)
-        half = check_count("window_blocks", window_blocks) // 2
+        half = check_reach("window_blocks", window_blocks) // 2
         num_rows, num_columns = num_blocks(seqlen, block_size[0]), num_blocks(seqlen, block_size[1])
-        global_blocks = check_count("global_blocks", global_blocks)
+        global_blocks = check_reach("global_blocks", global_blocks)
         num_global = min(global_blocks, num_columns)
         row_start = np.arange(num_rows) * block_size[0]
         row_stop = np.minimum(row_start + block_size[0], seqlen)
         band_start = np.maximum(row_start // block_size[1] - half, 0)
         band_stop = np.minimum((row_stop - 1) // block_size[1] + 1 + half, num_columns)
-        count, rng = check_count("random_blocks", random_blocks), np.random.default_rng(seed)
+        count, rng = check_reach("random_blocks", random_blocks), generator_of(seed)
         others = _draw_others(rng, heads, count, num_global, band_start, band_stop, num_columns)
 
         def rows_of(b: int, h: int, top: int, bottom: int) -> NDArray[np.bool_]:
@@ -294,7 +300,7 @@ class Patterns:
         if not 0 <= fraction <= 1:
             raise ValueError(f"density: expected a number from 0 to 1, got {fraction}")
         num_rows, num_columns = num_blocks(seqlen_q, block_size[0]), num_blocks(seqlen_k, block_size[1])
-        rng = np.random.default_rng(seed)
+        rng = generator_of(seed)
         drawn = [_draw_rows(rng, num_rows, num_columns, fraction) for _ in range(heads)]
 
         def rows_of(b: int, h: int, top: int, bottom: int) -> NDArray[np.bool_]:
@@ -316,7 +322,7 @@ class Patterns:
     ) -> BlockMask:
         """Heads that do not differ share the bits of one."""
         heads, block_size = check_count("heads", heads, 1), check_block_size(block_size)
-        check_window(causal, None)
+        causal = check_bool("causal", causal)
         shape = (1, heads if heads_differ else 1, seqlen_q, seqlen_k)
         slots, table = pack(shape, _causal(words_of, seqlen_q, seqlen_k) if causal else words_of)
         if not heads_differ:
@@ -359,31 +365,3 @@ def _draw_rows(rng: np.random.Generator, num_rows: int, num_columns: int, fracti
         visible[rng.choice(num_columns, counts[row], replace=False, shuffle=False)] = True
         packed[row] = np.packbits(visible)
     return packed
-
-
-def _global_tokens(global_tokens: Any, seqlen: int) -> NDArray[np.bool_]:
-    is_global = np.zeros(seqlen, bool)
-    if isinstance(global_tokens, (int, np.integer)):
-        is_global[: check_count("global_tokens", global_tokens)] = True
-        return is_global
-    form = "an integer or a sequence of positions"
-    try:
-        positions = np.asarray(global_tokens)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"global_tokens: expected {form}, got {type(global_tokens).__name__}") from error
-    if positions.size == 0:
-        return is_global
-    if positions.ndim != 1 or positions.dtype.kind not in "iu":
-        raise TypeError(f"global_tokens: expected {form}, got {positions.ndim}-D {positions.dtype.name}")
-    if positions.min() < 0 or positions.max() >= seqlen:
-        raise ValueError(f"global_tokens: expected positions from 0 to {seqlen - 1}, got {global_tokens!r}")
-    is_global[positions] = True
-    return is_global
-
-
-def _check_side(name: str, side: Any) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, (int, np.integer)) and side < 0:
-        raise ValueError(f"{name}: expected an integer >= 0, or None for unbounded, got {side}")
-    return min(check_count(name, side), 1 << 40)  # int64 holds its sum with a position

@@ -213,24 +213,6 @@ def words_from_block_rows(
     return words_of
 
 
-def check_count(name: str, value: Any, least: int = 0) -> int:
-    """An integer of at least `least`."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected an integer >= {least}, got {value}")
-    return int(value)
-
-
-def check_block_size(block_size: Any) -> tuple[int, int]:
-    """A pair of positive integers, (rows, columns)."""
-    if not isinstance(block_size, (tuple, list)):
-        raise TypeError(f"block_size: expected a pair (rows, columns) of integers, got {type(block_size).__name__}")
-    if len(block_size) != 2:
-        raise ValueError(f"block_size: expected a pair (rows, columns) of integers, got {len(block_size)} entries")
-    return check_count("block_size[0]", block_size[0], 1), check_count("block_size[1]", block_size[1], 1)
-
-
 class TileLists(NamedTuple):
     """Which tiles a kernel visits, for each (batch, head) of the mask; all arrays int32.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import forks, interop
 from cuflash.checks import check_target
 from cuflash.problem import (
     MOST_KEPT,
@@ -55,10 +55,11 @@ class Call:
         library = None
         if cu_seqlens is not None:
             inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
-        if type(q).__module__ not in ("numpy", "cupy"):
-            library = interop.library_of("q", q)
-            inputs = interop.adopt_all(library, _arrays(inputs, keywords))
-            keywords = {name: inputs.get(name, x) for name, x in keywords.items()}
+        self.inputs = _arrays(inputs, keywords)
+        if not interop.are_own(self.inputs.values()):
+            library, self.inputs = _adopt(self.inputs)
+            inputs = {name: self.inputs[name] for name in inputs}
+            keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
         key = (
             tuple([_signature(x) for x in inputs.values()]),
             tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
@@ -71,7 +72,6 @@ class Call:
             _checked[key] = checked
         self.problem = checked.problem
         self.library = library or checked.library
-        self.inputs = _arrays(inputs, keywords)
         self.operands = make_operands(checked.problem, self.inputs, Options(**keywords))
         self._is_repeatable = checked.is_repeatable
         self._own = inputs
@@ -128,7 +128,7 @@ class Call:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
         wanted = check_grads(grads, problem)
         names = ("q", "k", "v", *problem.extra_grads)
-        given = _check_outs(out, names)
+        given = _check_outs(out, names, wanted)
         inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
         with interop.on_stream_of(self.library, self.inputs["q"]):
             targets: dict[str, Array] = {}
@@ -175,7 +175,8 @@ class Call:
 
 @cache
 def _backend_of(on_cpu: bool) -> ModuleType:
-    return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
+    with forks.LOCK:  # a child cannot end an import that another thread of its parent began
+        return import_module("cuflash.numpy_backend" if on_cpu else "cuflash.gpu_backend")
 
 
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
@@ -186,6 +187,14 @@ def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, 
     if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
         arrays["dropout_seed"] = seed
     return arrays
+
+
+def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in arrays and arrays[name] is None:
+            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+    library = interop.library_of("q", arrays["q"])
+    return library, interop.adopt_all(library, arrays)
 
 
 def _signature(x: Any) -> tuple[Any, ...]:
@@ -207,11 +216,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     unknown = keywords.keys() - OPTION_NAMES
     if unknown:
         raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in inputs and inputs[name] is None:
-            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
-    library = interop.library_of("q", inputs["q"])
-    arrays = interop.adopt_all(library, _arrays(inputs, keywords))
+    library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
     # Of an array that is copied the address is not all there is to know.
     are_as_given = {"bias", "mask", "dropout_seed"}
@@ -219,13 +224,17 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     return _Checked(problem, library, is_repeatable)
 
 
-def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
+def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
     """The given targets by name, None where one is to be allocated."""
     if out is None:
         return dict.fromkeys(names)
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
     if len(out) not in (3, len(names)):
-        wanted = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
-        raise ValueError(f"out: expected {wanted}, got {len(out)} entries")
-    return dict.fromkeys(names) | dict(zip(names, out, strict=False))
+        forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
+        raise ValueError(f"out: expected {forms}, got {len(out)} entries")
+    given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
+    for name, x in given.items():
+        if x is not None and name not in wanted:
+            raise ValueError(f"out, d{name}: expected None, as grads does not name {name}, got {type(x).__name__}")
+    return given

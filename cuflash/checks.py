@@ -23,6 +23,15 @@ def _is_int(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
+def check_bool(name: str, x: object) -> bool:
+    """A bool of Python or NumPy: other things would pass as true, "no" too."""
+    if x is True or x is False:
+        return x
+    if not isinstance(x, np.bool_):
+        raise TypeError(f"{name}: expected a bool, got {_kind(x)}")
+    return bool(x)
+
+
 def check_number(name: str, x: object) -> float:
     """A finite real number."""
     if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
@@ -36,9 +45,18 @@ def check_number(name: str, x: object) -> float:
     return value
 
 
-def check_scale(scale: object, head_dim: int) -> float:
-    """A finite number, by default ``1 / sqrt(head_dim)``."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else check_number("softmax_scale", scale)
+def check_scale(scale: object, head_dim: int, accum: str) -> float:
+    """A number that is finite in dtype `accum`, by default ``1 / sqrt(head_dim)``."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = check_number("softmax_scale", scale)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.dtype(accum).type(value))
+    if not is_finite:
+        raise ValueError(
+            f"softmax_scale: expected a number that is finite in {accum}, in which scores are computed, got {value}"
+        )
+    return value
 
 
 def check_softcap(softcap: object, accum: str) -> float:
@@ -53,8 +71,7 @@ def check_softcap(softcap: object, accum: str) -> float:
 
 def check_window(causal: object, window: object) -> tuple[int | None, int | None]:
     """(left, right) with `causal` folded in; None is unbounded."""
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal: expected a bool, got {_kind(causal)}")
+    causal = check_bool("causal", causal)
     if window is None:
         return None, 0 if causal else None
     if not isinstance(window, (tuple, list)):

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
@@ -28,6 +28,7 @@ class Library(NamedTuple):
 def library_of(name: str, x: Any) -> Library:
     """The library of argument `name`; TypeError if `x` is no array that can be taken without a copy."""
     if isinstance(x, np.ndarray):
+        refuse_masked(name, x)
         return _NUMPY
     root = type(x).__module__.partition(".")[0]
     if root == "cupy":
@@ -37,10 +38,32 @@ def library_of(name: str, x: Any) -> Library:
     if root in ("jax", "jaxlib") and hasattr(x, "aval"):
         return _JAX
     if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
-        return Library(root, _adopt_any, _any_releaser(x))
+        release = _any_releaser(x)
+        if release is not None:
+            return Library(root, _adopt_any, release)
+        # Results for a bare exporter are NumPy's or CuPy's, and go with it into further calls.
+        return _BARE_ON_CPU if hasattr(x, "__dlpack__") and _device_type(x) in _ON_CPU else _BARE_ON_GPU
     raise TypeError(
         f"{name}: expected an array of NumPy, CuPy or another library that speaks DLPack, got {type(x).__name__}"
     )
+
+
+def are_own(arrays: Iterable[Any]) -> bool:
+    """Whether all are NumPy's or CuPy's, which need no adoption."""
+    for x in arrays:  # noqa: SIM110 - a generator costs twice as much, in every call
+        if type(x).__module__ not in _OWN_MODULES:
+            return False
+    return True
+
+
+def refuse_masked(name: str, x: Any) -> None:
+    """TypeError for masked arrays of NumPy: what they hide would count."""
+    # By name: whoever asks NumPy for the class imports numpy.ma, which takes longer than a call.
+    if any(base.__name__ == "MaskedArray" and base.__module__.startswith("numpy.ma") for base in type(x).__mro__):
+        raise TypeError(
+            f"{name}: expected an array that masks nothing, got {type(x).__name__} of numpy.ma, whose mask would be "
+            "lost: pass its .data, and what attention is to hide as the option mask"
+        )
 
 
 def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array | None = None) -> dict[str, Array]:
@@ -53,7 +76,7 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
         its = library_of(name, x)
         if its.name != library.name:
             raise TypeError(f"{name}: expected an array of {library.name}, as the first one is, got one of {its.name}")
-        adopted[name] = array = library.adopt(name, x)
+        adopted[name] = array = its.adopt(name, x)
         if beside is None:
             beside = array
         elif _device_id(array) != _device_id(beside):
@@ -141,35 +164,46 @@ def _cupy(name: str) -> Any:
     return cupy
 
 
+# DLPack's device types: 1 CPU, 2 CUDA, 3 pinned host memory, 13 managed CUDA memory.
+_ON_CPU, _ON_GPU = (1, 3), (2, 13)
+
+
+def _device_type(x: Any) -> int:
+    # NumPy does without the method, too.
+    return int(x.__dlpack_device__()[0]) if hasattr(x, "__dlpack_device__") else 1
+
+
 def _from_dlpack(name: str, x: Any) -> Array:
-    device_type = int(x.__dlpack_device__()[0])
-    # DLPack's device types: 1 CPU, 2 CUDA, 3 pinned host memory, 13 managed CUDA memory.
-    if device_type in (1, 3):
+    device_type = _device_type(x)
+    if device_type in _ON_CPU:
         try:
             return np.from_dlpack(x)
         except RuntimeError as error:
             dtype = getattr(x, "dtype", error)
             raise TypeError(f"{name}: expected a dtype that NumPy takes from DLPack, got {dtype}") from error
-    if device_type in (2, 13):
+    if device_type in _ON_GPU:
         return _cupy(name).from_dlpack(x)
     raise ValueError(f"{name}: expected an array on the CPU or a CUDA GPU, got DLPack device type {device_type}")
 
 
 def _adopt_any(name: str, x: Any) -> Array:
-    return _from_dlpack(name, x) if hasattr(x, "__dlpack__") else _cupy(name).asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(name, x)
+    if x.__cuda_array_interface__.get("mask") is not None:
+        raise TypeError(f"{name}: expected an array that masks nothing, got a __cuda_array_interface__ with a mask")
+    return _cupy(name).asarray(x)
 
 
-def _any_releaser(x: Any) -> Callable[[Array], Any]:
-    """Back into x's library, through its `from_dlpack` or Numba's view of a CUDA array."""
+def _any_releaser(x: Any) -> Callable[[Array], Any] | None:
+    """Back into x's library, through its `from_dlpack` or Numba's view of a CUDA array; None if it has no way back."""
     root = type(x).__module__.partition(".")[0]
     if root == "numba":
         from numba import cuda
 
         return cuda.as_cuda_array
     namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(root)
-    from_dlpack = getattr(namespace, "from_dlpack", None)
-    # Results of a bare DLPack exporter stay NumPy or CuPy arrays.
-    return from_dlpack if from_dlpack is not None else _identity
+    found: Callable[[Array], Any] | None = getattr(namespace, "from_dlpack", None)
+    return found
 
 
 def _identity(x: Array) -> Array:
@@ -244,5 +278,8 @@ def _release_jax(x: Array) -> Any:
 
 _NUMPY = Library("numpy", _adopt_own, _identity)
 _CUPY = Library("cupy", _adopt_own, _identity)
+_BARE_ON_CPU = Library("numpy", _adopt_any, _identity)
+_BARE_ON_GPU = Library("cupy", _adopt_any, _identity)
+_OWN_MODULES = frozenset((_NUMPY.name, _CUPY.name))
 _TORCH = Library("torch", _adopt_torch, _release_torch)
 _JAX = Library("jax", _adopt_jax, _release_jax)

@@ -27,17 +27,8 @@ from cuflash.numpy_scores import (
     split_heads,
     without_rows,
 )
-from cuflash.numpy_tiles import (
-    MIN_TASKS,
-    Block,
-    Heads,
-    InOrder,
-    Sequence,
-    Tile,
-    Tiling,
-    Workspace,
-    run_tasks,
-)
+from cuflash.numpy_threads import InOrder, Workspace, run_tasks
+from cuflash.numpy_tiles import MIN_TASKS, Block, Heads, Sequence, Tile, Tiling
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
@@ -171,6 +162,7 @@ class _Main:
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
         self.tiling = call.tiling
+        self.tasks = self._tasks()
         self.grads = grads
         self.order = InOrder()
         self.kv_sums: dict[str, Array] = {}
@@ -188,8 +180,7 @@ class _Main:
         shape = self.grads["bias"].shape
         return shape[2] > 1 and shape[3] > 1
 
-    @functools.cached_property
-    def tasks(self) -> list[Task]:
+    def _tasks(self) -> list[Task]:
         tiling = self.tiling
         head_blocks = tiling.head_blocks
         parts = -(-MIN_TASKS // max(1, len(tiling.sequences) * len(head_blocks)))

@@ -25,7 +25,8 @@ from cuflash.numpy_scores import (
     without_rows,
     zero_hidden,
 )
-from cuflash.numpy_tiles import Block, Tile, Tiling, Workspace
+from cuflash.numpy_threads import Workspace
+from cuflash.numpy_tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.numpy_tiles import Block, Heads, Tile, Tiling, Workspace
+from cuflash.numpy_threads import Workspace
+from cuflash.numpy_tiles import Block, Heads, Tile, Tiling
 
 Array = NDArray[Any]
 
@@ -147,7 +148,7 @@ def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
 def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
     """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view."""
     own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[tile.keys, tile.block.heads.kv]
-    return np.asarray(widen(own)).swapaxes(0, 1)  # masked arrays have no products of stacked matrices
+    return widen(own).swapaxes(0, 1)
 
 
 def sink_rows(tiling: Tiling, block: Block) -> Array:

@@ -1,21 +1,7 @@
-"""One call of the CPU path cut into tiles, whatever the number of cores, and the threads that compute them.
+"""One call of the CPU path cut into tiles, whatever the number of cores."""
 
-BLAS's own threads, which would split sums by their number, are off.
-"""
-
-import contextlib
-import ctypes
-import functools
-import importlib
-import math
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +10,6 @@ from cuflash.block_store import CANONICAL, HIDDEN
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
-T = TypeVar("T")
 
 # A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
 BLOCK_ROWS = 768
@@ -117,15 +102,17 @@ class Tile(NamedTuple):
         return tuple(own[axis] if size > 1 else whole[axis] for axis, size in enumerate(shape))
 
 
-@dataclass(frozen=True)
 class Tiling:
     """The tiles of a problem."""
 
-    problem: AttentionProblem
-    operands: Operands
+    def __init__(self, problem: AttentionProblem, operands: Operands) -> None:
+        self.problem = problem
+        self.operands = operands
+        self.sequences = self._sequences()
+        self.block_rows = self._block_rows()
+        self.head_blocks = self._head_blocks()
 
-    @functools.cached_property
-    def sequences(self) -> list[Sequence]:
+    def _sequences(self) -> list[Sequence]:
         """Every sequence of the batch, clamped to the arrays."""
         p, o = self.problem, self.operands
         if p.packed:
@@ -156,16 +143,14 @@ class Tiling:
             MIN_PARALLEL_SCORES
         )
 
-    @functools.cached_property
-    def block_rows(self) -> int:
+    def _block_rows(self) -> int:
         """Fewer where that gives the cores enough tasks."""
         if self.problem.block_mask:
             return CANONICAL  # tiles follow the mask's own blocks
         blocks = sum(-(-sequence.rows // BLOCK_ROWS) for sequence in self.sequences)
         return BLOCK_ROWS if blocks * self.problem.num_heads_q >= MIN_TASKS else BLOCK_ROWS // 2
 
-    @functools.cached_property
-    def head_blocks(self) -> list[Heads]:
+    def _head_blocks(self) -> list[Heads]:
         """The heads that are computed together."""
         p = self.problem
         rows = max((sequence.rows for sequence in self.sequences), default=0)
@@ -264,144 +249,3 @@ def _packed(cu_seqlens: Any, total: int) -> tuple[list[int], list[int]]:
 
 def _used(lengths: Array | None, sizes: list[int]) -> list[int]:
     return sizes if lengths is None else np.clip(lengths, 0, sizes).tolist()
-
-
-# (get, set): NumPy's own wheels, then distributions.
-_THREAD_FUNCTIONS = (
-    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
-    ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
-    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
-    ("openblas_get_num_threads", "openblas_set_num_threads"),
-    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
-)
-
-
-@functools.cache
-def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    # What the module links to is found through it, but not on Windows.
-    found = [] if sys.platform == "win32" else [Path(extension)]
-    for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:
-            continue
-        for getter, setter in _THREAD_FUNCTIONS:
-            with contextlib.suppress(AttributeError):
-                return getattr(library, getter), getattr(library, setter)
-    return None
-
-
-class _BlasThreads:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._before = 1
-
-    @contextlib.contextmanager
-    def single(self) -> Iterator[int]:
-        """Single-threaded BLAS within; gives how many workers may run instead."""
-        functions = _blas_functions()
-        if functions is None:
-            yield os.cpu_count() or 1
-            return
-        get, set_ = functions
-        with self._lock:
-            if self._calls == 0:
-                self._before = get()
-                set_(1)
-            self._calls += 1
-            workers = self._before
-        try:
-            yield workers
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if self._calls == 0:
-                    set_(self._before)
-
-
-BLAS_THREADS = _BlasThreads()
-
-
-# The few shapes of tiles that a call meets again.
-_MAX_REMEMBERED = 16
-
-
-class Workspace:
-    """Scratch arrays, which last until their name is asked for again."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, str], NDArray[Any]] = {}
-        self._remembered: dict[Any, Any] = {}
-
-    def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when `key` was last met, or returns now; not to be written."""
-        if key not in self._remembered:
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
-            self._remembered[key] = make()
-        found: T = self._remembered[key]
-        return found
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array with anything in it."""
-        size = math.prod(shape)
-        memory = self._memory.get((name, dtype))
-        if memory is None or memory.size < size:
-            memory = self._memory[name, dtype] = np.empty(size, dtype)
-        return memory[:size].reshape(shape)
-
-
-class InOrder:
-    """Runs actions in the order of their numbers."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[int, Callable[[], None]] = {}
-        self._next = 0
-
-    def submit(self, number: int, action: Callable[[], None]) -> None:
-        """Run `action` when all before it are done; numbers start at 0 and leave no gap."""
-        with self._lock:
-            self._waiting[number] = action
-            while self._next in self._waiting:
-                self._waiting.pop(self._next)()
-                self._next += 1
-
-
-def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
-
-    What a task computes must not depend on which worker runs it.
-    """
-    lock = threading.Lock()
-    numbers = iter(range(count))
-
-    def worker() -> None:
-        workspace = Workspace()
-        # Of hidden elements; it holds for one thread only.
-        with np.errstate(all="ignore"):
-            while True:
-                with lock:
-                    number = next(numbers, None)
-                if number is None:
-                    return
-                try:
-                    task(number, workspace)
-                except BaseException:
-                    with lock:  # nobody starts another task
-                        for _ in numbers:
-                            pass
-                    raise
-
-    with BLAS_THREADS.single() as workers:
-        others = min(workers, count) - 1 if parallel else 0
-        if others <= 0:
-            worker()
-            return
-        with ThreadPoolExecutor(others, thread_name_prefix="cuflash") as pool:
-            futures = [pool.submit(worker) for _ in range(others)]
-            worker()
-            for future in futures:
-                future.result()

@@ -182,7 +182,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         packed=packed,
         window_left=left,
         window_right=right,
-        softmax_scale=checks.check_scale(o.softmax_scale, head_dim),
+        softmax_scale=checks.check_scale(o.softmax_scale, head_dim, accum),
         softcap=checks.check_softcap(o.softcap, accum),
         bias=checks.check_scores_like("bias", o.bias, score_shape, (dtype, "float32")),
         bias_dtype=None if o.bias is None else o.bias.dtype.name,

@@ -111,7 +111,7 @@ def forget_launches() -> None:
 @contextmanager
 def threads_of_cpu_path(count: int) -> Iterator[None]:
     """Within, every call of the CPU path runs on that many threads, however many cores there are."""
-    from cuflash.numpy_tiles import _BlasThreads
+    from cuflash.numpy_threads import _BlasThreads
 
     real = _BlasThreads.single
 

@@ -132,9 +132,13 @@ INPUTS: dict[str, Row] = {
 OPTIONS: dict[str, Row] = {
     "unknown": ({"casual": True}, TypeError, ("casual",)),
     "causal string": ({"causal": "no"}, TypeError, ("causal", "bool", "str")),
+    "causal number": ({"causal": 1}, TypeError, ("causal", "bool", "int")),
+    "causal none": ({"causal": None}, TypeError, ("causal", "bool", "NoneType")),
     "scale too large": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale", "finite", "inf")),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")),
     "scale inf": ({"softmax_scale": float("-inf")}, ValueError, ("softmax_scale", "finite", "-inf")),
+    "scale beyond float32": ({"softmax_scale": 1e39}, ValueError, ("softmax_scale", "finite in float32", "1e+39")),
+    "scale far below float32": ({"softmax_scale": -(10**39)}, ValueError, ("softmax_scale", "float32", "-1e+39")),
     "scale string": ({"softmax_scale": "1"}, TypeError, ("softmax_scale", "number", "str")),
     "softcap negative": ({"softcap": -30.0}, ValueError, ("softcap", "None", "-30")),
     "softcap nan": ({"softcap": float("nan")}, ValueError, ("softcap", "nan")),
@@ -185,6 +189,7 @@ OPTIONS: dict[str, Row] = {
     "block mask kv heads": ({"block_mask": block_mask(2, 6, 8)}, ValueError, ("block_mask", "(1, 2, 6, 8)")),
     "block mask batch": ({"block_mask": block_mask(3, 4, 6, 8)}, ValueError, ("block_mask", "(3, 4, 6, 8)")),
     "deterministic": ({"deterministic": "yes"}, TypeError, ("deterministic", "bool", "str")),
+    "deterministic number": ({"deterministic": 0}, TypeError, ("deterministic", "bool", "int")),
     "precision": ({"precision": "fp8"}, ValueError, ("precision", "tf32", "fp8")),
     "precision number": ({"precision": 32}, TypeError, ("precision", "tf32", "int")),
 }
@@ -230,6 +235,11 @@ BACKWARD: dict[str, Row] = {
     "grads string": ({"grads": "qkv"}, TypeError, ("grads", "qkv")),
     "out array": ({"out": zeros(2, 6, 4, 16)}, TypeError, ("out", "(dq, dk, dv)", "ndarray")),
     "out two": ({"out": (zeros(2, 6, 4, 16), zeros(2, 8, 2, 16))}, ValueError, ("out", "(dq, dk, dv)", "2")),
+    "out of what is not wanted": (
+        {"out": lambda: (zeros(2, 6, 4, 16), zeros(2, 8, 2, 16), None), "grads": ("q",)},
+        ValueError,
+        ("out, dk: expected None", "grads does not name k", "ndarray"),
+    ),
     "out dtype of dk": (
         {"out": lambda: (zeros(2, 6, 4, 16), zeros(2, 8, 2, 16, dtype="float16"), zeros(2, 8, 2, 12))},
         TypeError,
@@ -248,6 +258,10 @@ OUT: dict[str, Row] = {
     "rows": ({"out": lambda: zeros(2, 6, 4, 24)[..., ::2]}, ValueError, ("out", "contiguous", "8")),
     "backwards": ({"out": lambda: zeros(2, 6, 4, 12)[..., ::-1]}, ValueError, ("out", "contiguous", "-4")),
     "list": ({"out": [0.0]}, TypeError, ("out", "list")),
+    "lse string": ({"return_lse": "no"}, TypeError, ("return_lse", "expected a bool", "str")),
+    "lse number": ({"return_lse": 1}, TypeError, ("return_lse", "expected a bool", "int")),
+    "lse none": ({"return_lse": None}, TypeError, ("return_lse", "expected a bool", "NoneType")),
+    "lse array": ({"return_lse": zeros(2, dtype="bool")}, TypeError, ("return_lse", "expected a bool", "ndarray")),
 }
 
 
@@ -322,6 +336,29 @@ def test_dtypes_beside_each_input_dtype(device: Device, dtype: str) -> None:
     out = zeros(2, 6, 4, 12, dtype=dtype)
     residuals = {"dout": out, "forward_out": out, "lse": zeros(2, 4, 6, dtype=other)}
     check(TypeError, ("lse", accum, other), lambda: call(device, "_backward", **inputs, **residuals))
+
+
+def test_bools_of_numpy_are_bools(device: Device) -> None:
+    for value in (np.True_, np.False_):
+        results = call(device, "", return_lse=value, causal=value, deterministic=value)
+        assert isinstance(results, tuple) == bool(value)
+        results, _ = call(device, "_vjp", return_lse=value)
+        assert isinstance(results, tuple) == bool(value)
+
+
+def test_scales_that_each_dtype_takes(device: Device) -> None:
+    """A scale is finite in the type of the arithmetic: float64 for float64, float32 for all others."""
+    large = 2e38  # a kernel's product of it with log2(e) is finite, too
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        inputs = {"q": zeros(2, 6, 4, 16, dtype=dtype), "k": zeros(2, 8, 2, 16, dtype=dtype)}
+        inputs["v"] = np.ones((2, 8, 2, 12), np_dtype(dtype))
+        for scale in (large, -large, 1e-60):
+            assert (device.get(call(device, "", **inputs, softmax_scale=scale)) == 1).all()
+        beyond = partial(call, device, "", **inputs, softmax_scale=2 * large)
+        if dtype == "float64":
+            assert (device.get(beyond()) == 1).all()
+        else:
+            check(ValueError, ("softmax_scale", "finite in float32"), beyond)
 
 
 def test_options_are_keyword_only(device: Device) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case, gaussian, gaussian_case, np_dtype, same_bits
+from cases import Case, gaussian, np_dtype, same_bits
 from devices import Device
+from libraries import Exporter, all_options_case, convert
 from numpy.typing import NDArray
 
 import cuflash
@@ -21,28 +22,6 @@ Array = NDArray[Any]
 NUMPY = Device("numpy", np)
 ROOT = Path(__file__).parents[1]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-
-
-def all_options_case(dtype: str) -> Case:
-    """A case with every kind of array among its options."""
-    rng = np.random.default_rng(0)
-    accum = np.float64 if dtype == "float64" else np.float32
-    return gaussian_case(
-        1,
-        dtype,
-        (9, 11),
-        dims=(16, 8),
-        bias=gaussian(rng, (4, 9, 11), dtype),
-        mask=rng.random((2, 1, 9, 11)) < 0.8,
-        alibi_slopes=np.full(4, 0.1, accum),
-        sink=np.zeros(4, accum),
-        q_lengths=np.array([9, 5], np.int32),
-        kv_lengths=np.array([11, 7], np.int32),
-        dropout_p=0.2,
-        dropout_seed=np.array([7], np.uint64),
-        block_mask=rng.random((9, 11)) < 0.9,
-        deterministic=True,
-    )
 
 
 class Torch:
@@ -85,15 +64,6 @@ class Jax:
 @pytest.fixture(params=[Torch, Jax], ids=["torch", "jax"], scope="module")
 def library(request: pytest.FixtureRequest) -> Any:
     return request.param()
-
-
-def convert(value: Any, to: Any) -> Any:
-    """Convert every NumPy array in tuples and dicts."""
-    if isinstance(value, np.ndarray):
-        return to(value)
-    if isinstance(value, dict):
-        return {name: convert(item, to) for name, item in value.items()}
-    return tuple(convert(item, to) for item in value) if isinstance(value, tuple) else value
 
 
 def assert_same(library: Any, actual: Any, expected: Any) -> None:
@@ -261,19 +231,6 @@ def test_jax_tracers_and_immutable_arrays() -> None:
         backward(out, out=(None, jax.numpy.zeros((1, 4, 2, 8)), None))
 
 
-class Exporter:
-    """An array of a library that nobody knows: it speaks DLPack and nothing else."""
-
-    def __init__(self, x: Array) -> None:
-        self.x = x
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.x.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.x.__dlpack_device__()
-
-
 class Namespaced(Exporter):
     """The same with an array API namespace, which can take results back."""
 
@@ -288,9 +245,8 @@ def test_any_library_that_speaks_dlpack() -> None:
     result = cuflash.attention(Namespaced(q), Namespaced(k), Namespaced(v), causal=True)
     assert isinstance(result, Namespaced)
     assert same_bits(result.x, expected)
-    bare = cuflash.attention(Exporter(q), Exporter(k), Exporter(v), causal=True)
-    assert isinstance(bare, np.ndarray)
-    assert same_bits(bare, expected)
+    with pytest.raises(TypeError, match="k: expected an array of test_interop, as the first one is, got one of numpy"):
+        cuflash.attention(Namespaced(q), k, Namespaced(v))
 
 
 def test_dtypes_that_numpy_does_not_take() -> None:

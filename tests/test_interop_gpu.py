@@ -69,6 +69,40 @@ def test_any_library(wrapper: Callable[[Any], Any]) -> None:
     assert_right(out.get())
 
 
+@pytest.mark.parametrize("wrapper", [CudaArray, Exporter])
+def test_gradients_of_any_library(wrapper: Callable[[Any], Any]) -> None:
+    """CuPy's arrays come back, and go with the exporters into each further call."""
+    import cupy
+
+    attention_backward: Any = cuflash.attention_backward
+    varlen_vjp: Any = cuflash.attention_varlen_vjp
+    plain = [cupy.asarray(x) for x in inputs()]
+    expected, expected_lse = cuflash.attention(*plain, causal=True, return_lse=True)
+    grads = attention_backward(expected, *plain, expected, expected_lse, causal=True, deterministic=True)
+    bare = [wrapper(x) for x in plain]
+    out, lse = cuflash.attention(*bare, causal=True, return_lse=True)
+    _, pull = cuflash.attention_vjp(plain[0], *bare[1:], causal=True, deterministic=True)
+    for results in (
+        attention_backward(out, *bare, out, lse, causal=True, deterministic=True),
+        attention_backward(wrapper(out), *bare, wrapper(out), wrapper(lse), causal=True, deterministic=True),
+        pull(out),
+        pull(wrapper(out)),
+    ):
+        for ours, theirs in zip(results, grads, strict=True):
+            assert isinstance(ours, cupy.ndarray)
+            cupy.testing.assert_array_equal(ours, theirs)
+    cu = cupy.array([0, 20, 64], np.int32)
+    packed = [x[0] for x in plain]
+    result, pull = varlen_vjp(*map(wrapper, packed), wrapper(cu), cu, deterministic=True)
+    same, same_pull = varlen_vjp(*packed, cu, cu, deterministic=True)
+    for ours, theirs in zip((result, *pull(wrapper(same))), (same, *same_pull(same)), strict=True):
+        cupy.testing.assert_array_equal(ours, theirs)
+    merged = cuflash.merge([wrapper(out), out], [lse, wrapper(lse)])
+    assert all(isinstance(x, cupy.ndarray) for x in merged)
+    douts, dlses = cuflash.merge_backward(wrapper(out), None, [out, wrapper(out)], [lse, lse], *map(wrapper, merged))
+    assert all(isinstance(x, cupy.ndarray) for x in (*douts, *dlses))
+
+
 def test_numba() -> None:
     cuda = pytest.importorskip("numba.cuda")
     arrays = [cuda.to_device(x) for x in inputs()]

@@ -15,10 +15,11 @@ from devices import Device, threads_of_cpu_path
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import numpy_scores, numpy_tiles, reference
+from cuflash import numpy_scores, numpy_threads, numpy_tiles, reference
 from cuflash.call import Call
 from cuflash.numpy_scores import keep_tile
-from cuflash.numpy_tiles import InOrder, Tiling, Workspace, run_tasks
+from cuflash.numpy_threads import InOrder, Workspace, run_tasks
+from cuflash.numpy_tiles import Tiling
 
 Array = NDArray[Any]
 
@@ -163,7 +164,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: 
 
 
 def blas_threads() -> int:
-    functions = numpy_tiles._blas_functions()
+    functions = numpy_threads._blas_functions()
     if functions is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     return functions[0]()
@@ -264,19 +265,6 @@ def test_the_error_state_of_the_caller_is_no_matter(size: float) -> None:
         out, backward = cuflash.attention_vjp(q, q, q, bias=np.zeros((40, 1), np.float16), sink=np.zeros(1, np.float32))
         dbias = backward(np.zeros_like(out), 2 * dlse)[3]
     assert (dbias == (0 if size < 1 else np.inf)).all()
-
-
-@pytest.mark.parametrize("masked", range(4))
-def test_masked_arrays_are_their_data(masked: int) -> None:
-    rng = np.random.default_rng(8)
-    arrays = [gaussian(rng, (2, rows, 2, 8), "float32") for rows in (9, 12, 12, 9)]
-    out, backward = cuflash.attention_vjp(*arrays[:3])
-    expected = out, *backward(arrays[3])
-    arrays[masked] = np.ma.masked_array(arrays[masked], arrays[masked] > 1)
-    out, backward = cuflash.attention_vjp(*arrays[:3])
-    for got, want in zip((out, *backward(arrays[3])), expected, strict=True):
-        assert type(got) is np.ndarray
-        assert np.array_equal(got, want)
 
 
 def test_no_warnings_from_hidden_values() -> None:

@@ -13,7 +13,7 @@ import compile_sm70
 import numpy as np
 import pytest
 
-from cuflash import kernels, numpy_tiles, params
+from cuflash import kernels, numpy_threads, params
 
 # sys.platform there, the driver's library, and whether BLAS is found through the module that links to it.
 SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
@@ -22,10 +22,10 @@ SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
 @pytest.fixture(autouse=True, params=SYSTEMS)
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("sys.platform", request.param)
-    for cached in (params.driver, numpy_tiles._blas_functions):
+    for cached in (params.driver, numpy_threads._blas_functions):
         cached.cache_clear()
     yield request.param
-    for cached in (params.driver, numpy_tiles._blas_functions):
+    for cached in (params.driver, numpy_threads._blas_functions):
         cached.cache_clear()
 
 
@@ -60,12 +60,12 @@ def test_threads_of_blas(system: str, opened: dict[str, Any], tmp_path: Path, mo
     blas = SimpleNamespace(scipy_openblas_get_num_threads64_=lambda: 3, scipy_openblas_set_num_threads64_=print)
     extension = Path(importlib.import_module("numpy._core._multiarray_umath").__file__ or "")
     opened.update({name: blas, extension.name: blas if SYSTEMS[system][1] else SimpleNamespace()})
-    functions = numpy_tiles._blas_functions()
+    functions = numpy_threads._blas_functions()
     assert functions is not None and functions[0]() == 3
 
 
 def test_no_blas_that_we_know(opened: dict[str, Any]) -> None:
-    assert numpy_tiles._blas_functions() is None
+    assert numpy_threads._blas_functions() is None
 
 
 def test_python_of_an_environment(system: str) -> None:

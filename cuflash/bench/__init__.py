@@ -19,7 +19,7 @@ from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
 from cuflash.bench.inputs import Inputs, arguments, limit, take_sample, worst
 from cuflash.bench.report import Result, Stopwatch
 from cuflash.compile_cli import first_line, in_parallel
-from cuflash.numpy_tiles import BLAS_THREADS
+from cuflash.numpy_threads import BLAS_THREADS
 
 # Calls whose bits a deterministic backward repeats.
 REPEATS = 50
