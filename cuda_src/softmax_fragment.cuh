@@ -195,6 +195,14 @@ struct FragmentSoftmax {
     return false;
   }
 
+  // The weights of a row's first tile of `tiles`, by which rooms are found; with 0 later.
+  template <bool FINDS_ROOM>
+  DEVICE void begin(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], int tiles) {
+    Accum rescale[2];
+    weigh<0, BLOCK_N / 2>(x, shift, rescale, true);
+    if (FINDS_ROOM && tiles > 0) settle(tiles);
+  }
+
   DEVICE void finish(Accum sink, Accum (&inverse)[2], Accum (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) finish_row(reference[r] * to_natural, sum[r], sink, inverse[r], lse[r]);

@@ -10,11 +10,14 @@ struct BoundedSoftmax {
   static constexpr float STEEP = 1e12f;  // of factors whose cube may be infinite: then no product is small
   // A score is no larger than its product times the slope at 0, but for roundings.
   static constexpr float FEWER = 0.999f, MORE = 1.001f;
+  // Products far below 0 are not quiet, either, so rows have more room than FragmentSoftmax gives them.
+  static constexpr float MORE_ROOM = 2;
   static constexpr float UNSETTLED = -3e38f;  // no product is quiet before the row's first tile has a sum
   const AttentionParams& p;
   float quiet[2];        // the largest product of row r that is small and leaves the row's reference as it is
   float linear, cubic;   // of small products
   FragmentSoftmax rows;  // of scores that are powers of two
+  bool is_flat;          // whether every row of the warp has reference 0: nothing is subtracted then
 
   // What is seldom needed is found anew each time: registers are scarce.
   struct Curve {
@@ -61,6 +64,27 @@ struct BoundedSoftmax {
     return false;
   }
 
+  // The capped scores of a first tile of `tiles` become weights. A flat row keeps reference 0.
+  template <bool>
+  DEVICE void begin(float (&x)[BLOCK_N / 2], const float (&)[2], int tiles) {
+    float top[2], factor[2];
+    FragmentSoftmax::find_tops(x, top);
+    weigh_by(x, [](float capped, int) { return capped; });
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float maximum = max_of_row<4>(top[r]), share = ptx::ex2(-maximum);
+      const float in_largest = sum_of_row<4>(rows.sum[r]) * share;  // weights in units of the largest
+      const bool flat = in_largest >= FLAT;
+      rows.reference[r] = flat ? 0 : maximum;
+      factor[r] = flat || maximum == -infinity() ? 1 : share;
+      rows.sum[r] *= factor[r];
+      quiet[r] =
+          maximum == -infinity() ? UNSETTLED : quiet_below(maximum + FragmentSoftmax::room_beside(in_largest, tiles));
+    }
+    is_flat = __all_sync(ALL_LANES, factor[0] == 1 && factor[1] == 1);
+    if (!is_flat) rescale_rows(x, factor);
+  }
+
   // Turns products, or a masked tile's capped scores, into weights; returns whether earlier results are to be
   // multiplied, row r with rescale[r].
   template <int BEGIN, int END>
@@ -70,14 +94,20 @@ struct BoundedSoftmax {
       float top[2];
       FragmentSoftmax::find_tops(x, top);
       const bool grown = follow(top, rescale);
-      weigh_by(x, [](float capped, float base) { return capped - base; });
+      const float base[2] = {rows.base(0), rows.base(1)};
+      weigh_by(x, [&](float capped, int r) { return capped - base[r]; });
       return grown;
     }
     float largest[2] = {};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) largest[e / 2 % 2] = larger(largest[e / 2 % 2], fabsf(x[e]));
     if (__all_sync(ALL_LANES, largest[0] <= quiet[0] && largest[1] <= quiet[1])) {
-      weigh_by(x, [&](float product, float base) { return of_small(product, base); });
+      if (is_flat) {
+        weigh_by(x, [&](float product, int) { return of_small(product); });
+      } else {
+        const float base[2] = {rows.base(0), rows.base(1)};
+        weigh_by(x, [&](float product, int r) { return of_small(product, base[r]); });
+      }
       return false;
     }
 #pragma unroll
@@ -90,18 +120,9 @@ struct BoundedSoftmax {
 #pragma unroll
     for (float& product : top) product = of_any(curve, sign * product);
     const bool grown = follow(top, rescale);
-    weigh_by(x, [&](float product, float base) { return of_any(curve, product, base); });
+    const float base[2] = {rows.base(0), rows.base(1)};
+    weigh_by(x, [&](float product, int r) { return of_any(curve, product, base[r]); });
     return grown;
-  }
-
-  // As FragmentSoftmax::settle.
-  DEVICE void settle(int tiles) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float total = sum_of_row<4>(rows.sum[r]);
-      if (quiet[r] == UNSETTLED && rows.reference[r] != -infinity())
-        quiet[r] = quiet_below(rows.reference[r] + FragmentSoftmax::room_beside(total, tiles));
-    }
   }
 
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const { rows.finish(sink, inverse, lse); }
@@ -118,9 +139,11 @@ struct BoundedSoftmax {
       rescale[r] = ptx::ex2(before - maximum);
       rows.reference[r] = maximum;
       rows.sum[r] *= rescale[r];
-      quiet[r] = before == -infinity() ? UNSETTLED : quiet_below(maximum);
+      quiet[r] = quiet_below(maximum);
     }
-    return __any_sync(ALL_LANES, grown);
+    grown = __any_sync(ALL_LANES, grown);
+    is_flat &= !grown;
+    return grown;
   }
 
   DEVICE float quiet_below(float limit) const {
@@ -132,10 +155,9 @@ struct BoundedSoftmax {
   template <class Power>
   DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
     float row_sum[2] = {0, 0};
-    const float base[2] = {rows.base(0), rows.base(1)};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) {
-      x[e] = ptx::ex2(power(x[e], base[e / 2 % 2]));
+      x[e] = ptx::ex2(power(x[e], e / 2 % 2));
       row_sum[e / 2 % 2] += x[e];
     }
     rows.sum[0] += row_sum[0];

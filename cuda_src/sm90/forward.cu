@@ -6,6 +6,9 @@
 DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
 DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
 
+DEVICE void find_rooms(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
+DEVICE void find_rooms(const BoundedSoftmax&, int) {}
+
 DEVICE auto softmax_of(const UnitFragment& scores) {
   if constexpr (BOUNDED_SCORES) {
     return BoundedSoftmax(scores.p);
@@ -167,10 +170,14 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
             x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
       };
+      // The current tile of keys and those behind it.
+      const auto tiles_left = [&] {
+        if constexpr (HAS_BLOCK_MASK) return shared.lists[rings.work.stage].left;
+        return 1 + (FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next);
+      };
       // How far a row's maximum may grow before it is followed is known behind the row's first weights.
       const auto settle = [&] {
-        const int left = FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next;
-        if constexpr (!EXACT_MAXIMA) softmax.settle(HAS_BLOCK_MASK ? shared.lists[rings.work.stage].left : left + 1);
+        if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
       };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
@@ -309,12 +316,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
-          softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, true);
-          if (FROM_LAST && masked) {
-            unsettled = 2;
-          } else {
-            settle();
-          }
+          if (FROM_LAST && masked) unsettled = 2;
+          softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
           scores.drop(x, row, first_key, shared.draws);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);
