@@ -1,0 +1,122 @@
+"""Forward on grids that do not fill the GPU, drawn at random, beside FlashAttention-3 and cuDNN.
+
+    python examples/benchmarks/small_grids.py [--seed N] [--cells N] [--commit COMMIT] [--json results/small_grids.json]
+
+Times are of the device alone: calls are captured into a CUDA graph, as such calls take less time than a host needs to
+launch them. The first cells are those of a first sweep that nobody had tuned for; the others are drawn in log scale with
+a seed. It needs a Hopper GPU, torch and FlashAttention-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash import bench
+from cuflash.bench import report
+from cuflash.bench.cells import Cell
+from cuflash.bench.inputs import Inputs
+from cuflash.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
+
+CALLS, REPLAYS = 8, 12
+MOST_FLOPS = 2e12
+HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+FIRST = (
+    (1, 8, 1024, 64, False),
+    (1, 16, 1024, 64, False),
+    (1, 16, 1024, 64, True),
+    (1, 1, 2048, 64, False),
+    (1, 1, 4096, 64, False),
+    (1, 1, 2048, 128, True),
+    (1, 1, 4096, 128, False),
+    (1, 8, 4096, 128, False),
+    (1, 1, 16384, 128, False),
+    (1, 1, 16384, 64, True),
+)
+PEERS: dict[str, Peer] = {
+    US: cuflash_calls,
+    "fa3": fa3_calls,
+    "cudnn": lambda inputs: sdpa_calls(inputs, "CUDNN_ATTENTION"),
+}
+
+
+def cell_of(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Cell:
+    """A square problem in bfloat16."""
+    name = f"b{batch} h{heads} n{seqlen} d{head_dim} {'causal' if causal else 'full'}"
+    return Cell(name, "bfloat16", batch, seqlen, seqlen, heads, heads, head_dim, head_dim, causal=causal)
+
+
+def cells(seed: int, count: int) -> list[Cell]:
+    """The first ones, and others drawn at random."""
+    rng = random.Random(seed)
+    drawn = [cell_of(*numbers) for numbers in FIRST]
+    while len(drawn) < count:
+        batch, heads = rng.choice((1, 1, 1, 2)), rng.choice(HEADS)
+        cell = cell_of(batch, heads, int(2 ** rng.uniform(9, 14)), rng.choice((64, 128)), rng.random() < 0.5)
+        if cell.flops("forward") <= MOST_FLOPS:
+            drawn.append(cell)
+    return drawn
+
+
+def microseconds(call: Callable[[], Any], xp: Any) -> float:
+    """The median time of a call on the device, in a graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    ours = xp.cuda.ExternalStream(stream.cuda_stream)
+    with torch.cuda.stream(stream), ours:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / CALLS * 1e3)
+    return float(np.median(times[1:]))
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cells", type=int, default=110)
+    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    args = parser.parse_args()
+    xp = bench.namespace("gpu")
+    if xp is None:
+        parser.error("no GPU that CuPy can use")
+    facts = report.environment(xp, args.commit, "small_grids") | {"seed": args.seed}
+    measured: list[dict[str, Any]] = []
+    for cell in cells(args.seed, args.cells):
+        inputs = Inputs(cell, xp)
+        times = {name: microseconds(prepare(inputs).forward, xp) for name, prepare in PEERS.items()}
+        speed = min(x for name, x in times.items() if name != US) / times[US]
+        measured.append({"cell": cell.name, "us": times, "speed_of_fastest_peer": speed})
+        print(f"{cell.name}: {', '.join(f'{name} {x:.1f}' for name, x in times.items())} us, {speed:.2f}", flush=True)
+        if args.json:  # after every cell: a run that is cut short leaves what it had
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({**facts, "small_grids": measured}, indent=1) + "\n")
+    speeds = np.array([row["speed_of_fastest_peer"] for row in measured])
+    mean = np.exp(np.log(speeds).mean())
+    print(
+        f"{len(speeds)} cells: mean {mean:.3f} of the faster peer, least {speeds.min():.2f}, below .98: {(speeds < 0.98).sum()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
