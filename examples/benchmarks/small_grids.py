@@ -3,8 +3,8 @@
     python examples/benchmarks/small_grids.py [--seed N] [--cells N] [--commit COMMIT] [--json results/small_grids.json]
 
 Times are of the device alone: calls are captured into a CUDA graph, as such calls take less time than a host needs to
-launch them. The first cells are those of a first sweep that nobody had tuned for; the others are drawn in log scale with
-a seed. It needs a Hopper GPU, torch and FlashAttention-3.
+launch them. The first cells are those of a first sweep that nobody had tuned for; the others are drawn in log scale
+with a seed. It needs a Hopper GPU, torch and FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ def main() -> None:
             args.json.write_text(json.dumps({**facts, "small_grids": measured}, indent=1) + "\n")
     speeds = np.array([row["speed_of_fastest_peer"] for row in measured])
     mean = np.exp(np.log(speeds).mean())
-    print(
-        f"{len(speeds)} cells: mean {mean:.3f} of the faster peer, least {speeds.min():.2f}, below .98: {(speeds < 0.98).sum()}"
-    )
+    summary = f"mean {mean:.3f} of the faster peer, least {speeds.min():.2f}, below .98: {(speeds < 0.98).sum()}"
+    print(f"{len(speeds)} cells: {summary}")
 
 
 if __name__ == "__main__":
