@@ -18,7 +18,7 @@ from cuflash.plan import (
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tiles_sm90 import FORWARD, Row, Tile
-from cuflash.times_sm90 import parts_worth_a_try, predicted_us
+from cuflash.times_sm90 import is_timed, parts_worth_a_try, predicted_us
 
 ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
@@ -331,6 +331,17 @@ def reason(problem: AttentionProblem) -> str:
     )
 
 
+def _of_small_grids(row: Row, dtype: str) -> Iterator[Config]:
+    """What `for_grid` can choose beside the other rows."""
+    for tile in row.plain_tiles(windowed=True):
+        config = replace(config_of(row, tile, dtype, None, ("has_window",)), pair=1)
+        exact = replace(config, exact_maxima=True, early_powers=0) if row.full.exact else config
+        for kernel in dict.fromkeys((config, exact)):
+            yield replace(kernel, splits_keys=True, staging_panels=0)
+        if is_timed(config):
+            yield exact
+
+
 def table() -> Iterator[tuple[Config, str]]:
     """Every row in both dtypes: plain, with a window and any one option, and with all; the plain ones unstaged, too."""
     single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
@@ -348,12 +359,7 @@ def table() -> Iterator[tuple[Config, str]]:
                     yield forward_config(row, dtype, None, ("has_window",), narrow_window=True), dtype
                 for flags in ((), ("has_window",)):
                     yield forward_config(row, dtype, None, flags, few_queries=True), dtype
-            for tile in row.of_small_grids:
-                for flags in ((), ("has_window",)):
-                    yield config_of(row, tile, dtype, None, flags), dtype
-            for tile in row.plain_tiles(True):
-                split = config_of(row, tile, dtype, None, ("has_window",), splits_keys=True)
-                yield replace(split, pair=1), dtype
+            yield from ((config, dtype) for config in _of_small_grids(row, dtype))
             if dtype in _BOUNDED_DTYPES:
                 yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
@@ -381,21 +387,30 @@ def for_grid(problem: AttentionProblem, config: Config, num_sms: int) -> Launche
         return Launches(config, max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_PART), 1))
     if tiles >= _MOST_WAVES * num_sms:
         return Launches(config, 1)
-    candidates = {config.tile: config}
+    found = [
+        Launches(_with_exact_maxima(problem, candidate, parts), parts)
+        for candidate in _candidates(problem, config)
+        for parts in parts_worth_a_try(problem, candidate.block_m, candidate.block_n, num_sms)
+    ]
+    return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.parts, num_sms))
+
+
+def _candidates(problem: AttentionProblem, config: Config) -> list[Config]:
+    """The configurations of other tiles that a problem without options but a window can take, behind its own."""
     flags = flags_of(problem)
-    if not beside_window(flags) and config.plain_scores:
-        row = _row_of(problem)
-        for tile in row.plain_tiles(bool(flags)):
-            other = replace(config_of(row, tile, problem.dtype, None, flags), pair=1)
-            candidates.setdefault(other.tile, other)
-    return min(
-        (
-            Launches(candidate, parts)
-            for candidate in candidates.values()
-            for parts in parts_worth_a_try(problem, candidate.block_m, candidate.block_n, num_sms)
-        ),
-        key=lambda found: predicted_us(problem, found.config, found.parts, num_sms),
-    )
+    if beside_window(flags) or not config.plain_scores:
+        return [config]
+    row = _row_of(problem)
+    others = [config_of(row, tile, problem.dtype, None, flags) for tile in row.plain_tiles(bool(flags))]
+    timed = [replace(other, pair=1) for other in others if is_timed(other) and other.tile != config.tile]
+    return [config, *timed]
+
+
+def _with_exact_maxima(problem: AttentionProblem, config: Config, parts: int) -> Config:
+    """Few keys have large weights, so every maximum is followed, if the kernel for few keys does so."""
+    few = problem.seqlen_k < _MANY_KEYS * parts and _row_of(problem).full.exact
+    plain = config.plain_scores and not beside_window(flags_of(problem))
+    return replace(config, exact_maxima=True, early_powers=0) if few and plain and not config.exact_maxima else config
 
 
 def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:

@@ -55,8 +55,17 @@ class _Kernel(Protocol):
     def block_n(self) -> int: ...
 
 
+def _known(kernel: _Kernel) -> Times | None:
+    return _MEASURED.get((kernel.head_dim, kernel.block_m, kernel.block_n))
+
+
+def is_timed(kernel: _Kernel) -> bool:
+    """Whether times of the kernel's tile were measured; others are reckoned from its products."""
+    return _known(kernel) is not None
+
+
 def _times(kernel: _Kernel) -> Times:
-    known = _MEASURED.get((kernel.head_dim, kernel.block_m, kernel.block_n))
+    known = _known(kernel)
     flops = 2 * kernel.block_m * kernel.block_n * (kernel.head_dim + kernel.head_dim_v)
     return known or _OTHER._replace(step=flops / _FLOPS)
 

@@ -14,7 +14,7 @@ from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from devices import Device
 
 from cuflash import launch, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, tiles_sm90
-from cuflash.plan import FLAGS, KernelConfig
+from cuflash.plan import FLAGS, KernelConfig, beside_window
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
@@ -161,20 +161,11 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
     plan_sm90.forward.cache_clear()
 
 
-def is_of_small_grids(config: plan_sm90.Config) -> bool:
-    return any(
-        config == plan_sm90.config_of(row, tile, dtype, None, flags)
-        for row in tiles_sm90.FORWARD
-        for tile in row.of_small_grids
-        for dtype in plan_sm90.DTYPES
-        for flags in ((), ("has_window",))
-    )
-
-
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
     """Tiles and parts of keys that are taken only where a grid does not fill a large GPU."""
-    if not isinstance(config, plan_sm90.Config) or not (config.splits_keys or is_of_small_grids(config)):
+    plain = not beside_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
+    if not (isinstance(config, plan_sm90.Config) and plain and (config.splits_keys or config.exact_maxima)):
         yield
         return
     launches = plan_sm90.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)

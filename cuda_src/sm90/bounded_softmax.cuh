@@ -78,8 +78,8 @@ struct BoundedSoftmax {
       rows.reference[r] = flat ? 0 : maximum;
       factor[r] = flat || maximum == -infinity() ? 1 : share;
       rows.sum[r] *= factor[r];
-      quiet[r] =
-          maximum == -infinity() ? UNSETTLED : quiet_below(maximum + FragmentSoftmax::room_beside(in_largest, tiles));
+      const float room = flat ? FragmentSoftmax::room_beside(in_largest, tiles) + MORE_ROOM : 0;
+      quiet[r] = maximum == -infinity() ? UNSETTLED : quiet_below(maximum + room);
     }
     is_flat = __all_sync(ALL_LANES, factor[0] == 1 && factor[1] == 1);
     if (!is_flat) rescale_rows(x, factor);
