@@ -155,7 +155,6 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       };
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
-        scores.share_draws(shared.draws, first_key);
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
@@ -234,7 +233,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           // This branch keeps powers before the wait, too.
           if (BOUNDED_SCORES && last) rings.q.release();
           softmax.weigh<0, BLOCK_N / 2>(x, shift, masked);
-          scores.drop(x, row, first_key, shared.draws);
+          scores.drop(x, row, first_key);
           finish_values();
           if (!first) rings.v.release();
           pack(weights, x);
@@ -289,7 +288,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
           softmax.weigh<0, BLOCK_N / 2>(x, shift, true);
-          scores.drop(x, row, first_key, shared.draws);
+          scores.drop(x, row, first_key);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);
           while (!last) {
