@@ -2,6 +2,7 @@
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
+#include "dropout_fragment.cuh"
 
 constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
 // lse is in base 2 except beside a bias (softmax_fragment.cuh).
@@ -31,26 +32,27 @@ struct QueryValuesInPlace {
   DEVICE float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
 };
 
-// Dropout's decisions on a fragment.
-struct KeptWeights {
-  u32 bits[HAS_DROPOUT ? (FRAGMENT + 31) / 32 : 1];
+// Dropout's random bits of a fragment, drawn before its weights are known.
+struct RandomBits {
+  static constexpr int GROUPS = FRAGMENT / 8;
+  u32 words[HAS_DROPOUT ? GROUPS : 1][4];
 
-  DEVICE KeptWeights(const AttentionParams& p, const Sequence& s, int head, int row, int key) {
+  RandomBits() = default;
+  DEVICE RandomBits(const Dropout& dropout, int row, int key) {
     if constexpr (HAS_DROPOUT) {
-      const Dropout dropout(p, s, head);
 #pragma unroll
-      for (u32& word : bits) word = 0;
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e += 8) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          bits[e / 32] |= dropout.keep(row + column_offset(e + side), key) << (e % 32 + 4 * side);
-        }
-      }
+      for (int i = 0; i < GROUPS; i++) draw_by_keys(words[i], dropout, key, row + column_offset(8 * i));
     }
   }
-  DEVICE bool operator[](int e) const {
-    return !HAS_DROPOUT || (bits[e / 32] >> (e % 32 / 8 * 8 + e % 2 * 4 + e / 2 % 4) & 1) != 0;
+
+  // Sets the signs of dropped weights.
+  DEVICE void mark(float (&weights)[FRAGMENT], const Dropout& dropout) const {
+    if constexpr (HAS_DROPOUT) {
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e += 2) {
+        mark_pair(weights[e], weights[e + 1], words[e / 8][e / 2 % 4], dropout);
+      }
+    }
   }
 };
 
@@ -110,7 +112,13 @@ struct GradientFragment {
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
 
-  DEVICE KeptWeights kept() const { return {p, s, head, row, key}; }
+  DEVICE RandomBits random_bits() const { return {Dropout(p, s, head), row, key}; }
+
+  // Sets the signs of weights that dropout drops.
+  DEVICE void mark_dropped(float (&weights)[FRAGMENT]) const { random_bits().mark(weights, Dropout(p, s, head)); }
+  DEVICE void mark_dropped(float (&weights)[FRAGMENT], const RandomBits& bits) const {
+    bits.mark(weights, Dropout(p, s, head));
+  }
 
  private:
   template <bool BITS>
@@ -136,8 +144,9 @@ struct GradientFragment {
 // From the gradient of its weight, dp. A dropped weight has its sign bit set.
 DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
-    dp = __float_as_uint(weight) >> 31 ? 0 : dp * static_cast<float>(p.dropout_rescale);
-    weight = fabsf(weight);
+    // A kept weight twice, without a selection, which takes as long as two sums.
+    const float kept = weight + fabsf(weight), of_kept = dp * (static_cast<float>(p.dropout_rescale) / 2);
+    return __fmaf_rn(kept, of_kept, -delta * fabsf(weight));
   }
   return weight * (dp - delta);
 }
@@ -150,12 +159,19 @@ DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
   for (int e = 0; e < N; e++) clear_hidden(ds[e], weights[e]);
 }
 
-DEVICE float marked(const float (&x)[FRAGMENT], const KeptWeights& kept, int e) { return kept[e] ? x[e] : -x[e]; }
-
-// 0 where dropped.
-DEVICE void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT], const KeptWeights& kept) {
+// Weights as a left factor, 0 where dropped.
+DEVICE void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT]) {
 #pragma unroll
   for (int i = 0; i < FRAGMENT / 2; i++) {
-    words[i] = packed(Element(), kept[2 * i] ? x[2 * i] : 0, kept[2 * i + 1] ? x[2 * i + 1] : 0);
+    const float low = x[2 * i], high = x[2 * i + 1];
+    if constexpr (!HAS_DROPOUT) {
+      words[i] = packed(Element(), low, high);
+    } else {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+      words[i] = ptx::packed_positive<Element>(low, high);
+#else
+      words[i] = packed(Element(), larger(low, 0.0f), larger(high, 0.0f));
+#endif
+    }
   }
 }

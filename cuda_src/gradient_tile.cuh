@@ -22,11 +22,12 @@ struct GradientTile {
   Rows q, k, v, dout;
   Score score;
   Mask mask;
-  Dropout dropout;
+  const AttentionParams& p;  // what dropout needs is read again: registers are scarce
+  const Sequence& s;
+  int head;
   const Accum *lse, *delta;
   i64 lse_stride, delta_stride;
   int len_q;
-  Accum dropout_rescale;
 
   DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
       : GradientTile(p, s, head, head_kv, batch_of(p, s)) {}
@@ -38,13 +39,14 @@ struct GradientTile {
         dout(p.dout.at(batch, s.row_q, head), p.dout.row_stride, s.len_q, p.head_dim_v),
         score(p, s, head),
         mask(p, s, head),
-        dropout(p, s, head),
+        p(p),
+        s(s),
+        head(head),
         lse(p.lse.at(batch, s.row_q, head)),
         delta(p.delta.at(batch, s.row_q, head)),
         lse_stride(p.lse.row_stride),
         delta_stride(p.delta.row_stride),
-        len_q(s.len_q),
-        dropout_rescale(static_cast<Accum>(p.dropout_rescale)) {}
+        len_q(s.len_q) {}
 
   template <int A, int B>
   DEVICE void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
@@ -66,11 +68,6 @@ struct GradientTile {
 
     softcap.take(score, dropped);
     score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);
-    if constexpr (HAS_DROPOUT) {
-      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(dropout, first_row, first_column, [&](int r, int c, bool kept) {
-        ds[r][c] = kept ? ds[r][c] * dropout_rescale : Accum(0);
-      });
-    }
     // Of a query: its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
     constexpr int QUERIES = TRANSPOSED ? COLUMNS : ROWS;
     Accum reference[QUERIES], own_delta[QUERIES];
@@ -82,21 +79,23 @@ struct GradientTile {
       reference[e] = value == -infinity() ? infinity() : value;
       own_delta[e] = i < len_q ? delta[i * delta_stride] : Accum(0);
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
-        const int e = TRANSPOSED ? c : r;
-        const Accum p = reference[e] == infinity() ? Accum(0) : weight(dropped[r][c], reference[e]);
-        // A hidden element's dP may be NaN.
-        ds[r][c] = p == 0 ? Accum(0) : p * (ds[r][c] - own_delta[e]);
-        dropped[r][c] = p;
-      }
-    }
+    const Accum rescale = static_cast<Accum>(p.dropout_rescale);
+    const auto finish = [&](int r, int c, bool kept) {
+      const int e = TRANSPOSED ? c : r;
+      const Accum w = reference[e] == infinity() ? Accum(0) : weight(dropped[r][c], reference[e]);
+      const Accum dp = !HAS_DROPOUT ? ds[r][c] : kept ? ds[r][c] * rescale : Accum(0);
+      // A hidden element's dP may be NaN.
+      ds[r][c] = w == 0 ? Accum(0) : w * (dp - own_delta[e]);
+      dropped[r][c] = kept ? w : Accum(0);
+    };
     if constexpr (HAS_DROPOUT) {
-      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(dropout, first_row, first_column, [&](int r, int c, bool kept) {
-        if (!kept) dropped[r][c] = 0;
-      });
+      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(Dropout(p, s, head), first_row, first_column, finish);
+    } else {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) finish(r, c, true);
+      }
     }
   }
 };

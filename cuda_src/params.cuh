@@ -143,8 +143,8 @@ struct AttentionParams {
   u64 dropout_key;
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;
-  double dropout_rescale;  // 1 / (1 - p)
-  u32 dropout_threshold;   // floor(p * 2^32)
+  double dropout_rescale;  // of kept weights: 65536 / (65536 - T)
+  u32 dropout_limits;      // T = floor(p * 65536) in either half
   int batch, seqlen_q, seqlen_k;
   int num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int window_left, window_right;

@@ -3,6 +3,7 @@
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
+#include "dropout_fragment.cuh"
 
 constexpr int MASK_WORD = 32;  // columns of a word of a mask
 
@@ -88,17 +89,8 @@ struct ScoreFragment {
   template <int N>
   DEVICE void drop(Accum (&weights)[N], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
-#pragma unroll
-      for (int e = 0; e < N; e += 8) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          const u32 kept = dropout.keep(row, first_key + fragment_column() + column_offset(e + side));
-          if (!(kept & 1)) weights[e + side] = 0;
-          if (!(kept & 4)) weights[e + 2 + side] = 0;
-          if (!(kept & 2)) weights[e + 4 + side] = 0;
-          if (!(kept & 8)) weights[e + 6 + side] = 0;
-        }
-      }
+      const auto drop = [&](Accum& low, Accum& high, u32 word) { drop_pair(low, high, word, dropout); };
+      for_each_pair<false>(weights, dropout, row, first_key + fragment_column(), drop);
     }
   }
 

@@ -2,6 +2,7 @@
 #include "mask.cuh"
 #include "fragment.cuh"
 #include "score.cuh"
+#include "dropout_fragment.cuh"
 
 constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
@@ -54,22 +55,15 @@ struct ScoreGradient {
 
   DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
-      constexpr bool EIGHT = FRAGMENT == 4;  // columns, the first or the next of a word's
-      const int column = (EIGHT ? first_column & ~8 : first_column) + fragment_column();
+      const auto mark = [&](Accum& low, Accum& high, u32 word) { mark_pair(low, high, word, dropout); };
+      if constexpr (FRAGMENT == 4) {  // eight columns, the first or the next of a call's
+        Accum both[8] = {weights[0], weights[1], weights[2], weights[3],
+                         weights[0], weights[1], weights[2], weights[3]};
+        for_each_pair<OF_KEYS>(both, dropout, row, (first_column & ~8) + fragment_column(), mark);
 #pragma unroll
-      for (int e = 0; e < FRAGMENT; e += 8) {
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          u32 kept = dropout.keep(query(row, column, e + side), key(row, column, e + side));
-          // Words are numbered by query, then key; e + 2 is the next row, e + 4 the next columns.
-          const u32 next_row = OF_KEYS ? 2 : 4, next_columns = OF_KEYS ? 4 : 2;
-          if (EIGHT && first_column & 8) kept /= next_columns;
-          if (!(kept & 1)) weights[e + side] = -weights[e + side];
-          if (!(kept & next_row)) weights[e + 2 + side] = -weights[e + 2 + side];
-          if constexpr (EIGHT) continue;
-          if (!(kept & next_columns)) weights[e + 4 + side] = -weights[e + 4 + side];
-          if (!(kept & 8)) weights[e + 6 + side] = -weights[e + 6 + side];
-        }
+        for (int e = 0; e < 4; e++) weights[e] = first_column & 8 ? both[4 + e] : both[e];
+      } else {
+        for_each_pair<OF_KEYS>(weights, dropout, row, first_column + fragment_column(), mark);
       }
     }
   }

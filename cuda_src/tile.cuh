@@ -1,8 +1,9 @@
 // Tiles of the portable kernels: products by plain multiply-adds, with operands streamed through two buffers. A block
 // is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in
-// pairs {i, i ^ 8}, which is what dropout's generator decides at once (score.cuh).
+// pairs {i, i ^ 8}, which is what a call of dropout's generator decides on at once (dropout.cuh).
 #include "mask.cuh"
 #include "score.cuh"
+#include "dropout.cuh"
 
 constexpr int SIDE = 16;
 constexpr int NUM_THREADS = SIDE * SIDE;
@@ -309,20 +310,26 @@ DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int
   return HAS_MASK || HAS_BIAS || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
+// Calls drop(row, column, whether it is kept) for the thread's elements of a tile.
 template <bool TRANSPOSED, int ROWS, int COLUMNS, class Drop>
 DEVICE void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
+  constexpr int KEYS = TRANSPOSED ? ROWS : COLUMNS, QUERIES = TRANSPOSED ? COLUMNS : ROWS;
+  constexpr bool PAIRS = KEYS > 2;  // of keys j and j + 1, or one alone of either
 #pragma unroll
-  for (int r = 0; r < ROWS / 2; r++) {
+  for (int q = 0; q < QUERIES / 2; q++) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS / 2; c++) {
-      const int row = first_row + owned_index<ROWS>(thread_row(), r);
-      const int column = first_column + owned_index<COLUMNS>(thread_column(), c);
-      const u32 kept = TRANSPOSED ? dropout.keep(column, row) : dropout.keep(row, column);
+    for (int k = 0; k < KEYS / 2; k += PAIRS ? 2 : 1) {
+      const int query = TRANSPOSED ? owned_index<QUERIES>(thread_column(), q) : owned_index<QUERIES>(thread_row(), q);
+      const int key = TRANSPOSED ? owned_index<KEYS>(thread_row(), k) : owned_index<KEYS>(thread_column(), k);
+      const int i = (TRANSPOSED ? first_column : first_row) + query, j = (TRANSPOSED ? first_row : first_column) + key;
+      const int odd = PAIRS ? 0 : j & 1;
+      const u32 kept = dropout.keep(i, j - odd) >> odd;
 #pragma unroll
       for (int side = 0; side < 4; side++) {
-        const int down = side / 2, right = side % 2;
-        const int bit = TRANSPOSED ? 2 * right + down : side;
-        drop(r + down * (ROWS / 2), c + right * (COLUMNS / 2), (kept >> bit & 1) != 0);
+        const int own_q = q + side / 2 * (QUERIES / 2), own_k = k + side % 2 * (KEYS / 2);
+        const int r = TRANSPOSED ? own_k : own_q, c = TRANSPOSED ? own_q : own_k;
+        drop(r, c, (kept >> 2 * side & 1) != 0);
+        if constexpr (PAIRS) drop(TRANSPOSED ? r + 1 : r, TRANSPOSED ? c : c + 1, (kept >> 2 * side & 2) != 0);
       }
     }
   }

@@ -84,7 +84,7 @@ def attention(
     q_lengths, kv_lengths : int32 array (batch,), optional
         Used lengths of each sequence; the rows beyond are padding.
     dropout_p : float
-        Probability with which an attention weight is dropped, 0 <= dropout_p < 1.
+        Probability with which an attention weight is dropped, 0 <= dropout_p < 1, in steps of 1/65536 (rounded down).
     dropout_seed : int or uint64 array of one element
         Required with dropout; the kept weights are a pure function of it.
     block_mask : BlockMask, optional

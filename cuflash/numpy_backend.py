@@ -96,7 +96,7 @@ def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[
         acc[rows] += np.matmul(scores.swapaxes(1, 2), v)
 
     empty = total == 0
-    divisor = np.where(empty, 1, total * (1 - p.dropout_p)).astype(dtype, copy=False)
+    divisor = np.where(empty, 1, total / p.dropout_rescale).astype(dtype, copy=False)
     lse = np.where(empty, -np.inf, top + np.log(total))
     return by_query_head(acc / divisor[..., None], heads), by_query_head(lse, heads)
 

@@ -144,7 +144,7 @@ class Backward:
         p = _probabilities(found, rows, tile.block)
         factor: Array | None = None
         if problem.dropout_p:
-            factor = dropout_keep(tiling, tile) * p.dtype.type(1 / (1 - problem.dropout_p))
+            factor = dropout_keep(tiling, tile) * p.dtype.type(problem.dropout_rescale)
             factor = factor.reshape(p.shape)
         if not self.needs_ds:
             return TileGradients(p if factor is None else p * factor, None, None, q, dout, k, None)

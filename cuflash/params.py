@@ -1,7 +1,6 @@
 """What launches pass to kernels: AttentionParams of cuda_src/params.cuh, its layout and values, and maps for TMA."""
 
 import ctypes
-import math
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -109,7 +108,7 @@ PARAMS = np.dtype(
         ("softmax_scale", "f8"),
         ("softcap", "f8"),
         ("dropout_rescale", "f8"),
-        ("dropout_threshold", "u4"),
+        ("dropout_limits", "u4"),
         *((name, "i4") for name in INTEGERS),
     ],
     align=True,
@@ -117,6 +116,7 @@ PARAMS = np.dtype(
 # Beyond every index; adding one does not overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
+_BOTH_HALVES = 0x10001  # times a half word: that in either half of a word
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
 
 
@@ -154,8 +154,8 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
-    p["dropout_rescale"] = 1.0 / (1.0 - problem.dropout_p)
-    p["dropout_threshold"] = math.floor(problem.dropout_p * 2.0**32)
+    p["dropout_rescale"] = problem.dropout_rescale
+    p["dropout_limits"] = problem.dropout_threshold * _BOTH_HALVES
     for name in _SIZES:
         p[name] = getattr(problem, name)
     if problem.alibi is not None:

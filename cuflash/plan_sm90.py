@@ -85,7 +85,6 @@ class Config(HopperConfig):
     from_last: bool
     held_steps: int
     pair: int
-    shares_draws: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     has_mask_tiles: bool  # TMA brings the mask; else its rows are read from global memory
@@ -173,9 +172,6 @@ def config_of(
     if plain_scores and options == {"has_alibi"}:
         # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
         smem_bytes += -((tile.block_n + 8) * 16 // -SMEM_ALIGNMENT) * SMEM_ALIGNMENT
-    if tile.shares_draws:
-        # Each warp's two words for the columns with bit 3 clear.
-        smem_bytes += tile.block_m // ROWS_OF_WARP * tile.block_n // 2 * 2 * FLOAT_BYTES
     mask_row_bytes = _mask_row_bytes(tile.block_n)
     mask_bytes = tile.block_m * mask_row_bytes if mask_tiles else 0
     bias_bytes = tile.block_m * whole_rows(tile.block_n * _ELEMENT_BYTES_OF[bias_dtype or dtype]) if bias_tiles else 0

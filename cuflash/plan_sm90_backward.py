@@ -38,8 +38,8 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another option
-# The same with a bias, and with alibi beside dropout.
-_REGISTERS_OF_BIAS, _REGISTERS_OF_SLOPES = (32, 216, 64), (24, 224, 64)
+# The same with a bias, and with softcap beside dropout.
+_REGISTERS_OF_BIAS, _REGISTERS_OF_CAPPED = (32, 216, 64), (24, 216, 64)
 # The loading warp asks arrays for hidden keys; of NARROW all three.
 _REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
@@ -196,8 +196,8 @@ def backward_config(
     if row == BACKWARD[-1] and len(options) > 1:
         if "has_bias" in options:
             registers = _REGISTERS_OF_BIAS
-        elif options >= {"has_alibi", "has_dropout"}:
-            registers = _REGISTERS_OF_SLOPES
+        elif options >= {"has_softcap", "has_dropout"}:
+            registers = _REGISTERS_OF_CAPPED
         elif options & {"has_mask", "has_dropout"} and not masks_in_order:
             registers = _REGISTERS_OF_WIDEST
     producer_registers, consumer_registers, dq_registers = (

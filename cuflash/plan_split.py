@@ -247,8 +247,6 @@ def forward_config(
     if tile is None:
         return None
     consumers = tile.block_m // ROWS_OF_WARPGROUP
-    if parts == 1 and row.head_dim_v > 128 and beside_window(flags) == _DROPOUT_AND_BLOCKS:
-        plain_scores = False  # or it spills
     row_bytes, row_bytes_v = (
         count * whole_rows(HALF_BYTES * d) for count, d in ((KEY_PARTS[parts], row.head_dim), (parts, row.head_dim_v))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ MOST_KEPT = 4096
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
 GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)
+_HALF_WORDS = 1 << 16  # values of the random bits that decide on one weight of dropout
 
 Array = Any  # an ndarray of NumPy or CuPy, which may be absent
 
@@ -131,6 +133,16 @@ class AttentionProblem:
     def accum_dtype(self) -> str:
         """dtype of lse, of sink and slopes, and of the arithmetic."""
         return accum_of(self.dtype)
+
+    @property
+    def dropout_threshold(self) -> int:
+        """Dropout keeps the weights whose random half word reaches it."""
+        return math.floor(self.dropout_p * _HALF_WORDS)
+
+    @property
+    def dropout_rescale(self) -> float:
+        """The factor of the weights that dropout keeps: one over their exact share."""
+        return _HALF_WORDS / (_HALF_WORDS - self.dropout_threshold)
 
     @property
     def extra_grads(self) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ class Tile:
     from_last: bool = False
     held_steps: int = 0  # of queries, in registers
     pair: int = 1  # blocks of a tile
-    shares_draws: bool = False  # a warp finds dropout's products of columns once
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ FORWARD = (
         Tile(128, 128, early_eighths=2, exact=True),
         Tile(128, 128, early_eighths=2, exact=True, from_last=True),
         Tile(192, 80),
-        Tile(128, 128, ping_pong=False, shares_draws=True),
+        Tile(128, 128, ping_pong=False),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),

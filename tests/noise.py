@@ -12,6 +12,8 @@ import numpy as np
 import tolerance
 from numpy.typing import NDArray
 
+from cuflash import reference
+
 if TYPE_CHECKING:
     from cases import Case
 
@@ -30,7 +32,7 @@ def score_magnitude(case: Case) -> float:
 def forward_magnitudes(case: Case) -> dict[str, Array]:
     """For out and lse: a score's error is one of lse, and a relative one of P."""
     score = 1 + score_magnitude(case)
-    out = score * _largest(case.v) / (1 - case.options.get("dropout_p", 0.0))
+    out = score * _largest(case.v) * reference.dropout_rescale(case.options.get("dropout_p") or 0.0)
     return {"out": np.array(out), "lse": np.array(score)}
 
 
@@ -49,7 +51,7 @@ def _delta_magnitude(case: Case) -> dict[str, float]:
     It counts where a few elements are all there is: the gradient of one bias for a whole row is 0 but for this error.
     Sums over n rows of either sign grow with the square root of n.
     """
-    keep = 1 / (1 - case.options.get("dropout_p", 0.0))
+    keep = reference.dropout_rescale(case.options.get("dropout_p") or 0.0)
     accum = "float64" if case.dtype == np.float64 else "float32"
     # Half a rounding of the inputs' dtype, in roundings of the accumulating type.
     error = tolerance.EPS[case.dtype.name] / tolerance.EPS[accum] / 2 / tolerance.ROUNDINGS

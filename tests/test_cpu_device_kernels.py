@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from address_sanitizer import run_sanitized
-from cases import DTYPES, Case, gaussian, gaussian_case
+from cases import DTYPES, Case, gaussian, gaussian_case, np_dtype
 from cpu_device import build, hook
 from cpu_device import device as cpu_device
 from cpu_device.device import Check, CpuDevice
 from devices import Device
 from hypothesis import given
 from strategies import cases, examples
+
+import cuflash
+from cuflash import reference
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -57,6 +60,50 @@ def assert_agrees(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_row_of_the_tables(dtype: str, head_dim: int) -> None:
     assert_agrees(gaussian_case(0, dtype, (70, 150), (2, 1), (head_dim, head_dim), 1, causal=True))
+
+
+DROPOUT: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": 0x0123456789ABCDEF}
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_family_drops_the_same_weights(dtype: str, head_dim: int, packed: bool) -> None:
+    """Of both directions, read off by one-hot values and gradients; heads are grouped, sizes fill no tile."""
+    heads, lengths = 2, [(37, 71), (75, 19)] if packed else [(53, 139), (53, 139)]
+    kept = [
+        reference.dropout_keep(1, heads, *of_sequence, DROPOUT["dropout_p"], DROPOUT["dropout_seed"], b)[0]
+        for b, of_sequence in enumerate(lengths)
+    ]
+    if packed:
+        rows, keys = (sum(n) for n in zip(*lengths, strict=True))
+        cu_seqlens = [np.array([0, *np.cumsum(n)], np.int32) for n in zip(*lengths, strict=True)]
+        whole = np.zeros((heads, rows, keys), bool)
+        whole[:, : lengths[0][0], : lengths[0][1]], whole[:, lengths[0][0] :, lengths[0][1] :] = kept
+        own_options: dict[str, Any] = {**DROPOUT, "cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+    else:
+        (rows, keys), whole, own_options = lengths[0], np.stack(kept), DROPOUT
+    attention: Any = cuflash.attention_varlen_vjp if packed else cuflash.attention_vjp
+    q, k = (np.zeros((*whole.shape[:-3], n, h, head_dim), np_dtype(dtype)) for n, h in ((rows, heads), (keys, 1)))
+    for first in range(0, max(rows, keys), head_dim):
+        v, dout = np.zeros_like(k), np.zeros_like(q)
+        some_keys, some_rows = (np.eye(n, dtype=v.dtype)[:, first : first + head_dim] for n in (keys, rows))
+        v[..., 0, : some_keys.shape[1]], dout[..., : some_rows.shape[1]] = some_keys, some_rows[:, None]
+        out, backward = attention(q, k, v, **own_options)
+        found = out.swapaxes(-2, -3)[..., : some_keys.shape[1]] != 0
+        assert np.array_equal(found, whole[..., first : first + head_dim])
+        for head in range(heads):  # dv is a sum over those of the group
+            dv = backward(np.where(np.arange(heads)[:, None] == head, dout, 0).astype(v.dtype))[2]
+            found = dv[..., 0, : some_rows.shape[1]].swapaxes(-1, -2) != 0
+            assert np.array_equal(found, whole[..., head, first : first + head_dim, :])
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients_with_dropout(dtype: str, head_dim: int) -> None:
+    assert_agrees(gaussian_case(0, dtype, (70, 150), (4, 2), (head_dim, head_dim), 1, **DROPOUT))
 
 
 @pytest.mark.usefixtures("plain")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from strategies import cases, examples
 
 import cuflash
-from cuflash import reference
+from cuflash import numpy_scores, reference
 
 Array = NDArray[Any]
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 MASK32 = 0xFFFFFFFF
 
 
-def philox4x32(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 of Salmon et al. 2011, as its paper writes it, one counter at a time in Python's integers."""
+def philox4x32(counter: list[int], key: list[int], rounds: int = 7) -> list[int]:
+    """Philox4x32 of Salmon et al. 2011, as its paper writes it, one counter at a time in Python's integers."""
     c, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
         high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
         c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
@@ -35,30 +35,46 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
     return c
 
 
+def threshold_of(p: float) -> int:
+    return int(np.floor(p * 65536))
+
+
 def keep(seed: int, p: float, batch: int, head: int, i: int, j: int) -> bool:
     """The contract's keep decision of one weight, to the letter."""
-    words = philox4x32([i & ~8, j & ~8, head, batch], [seed & MASK32, seed >> 32])
+    words = philox4x32([i & ~8, j & ~8 & ~1, head, batch], [seed & MASK32, seed >> 32])
     bit3_i, bit3_j = i >> 3 & 1, j >> 3 & 1
-    return words[2 * bit3_i + bit3_j] >= int(np.floor(p * 2.0**32))
+    word = words[2 * bit3_i + bit3_j]
+    half = word >> 16 if j & 1 else word & 0xFFFF
+    return half >= threshold_of(p)
+
+
+ZEROS, ONES = ([0] * 4, [0] * 2), ([MASK32] * 4, [MASK32] * 2)
+PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
 
 
 @pytest.mark.parametrize(
-    ("counter", "key", "words"),
+    ("rounds", "of", "words"),
     [
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([MASK32] * 4, [MASK32] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
+        (7, ZEROS, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        (7, ONES, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+        (7, PI, [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]),
+        (10, ZEROS, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (10, ONES, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (10, PI, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
     ],
 )
-def test_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
-    """The known answers that come with the authors' Random123, of this generator and of the reference's."""
-    assert philox4x32(counter, key) == words
+def test_known_answers(rounds: int, of: tuple[list[int], list[int]], words: list[int]) -> None:
+    """Those that come with the authors' Random123, of this generator, the reference's and the CPU path's."""
+    counter, key = of
+    assert philox4x32(counter, key, rounds) == words
     first, second, third, fourth = counter
-    assert reference.philox4x32((first, second, third, fourth), key[0] | key[1] << 32).tolist() == words
+    seed = key[0] | key[1] << 32
+    assert reference.philox4x32((first, second, third, fourth), seed, rounds).tolist() == words
+    if rounds == 7:
+        of_cpu_path = numpy_scores.philox4x32(
+            (np.uint64(first), np.uint64(second), np.uint64(third), np.uint64(fourth)), seed
+        )
+        assert [int(word) for word in of_cpu_path] == words
 
 
 def kept_weights(device: Device, dtype: str, seed: Any, p: float, sizes: tuple[int, int, int, int]) -> Array:
@@ -72,10 +88,10 @@ def kept_weights(device: Device, dtype: str, seed: Any, p: float, sizes: tuple[i
         v = np.zeros((batch, keys, 1, width), np_dtype(dtype))
         v[:, first : first + width, 0] = np.eye(width)
         arrays = device.put((q, k, v))
-        # Weights are 1 / keys each; times keys, a kept one is 1 / (1 - p).
+        # Weights are 1 / keys each; times keys, a kept one is the factor.
         out = device.get(cuflash.attention(*arrays, dropout_p=p, dropout_seed=device.put(seed)))
-        weights = out.astype(np.float64).swapaxes(1, 2) * keys * (1 - p)
-        assert np.all((weights == 0) | (np.abs(weights - 1) < 0.02)), "kept weights are scaled by 1 / (1 - p)"
+        weights = out.astype(np.float64).swapaxes(1, 2) * keys * (65536 - threshold_of(p)) / 65536
+        assert np.all((weights == 0) | (np.abs(weights - 1) < 0.02)), "kept weights are scaled by 65536 / (65536 - T)"
         kept[..., first : first + width] = weights != 0
     return kept
 
@@ -99,14 +115,25 @@ def test_bits_do_not_depend_on_tiles(device: Device) -> None:
     assert np.array_equal(kept, reference.dropout_keep(1, 1, 300, 520, 0.5, 77))
 
 
-@pytest.mark.parametrize("p", [0.0, 2.0**-33, 2.0**-32, 1e-3, 0.1, 1 / 3, 0.5, 0.75, 0.999])
+@pytest.mark.parametrize("p", [0.0, 2.0**-17, 2.0**-16, 1e-3, 0.1, 1 / 3, 0.5, 0.75, 0.999, 1 - 2.0**-15])
 def test_threshold(device: Device, p: float) -> None:
-    """keep iff word >= floor(p * 2^32); p below 2^-32 drops nothing."""
+    """keep iff half >= floor(p * 65536); p below 2^-16 drops nothing."""
     kept = kept_weights(device, "float32", 5, p, (1, 2, 40, 64))
     expected = np.array([[[keep(5, p, 0, h, i, j) for j in range(64)] for i in range(40)] for h in range(2)])
     assert np.array_equal(kept[0], expected)
-    if p < 2.0**-32:
+    if p < 2.0**-16:
         assert kept.all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kept_weights_are_rescaled_exactly(device: Device, dtype: str) -> None:
+    """One over the exact share of kept weights, 65536 / (65536 - floor(p * 65536)), which 1 / (1 - p) is not."""
+    p = 2.0**-16 + 2.0**-17
+    q = np.zeros((1, 1, 1, 4), np_dtype(dtype))
+    arrays = device.put((q, q, np.ones_like(q)))
+    seed = next(seed for seed in range(9) if keep(seed, p, 0, 0, 0, 0))
+    out = device.get(cuflash.attention(*arrays, dropout_p=p, dropout_seed=seed))
+    np.testing.assert_allclose(out, 65536 / 65535, rtol=4 * np.finfo(out.dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("shape", [None, (), (1,), (1, 1)])

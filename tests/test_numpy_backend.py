@@ -253,7 +253,7 @@ def test_hiding_whatever_it_hides(dtype: Any) -> None:
 def test_dropout_of_any_tile(ranges: tuple[tuple[int, int], ...]) -> None:
     heads, rows, keys = ranges
     whole = reference.dropout_keep(1, 3, 40, 50, 0.4, 99, first_batch=5)[0]
-    tile = keep_tile(99, 0.4, 5, heads, rows, keys)
+    tile = keep_tile(99, reference.dropout_threshold(0.4), 5, heads, rows, keys)
     assert np.array_equal(tile.swapaxes(1, 2), whole[slice(*heads), slice(*rows), slice(*keys)])
 
 

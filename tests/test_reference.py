@@ -69,7 +69,9 @@ def scalar_attention(q: Array, k: Array, v: Array, o: dict[str, Any]) -> tuple[A
         lse[b, h, i] = math.log(total)
         for j, weight in weights.items():
             if keep[b, h, i, j]:
-                out[b, i, h] += weight / total / (1 - o["dropout_p"]) * v[b, j, h // (HEADS // KV_HEADS)]
+                out[b, i, h] += (
+                    weight / total * reference.dropout_rescale(o["dropout_p"]) * v[b, j, h // (HEADS // KV_HEADS)]
+                )
     return out, lse
 
 

@@ -215,20 +215,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          const KeptWeights kept = scores.kept();
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
           scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                        BitsOfBlock{visible >> f * FRAGMENT});
+          scores.mark_dropped(x[f]);
           const float* delta = shared.delta[stage] + query + fragment_column();
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
-            dp[f][e] = score_gradient(p, dp[f][e], marked(x[f], kept, e), delta[column_offset(e)]);
+            dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
             if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
           }
           if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // in a branch: 64 selections fewer
           softcap.apply(dp[f]);
-          if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f], kept);
+          if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);
           gradients.from_row(warp_key + 16 * f).store_fragment(ds[f], query);
@@ -241,7 +241,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                        BitsOfBlock{visible >> f * FRAGMENT});
-          pack_kept(weights[f], x[f], scores.kept());
+          scores.mark_dropped(x[f]);
+          pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
         }
         multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);

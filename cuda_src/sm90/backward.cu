@@ -231,7 +231,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         bool masked = step.masked >> warpgroup & 1;
         const bool last = step.last >> warpgroup & 1;
         const LseValues<> lse(shared.lse[rings.q.stage]);
-        const KeptWeights kept = scores.kept();
+        const RandomBits random = scores.random_bits();
         const BlockBits bits(p, step.slots, warpgroup, masked);
         const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
         ptx::wgmma_wait_group<1>();
@@ -246,14 +246,15 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
           mask.clear_hidden(x);
           masked = true;
         }
+        scores.mark_dropped(x, random);
         keep(x);  // under the second product
         const QueryValues delta(shared.delta[rings.dout.stage]);
-        pack_kept(weights, x, kept);
+        pack_kept(weights, x);
         ptx::wgmma_wait_group<0>();
         keep(dp);
         if (last) rings.v.release();
 #pragma unroll
-        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], marked(x, kept, e), delta[e]);
+        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], x[e], delta[e]);
         if (masked) clear_hidden(dp, x);
         uncap(dp, x, lse, scores, factors);
         pack(ds, dp);

@@ -14,6 +14,8 @@ constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
 constexpr int DK_REGISTERS = 65536 / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
 // Options beside a dv that takes most registers: lse is read where it lies, so that queries are released late.
 constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
+// Random bits are drawn under the scores' product where registers hold them.
+constexpr bool DRAWS_EARLY = !(TIGHT && NUM_OPTIONS > HAS_DROPOUT);
 
 struct SharedStorage {
   alignas(1024) unsigned char k[PAIR * K_BYTES];
@@ -132,7 +134,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       bool masked = step.masked != 0;
       last = step.last;
       const LseValues<TIGHT> lse(shared.lse[rings.q.stage]);
-      KeptWeights kept = scores.kept();
+      const RandomBits random = DRAWS_EARLY ? scores.random_bits() : RandomBits();
       const BlockBits bits(p, step.slots, 0, masked);
       const MaskBits mask(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
       ptx::wgmma_wait_group<0>();
@@ -143,28 +145,32 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
       weigh(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
+      GradientFragment same = scores;
+      if constexpr (TIGHT && (HAS_SOFTCAP || HAS_DROPOUT)) {  // or draws and alibi's distances would be held all along
+        u32 first_row = step.first_row;
+        ptx::forget(first_row);
+        same.row = first_row + fragment_column();
+      }
+      if constexpr (DRAWS_EARLY) {
+        same.mark_dropped(x, random);
+      } else {
+        same.mark_dropped(x);
+      }
       const auto release = [&] {
         __syncwarp();
         rings.q.release();
       };
       if (!TIGHT) release();
       u32 packed_weights[FRAGMENT / 2];
-      pack_kept(packed_weights, x, kept);
-      GradientFragment same = scores;
-      if constexpr (TIGHT && HAS_SOFTCAP) {  // or alibi's distances would be held all along
-        u32 first_row = step.first_row;
-        ptx::forget(first_row);
-        same.row = first_row + fragment_column();
-      }
-      if (TIGHT && HAS_DROPOUT) ptx::forget(kept.bits[0]);  // or what follows from them
-      uncap(x, x, lse, same, factors);                      // a factor of the gradients, like the weights
+      pack_kept(packed_weights, x);
+      uncap(x, x, lse, same, factors);  // a factor of the gradients, like the weights
       if (TIGHT) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
         FourFloats weights;
 #pragma unroll
-        for (int e = 0; e < 4; e++) weights.x[e] = marked(x, kept, 4 * i + e);
+        for (int e = 0; e < 4; e++) weights.x[e] = x[4 * i + e];
         shared.weights[own_warp()][i][lane()] = weights;
       }
       rings.weights.publish_written();

@@ -182,7 +182,6 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       // What there is to do while the products are computed.
       const auto prepare = [&](int first_key, bool masked) {
         if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
-        scores.share_draws(shared.draws, first_key);
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
@@ -261,7 +260,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           // This branch keeps powers before the wait, too.
           if (BOUNDED_SCORES && last) rings.q.release();
           grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
-          scores.drop(x, row, first_key, shared.draws);
+          scores.drop(x, row, first_key);
           finish_values();
           if (!first) rings.v.release();
           pack(weights, x);
@@ -318,7 +317,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           if (BOUNDED_SCORES && last) rings.q.release();
           if (FROM_LAST && masked) unsettled = 2;
           softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
-          scores.drop(x, row, first_key, shared.draws);
+          scores.drop(x, row, first_key);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);
           while (!last) {

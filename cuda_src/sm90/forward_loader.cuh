@@ -204,7 +204,6 @@ struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it 
   RingBarriers<1> index_barriers;
   u64 nearly_loaded;  // a barrier; a phase is a tile handed on
   RingBarriers<MASK_STAGES> mask_barriers;
-  alignas(16) SharedDraws draws;
 };
 
 struct Rings {

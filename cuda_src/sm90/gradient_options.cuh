@@ -297,7 +297,7 @@ DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const
     const float unit = quotient(1, static_cast<float>(scores.p.softcap) * LOG2_E);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) {
-      float tanh = (ptx::lg2(weights[e]) + lse[e]) * unit;
+      float tanh = (ptx::lg2(fabsf(weights[e])) + lse[e]) * unit;
       if constexpr (HAS_ALIBI) tanh += alibi[e];
       ds[e] *= 1 - fminf(tanh * tanh, 1);
     }

@@ -67,6 +67,8 @@ constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYT
 // The product with the values starts beside that of the next scores where registers hold the sums of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
 constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
+// What scores need is held in registers, or, where these are scarce, made anew.
+constexpr bool HOLDS_SCORES = !(HAS_DROPOUT && HAS_BLOCK_MASK);
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
 struct Factors {
@@ -162,8 +164,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const ScoreFragment scores(p, s, work.head);
-    hidden.begin(p, s, scores.mask);
+    const ScoreFragment held(p, s, work.head);
+    const auto scores = [&] { return HOLDS_SCORES ? held : ScoreFragment(p, s, work.head); };
+    hidden.begin(p, s, held.mask);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const auto row_factor = [&](int r) {
       const int inside = smaller(row + 8 * r, s.rows_q - 1);
@@ -181,8 +184,8 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
       // All warpgroups have to agree where they look for hidden keys together.
       const auto needs_mask = [&] {
-        return HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M)
-                              : scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+        return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
+                              : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
       // From the first products to the weights of their values.
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
@@ -190,8 +193,8 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         const Factors& factors = shared.factors[rings.factors.stage];
         factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
         FragmentOptions options;
-        scores.fetch(options, row, first_key);
-        scores.apply(x, p, row, first_key, masked, true, options);
+        scores().fetch(options, row, first_key);
+        scores().apply(x, p, row, first_key, masked, true, options);
         if (masked) hidden.find(x);
         softmax.step(x, factor);
         ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again: registers are scarce

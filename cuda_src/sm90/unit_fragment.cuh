@@ -85,9 +85,6 @@ struct SlopeProduct<false> {
   DEVICE void leave_out(float (&)[2], int, bool) const {}
 };
 
-// Each warp's own products of columns with bit 3 clear.
-using SharedDraws = uint2[SHARES_DRAWS ? CONSUMERS * WARPGROUP / WARP : 1][SHARES_DRAWS ? BLOCK_N / 2 : 2];
-
 // ---- Fragments
 
 constexpr int WORD = MASK_WORD;                                 // columns of a word of bits
@@ -224,35 +221,7 @@ struct UnitFragment : ScoreFragment {
     }
   }
 
-  DEVICE void share_draws(SharedDraws& draws, int first_key) const {
-    if constexpr (SHARES_DRAWS) {
-      __syncwarp();
-      const Dropout dropout(p, s, head);
-#pragma unroll
-      for (int i = lane(); i < BLOCK_N / 2; i += WARP) {
-        draws[threadIdx.x / WARP][i] = dropout.of_column(first_key + i / 8 * 16 + i % 8);
-      }
-      __syncwarp();
-    }
-  }
-
-  DEVICE void drop(float (&weights)[BLOCK_N / 2], int row, int first_key, const SharedDraws& draws) const {
-    if constexpr (SHARES_DRAWS) {
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e += 8) {
-        const uint4 pair = *reinterpret_cast<const uint4*>(&draws[threadIdx.x / WARP][e + fragment_column()]);
-        const uint2 of_columns[2] = {{pair.x, pair.y}, {pair.z, pair.w}};
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          const uint4 words = dropout.words(row, of_columns[side]);
-          ptx::clear_below(weights[e + side], words.x, dropout.threshold);
-          ptx::clear_below(weights[e + 2 + side], words.z, dropout.threshold);
-          ptx::clear_below(weights[e + 4 + side], words.y, dropout.threshold);
-          ptx::clear_below(weights[e + 6 + side], words.w, dropout.threshold);
-        }
-      }
-      return;
-    }
+  DEVICE void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
     if constexpr (SCARCE && HAS_DROPOUT) {
       ScoreFragment(p, s, head).drop(weights, row, first_key);
     } else {

@@ -26,6 +26,8 @@ Array = Any
 
 SOFTCAP = 30.0
 DROPOUT_P, DROPOUT_SEED = 0.1, 5
+_HALF_WORDS = 65536  # values of the half of a random word that decides
+_DROPOUT_THRESHOLD = int(DROPOUT_P * _HALF_WORDS)
 # Peers compute these, too.
 WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 # By the result's name: max, mean, and max relative to the largest value.
@@ -175,7 +177,7 @@ def scores(
     if "mask" in given:
         visible &= _cut(given["mask"], batch, head, rows, keys) != 0
     if "dropout_p" in given:
-        keep = _kept(batch, head, rows, keys) / (1.0 - DROPOUT_P)
+        keep = _kept(batch, head, rows, keys) * (_HALF_WORDS / (_HALF_WORDS - _DROPOUT_THRESHOLD))
     return Scores(np.where(visible, values, -np.inf), slopes, keep)
 
 
@@ -188,11 +190,12 @@ def _cut(x: Any, batch: int, head: int, rows: np.ndarray, keys: np.ndarray) -> n
 def _kept(batch: int, head: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Dropout's decision, from its definition."""
     i, j = (x.astype(np.uint64) for x in (rows[:, None], keys[None, :]))
-    without_bit_3 = ~np.uint64(8)
-    words = philox4x32((i & without_bit_3, j & without_bit_3, np.uint64(head), np.uint64(batch)), DROPOUT_SEED)
+    counter = i & ~np.uint64(8), j & ~np.uint64(9), np.uint64(head), np.uint64(batch)
+    words = philox4x32(counter, DROPOUT_SEED)
     word = 2 * ((rows[:, None] >> 3) & 1) + ((keys[None, :] >> 3) & 1)
     chosen = np.choose(word, [np.broadcast_to(w, word.shape) for w in words])
-    return chosen >= np.uint64(int(DROPOUT_P * 2.0**32))
+    half = chosen >> np.uint64(16) * (j & np.uint64(1)) & np.uint64(_HALF_WORDS - 1)
+    return half >= np.uint64(_DROPOUT_THRESHOLD)
 
 
 def limit(dtype: str) -> float:

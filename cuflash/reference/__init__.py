@@ -4,7 +4,7 @@ Written to be read beside the formulas, not to be fast: it builds whole score ma
 package, so that it cannot share a mistake with what it checks; a wheel does not carry it.
 """
 
-from .dropout import dropout_keep, philox4x32
+from .dropout import dropout_keep, dropout_rescale, dropout_threshold, philox4x32
 from .packed import attention_varlen, attention_varlen_backward
 from .padded import attention, attention_backward
 
@@ -14,5 +14,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "dropout_keep",
+    "dropout_rescale",
+    "dropout_threshold",
     "philox4x32",
 ]

@@ -5,9 +5,10 @@ The mathematics of one query row ``i`` of one head, with scores ``s_j``::
     s_j = softcap(scale * q_i . k_j) + bias_ij - slope * |i + seqlen_k - seqlen_q - j|      (over visible j)
     lse = log(sum_j exp(s_j) + exp(sink))
     p_j = exp(s_j - lse)
-    out = sum_j keep_j / (1 - dropout_p) * p_j * v_j
+    out = sum_j d_j * p_j * v_j
 
-and of its gradient, with ``dp_j = keep_j / (1 - dropout_p) * (dout . v_j)``::
+with dropout's factor ``d_j = keep_j * 65536 / (65536 - floor(65536 * dropout_p))``; and of its gradient, with
+``dp_j = d_j * (dout . v_j)``::
 
     delta = dout . out - dlse
     ds_j  = p_j * (dp_j - delta)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .dropout import dropout_keep
+from .dropout import dropout_keep, dropout_rescale
 
 Array = NDArray[Any]
 
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
     real_rows: Array  # (batch, 1, seqlen_q): rows that are not padding
     softcap_slope: Array | float  # d softcap(x) / dx
     distance: Array  # (batch, 1, seqlen_q, seqlen_k): |i + seqlen_k - seqlen_q - j|
-    dropout_factor: Array | float  # 0 or 1 / (1 - dropout_p)
+    dropout_factor: Array | float  # 0 or the factor of kept weights
     round: Callable[[Array], Array]
 
 
@@ -118,7 +118,7 @@ def scores_of(
     factor: Array | float = 1.0
     if dropout_p:
         keep = dropout_keep(*shape, dropout_p, dropout_seed, first_batch)
-        factor = keep / real(1 - dropout_p)
+        factor = keep * real(dropout_rescale(dropout_p))
     return Scores(wide_q, wide_k, wide_v, scale, scores, visible, real_rows[..., 0], slope, distance, factor, rounding)
 
 

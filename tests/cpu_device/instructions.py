@@ -204,6 +204,22 @@ def _numbers() -> list[Case]:
     out[i] = __float_as_uint(ptx::multiply(as_float(in[i]), as_float(in[{WORDS_IN} - 1 - i])));
   }}"""
     cases.append(Case("multiply", "sm_80", body, special_float32_words))
+    for arch, variant in (("sm_80", ""), ("sm_90a", "_of_sm90")):
+        body = f"""for (int i = lane; i < {WORDS_IN}; i += 32) {{
+    float x = as_float(in[i]), y = as_float(in[{WORDS_IN} - 1 - i]);
+    if (x - x != 0) x = 1;  // products with 0 are NaN, whose bits differ
+    if (y - y != 0) y = 1;
+    const unsigned half = in[{WORDS_IN} - 1] & 0xffff;
+    const unsigned word = i % 32 == 0 ? half << 16 | half - i / 32 % 2 : in[i];
+    ptx::multiply_below(x, y, word, half * 0x10001u, i % 2 ? -1.0f : 0.0f);
+    out[2 * i] = __float_as_uint(x), out[2 * i + 1] = __float_as_uint(y);
+  }}"""
+        cases.append(Case(f"multiply_below{variant}", arch, body, special_float32_words))
+    body = f"""for (int i = lane; i < {WORDS_IN}; i += 32) {{
+    const float x = as_float(in[i]), y = as_float(in[{WORDS_IN} - 1 - i]);
+    out[2 * i] = ptx::packed_positive<__half>(x, y), out[2 * i + 1] = ptx::packed_positive<__nv_bfloat16>(x, y);
+  }}"""
+    cases.append(Case("packed_positive", "sm_80", body, special_float32_words))
     return cases
 
 

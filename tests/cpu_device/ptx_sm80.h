@@ -65,9 +65,19 @@ inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (
   }
 }
 
-inline void clear_below(float& x, unsigned word, unsigned threshold) { x *= word < threshold ? 0 : 1; }
 inline float multiply(float a, float b) { return a * b; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline void multiply_below(float& x, float& y, unsigned word, unsigned limits, float factor) {
+  if ((word & 0xffff) < (limits & 0xffff)) x = flushed(flushed(x) * factor);
+  if (word >> 16 < limits >> 16) y = flushed(flushed(y) * factor);
+}
+template <class T>
+unsigned packed_positive(float low, float high) {
+  const T pair[2] = {T(low <= 0 ? 0 : low), T(high <= 0 ? 0 : high)};
+  unsigned y;
+  std::memcpy(&y, pair, sizeof(y));
+  return y;
+}
 inline float ex2(float x) { return flushed(std::exp2(flushed(x))); }
 inline float lg2(float x) { return std::log2(flushed(x)); }
 inline float tanh(float x) { return std::tanh(x); }
