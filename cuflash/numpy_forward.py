@@ -36,6 +36,11 @@ from cuflash.numpy_tiles import Block, Tile, Tiling
 Array = NDArray[Any]
 
 
+# Where a sum of values overflows, they are made this much smaller: by a power of two, so that nothing is rounded, and
+# enough for as many keys as there can be.
+SHRINK = 2.0**-32
+
+
 @dataclass
 class _Sums:
     """What a block's rows, (KV heads, query heads of each * rows), hold of the keys so far."""
@@ -57,7 +62,9 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         divisor = (divisor * (1 - p.dropout_p)).astype(p.accum_dtype, copy=False)
     target = tiling.of_sequence(out, sequence)[:, block.rows, heads.query]
     acc, divisor = _like_out(sums.acc, block), _like_out(divisor[..., None], block)
-    if target.dtype == acc.dtype:
+    if _overflows(p.dtype, sums.acc):
+        target[...] = _without_overflow(tiling, block, workspace, acc, divisor)
+    elif target.dtype == acc.dtype:
         np.divide(acc, divisor, out=target)
     else:
         target[...] = np.divide(acc, divisor, out=acc)
@@ -67,6 +74,23 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         if empty is not None:
             rows[empty] = -np.inf
         tiling.lse_of_sequence(lse, sequence)[:, heads.query, block.rows] = _by_sequence(rows, block)
+
+
+def _overflows(dtype: str, acc: Array) -> bool:
+    """Whether a sum is inf or NaN: not one of float16's values, of which float32 holds any number of."""
+    numbers = acc.reshape(-1)
+    # The sum of squares tells at once that none is; it is inf for large ones, too.
+    return dtype != "float16" and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
+
+
+def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:
+    """The quotient, where `acc` is not finite that of smaller values: a mean is finite where they are."""
+    means = _like_out(_sums(tiling, block, workspace, SHRINK).acc, block) / divisor
+    if not tiling.problem.dropout_p:  # which makes weights larger than 1
+        largest = np.finfo(means.dtype).max * means.dtype.type(SHRINK)
+        # A mean beyond the largest value by a few roundings is that value.
+        np.copyto(means, np.clip(means, -largest, largest), where=np.abs(means) < 2 * largest)
+    return np.where(np.isfinite(acc), acc / divisor, means / means.dtype.type(SHRINK))
 
 
 def _by_sequence(x: Array, block: Block) -> Array:
@@ -80,7 +104,8 @@ def _like_out(x: Array, block: Block) -> Array:
     return _by_sequence(x, block).swapaxes(1, 2)
 
 
-def _sums(tiling: Tiling, block: Block, workspace: Workspace) -> _Sums:
+def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.0) -> _Sums:
+    """The sums over all keys, of values times a factor."""
     p, o = tiling.problem, tiling.operands
     q = load_columns(tiling, o.q, block)
     sums = None if o.sink is None else _begin(tiling, block)
@@ -90,6 +115,8 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace) -> _Sums:
         if found is None:
             continue
         v = _hide(found, tile, load_keys(tiling, o.v, tile))
+        if factor != 1:
+            v = v * v.dtype.type(factor)
         scores = found.scores
         top = column_tops(scores)
         if sums is None and tile.block is not block:
