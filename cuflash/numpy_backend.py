@@ -1,8 +1,7 @@
 """The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
 
-A worker walks the keys of a block of rows with the online softmax (Milakov & Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). Backward, a task writes dq of some rows of a few
-heads; its share of other sums is added in the order of the tasks, whatever the number of cores.
+A task of the forward pass writes a block of rows. Backward, a task writes dq of some rows of a few heads; its share of
+other sums is added in the order of the tasks, whatever the number of cores.
 """
 
 import functools
@@ -12,23 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.numpy_forward import forward_block
 from cuflash.numpy_gradients import Backward
-from cuflash.numpy_scores import (
-    by_query_head,
-    column_sums,
-    compute_scores,
-    dropout_keep,
-    hide,
-    hide_cut,
-    like_bias,
-    load_keys,
-    load_rows,
-    sink_rows,
-    split_heads,
-    without_rows,
-)
+from cuflash.numpy_scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.numpy_threads import InOrder, Workspace, run_tasks
-from cuflash.numpy_tiles import MIN_TASKS, Block, Heads, Sequence, Tile, Tiling
+from cuflash.numpy_tiles import Block, Heads, Sequence, Tile, Tiling
 from cuflash.problem import AttentionProblem, Operands
 
 Array = NDArray[Any]
@@ -36,69 +23,17 @@ Array = NDArray[Any]
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     """Write out and, if wanted, lse; any strides."""
-    tiling = Tiling(problem, operands)
-    # Rows beyond a length or outside every sequence.
-    out[...] = 0
-    if lse is not None:
-        lse[...] = -np.inf
+    tiling = Tiling(problem, operands, together=True)
+    if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
+        out[...] = 0
+        if lse is not None:
+            lse[...] = -np.inf
     blocks = tiling.blocks()
 
     def task(number: int, workspace: Workspace) -> None:
-        block = blocks[number]
-        block_out, block_lse = _forward_block(tiling, block, workspace)
-        tiling.of_sequence(out, block.sequence)[block.rows, block.heads.query] = block_out.swapaxes(0, 1)
-        if lse is not None:
-            tiling.lse_of_sequence(lse, block.sequence)[block.heads.query, block.rows] = block_lse
+        forward_block(tiling, blocks[number], workspace, out, lse)
 
-    run_tasks(len(blocks), task, tiling.is_large)
-
-
-def _forward_block(tiling: Tiling, block: Block, workspace: Workspace) -> tuple[Array, Array]:
-    """Out (query heads, rows, head_dim_v) and lse (query heads, rows) of one block."""
-    p, o, heads = tiling.problem, tiling.operands, block.heads
-    dtype = p.accum_dtype
-    q = np.ascontiguousarray(load_rows(tiling, o.q, block).swapaxes(1, 2))
-    shape = len(q), q.shape[2]
-
-    # A row's largest score so far, the sum of exp(score - top), and that of this times v.
-    if o.sink is None:
-        top, total = np.full(shape, -np.inf, dtype), np.zeros(shape, dtype)
-    else:  # the sink is a first score without a value
-        top = sink_rows(tiling, block)
-        total = (top != -np.inf).astype(dtype)
-    acc = np.zeros((*shape, p.head_dim_v), dtype)
-    lowest = np.finfo(dtype).min
-
-    for tile in tiling.tiles(block):
-        rows = np.s_[:, tile.rows_within(block)]
-        found = compute_scores(tiling, tile, q[:, :, rows[1]], load_keys(tiling, o.k, tile), workspace)
-        if found is None:
-            continue
-        v = load_keys(tiling, o.v, tile)
-        scores = found.scores
-        if found.visible is not None:
-            if found.cut is not None:
-                hide_cut(scores, found.cut, heads)
-            else:
-                hide(scores, found.visible, heads)
-            v = without_rows(v, found.visible.any(axis=(0, 2, 3)))
-        new_top = np.maximum(top[rows], scores.max(axis=1))
-        shift = np.maximum(new_top, lowest)  # -inf - -inf is no number
-        scores -= shift[:, None]
-        np.exp(scores, out=scores)
-        rescale = np.exp(top[rows] - shift)
-        total[rows] = total[rows] * rescale + column_sums(scores)
-        top[rows] = new_top
-        if p.dropout_p:
-            view = split_heads(scores, heads)
-            view *= dropout_keep(tiling, tile)
-        acc[rows] *= rescale[..., None]
-        acc[rows] += np.matmul(scores.swapaxes(1, 2), v)
-
-    empty = total == 0
-    divisor = np.where(empty, 1, total / p.dropout_rescale).astype(dtype, copy=False)
-    lse = np.where(empty, -np.inf, top + np.log(total))
-    return by_query_head(acc / divisor[..., None], heads), by_query_head(lse, heads)
+    run_tasks(len(blocks), task, tiling.num_tasks > 1)
 
 
 class Task(NamedTuple):
@@ -183,7 +118,7 @@ class _Main:
     def _tasks(self) -> list[Task]:
         tiling = self.tiling
         head_blocks = tiling.head_blocks
-        parts = -(-MIN_TASKS // max(1, len(tiling.sequences) * len(head_blocks)))
+        parts = -(-tiling.num_tasks // max(1, len(tiling.sequences) * len(head_blocks)))
         tasks = []
         for sequence in tiling.sequences:
             blocks = -(-sequence.rows // tiling.block_rows)
@@ -197,7 +132,7 @@ class _Main:
 
     @np.errstate(all="ignore")  # of the sums' casts
     def run(self) -> None:
-        run_tasks(len(self.tasks), self._task, self.tiling.is_large)
+        run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
         for name, total in self.head_sums.items():
             self.grads[name][...] = total
         if self.bias_sum is not None:
@@ -253,7 +188,7 @@ class _Main:
                     self._bias_tile(tile, like_bias(found.ds, heads), share)
         if "q" in self.grads:
             dq *= tiling.problem.softmax_scale
-            own = tiling.of_sequence(self.grads["q"], block.sequence)
+            own = tiling.of_sequence(self.grads["q"], block.sequence)[0]
             own[block.rows, heads.query] = by_query_head(dq, heads).swapaxes(0, 1)
 
     def _bias_tile(self, tile: Tile, ds: Array, share: Share) -> None:
@@ -275,7 +210,7 @@ class _Main:
             else:
                 self.kv_sums[name] = part
             if task.is_last:
-                own = self.tiling.of_sequence(self.grads[name], sequence, is_kv=True)
+                own = self.tiling.of_sequence(self.grads[name], sequence, is_kv=True)[0]
                 own[: sequence.keys, heads.kv] = self.kv_sums.pop(name).swapaxes(0, 1)
         for name, part in share.heads.items():
             total = self.head_sums[name]
@@ -317,4 +252,4 @@ def _bias_panels(call: Backward, target: Array) -> None:
                         panel[within, tile.keys] += like_bias(found.ds, heads).sum(axis=0)
         target[batch, head, row : row + len(panel)] = panel
 
-    run_tasks(len(panels), task, tiling.is_large)
+    run_tasks(len(panels), task, tiling.num_tasks > 1)

@@ -92,9 +92,9 @@ class Backward:
         # No dout, NaN neither, counts of a row that sees nothing.
         delta = np.where(out.any(axis=-1), np.einsum("hrd,hrd->hr", dout, out), out.dtype.type(0))
         if self.dlse is not None:
-            dlse = tiling.lse_of_sequence(self.dlse, block.sequence)[heads.query, block.rows]
+            dlse = tiling.lse_of_sequence(self.dlse, block.sequence)[0, heads.query, block.rows]
             delta = delta - by_kv_head(dlse, heads)
-        lse = by_kv_head(tiling.lse_of_sequence(self.lse, block.sequence)[heads.query, block.rows], heads)
+        lse = by_kv_head(tiling.lse_of_sequence(self.lse, block.sequence)[0, heads.query, block.rows], heads)
         empty = lse == -np.inf
         if empty.any():
             q, dout = without_rows(q, ~empty), without_rows(dout, ~empty)

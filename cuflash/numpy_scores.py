@@ -1,7 +1,8 @@
 """The scores of a tile on the CPU: products, softcap, bias, ALiBi, what is visible, and what dropout keeps.
 
 Scores lie in memory as (KV heads, keys, query heads of each * rows): one matrix product for each KV head. Everything
-per head, row or key broadcasts against `split_heads` of them.
+per head, row or key broadcasts against `split_heads` of them. Sequences that are computed together have their KV heads
+(and query heads) one behind the other.
 """
 
 import functools
@@ -21,6 +22,11 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _LOW, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LOW_HALF, _HALF_WORD = np.uint64(0xFFFF), np.uint64(16)
 _ROUNDS = 7
+
+# NumPy's loops begin anew for every key: it takes several at once where rows of scores are shorter than this.
+WIDTH = 64
+# What is lower than every score but -inf.
+LOWEST = {dtype: np.finfo(dtype).min for dtype in ("float32", "float64")}
 
 # What of a tile is visible, as bool to go with `split_heads`; True if all of it, None if nothing.
 Visible = Array | Literal[True] | None
@@ -66,26 +72,33 @@ def _widen_float16(x: Array) -> Array:
 
 def split_heads(x: Array, heads: Heads) -> Array:
     """(KV heads, keys, query heads of each * rows) as a view (KV heads, keys, query heads of each, rows)."""
-    kv_heads, group = heads.counts
-    return x.reshape(kv_heads, x.shape[1], group, x.shape[2] // group)
+    group = heads.counts[1]
+    return x.reshape(*x.shape[:2], group, x.shape[2] // group)
 
 
 def by_kv_head(x: Array, heads: Heads) -> Array:
     """(query heads, rows, ...) as (KV heads, query heads of each * rows, ...)."""
-    kv_heads, group = heads.counts
-    return x.reshape(kv_heads, group * x.shape[1], *x.shape[2:])
+    group = heads.counts[1]
+    return x.reshape(len(x) // group, group * x.shape[1], *x.shape[2:])
 
 
 def by_query_head(x: Array, heads: Heads) -> Array:
     """The inverse of `by_kv_head`."""
-    kv_heads, group = heads.counts
-    return x.reshape(kv_heads * group, x.shape[1] // group, *x.shape[2:])
+    group = heads.counts[1]
+    return x.reshape(len(x) * group, x.shape[1] // group, *x.shape[2:])
 
 
-def like_scores(x: Array, heads: Heads) -> Array:
-    """(query heads | 1, rows | 1, keys | 1) in the order of `split_heads`."""
-    kv_heads, group = heads.counts if len(x) > 1 else (1, 1)
-    return np.ascontiguousarray(x).reshape(kv_heads, group, *x.shape[1:]).transpose(0, 3, 1, 2)
+def like_scores(x: Array, tile: Tile) -> Array:
+    """(sequences | 1, query heads | 1, rows | 1, keys | 1) in the order of `split_heads`."""
+    kv_heads, group = tile.block.heads.counts
+    count = tile.block.sequence.alike
+    if x.shape[:2] == (1, 1):
+        count = kv_heads = group = 1
+    elif count > 1:
+        x = np.broadcast_to(x, (count, kv_heads * group, *x.shape[2:]))
+    elif x.shape[1] == 1:
+        kv_heads = group = 1
+    return np.ascontiguousarray(x).reshape(count * kv_heads, group, *x.shape[2:]).transpose(0, 3, 1, 2)
 
 
 def like_bias(x: Array, heads: Heads) -> Array:
@@ -97,8 +110,43 @@ def like_bias(x: Array, heads: Heads) -> Array:
 def column_sums(scores: Array) -> Array:
     """The sum over keys of (KV heads, keys, query heads of each * rows)."""
     # As a product: faster, and more exact, than NumPy's sum over this axis.
-    ones = np.ones((1, scores.shape[1]), scores.dtype)
-    return np.matmul(ones, scores)[:, 0]
+    return np.matmul(_ones(scores.shape[1], scores.dtype), scores)[:, 0]
+
+
+@functools.lru_cache(maxsize=16)
+def _ones(count: int, dtype: np.dtype[Any]) -> Array:
+    return np.ones((1, count), dtype)
+
+
+def column_tops(scores: Array) -> Array:
+    """The largest over keys of (KV heads, keys, query heads of each * rows)."""
+    heads, keys, columns = scores.shape
+    if columns == 1 or columns >= WIDTH or heads * keys < WIDTH:
+        return np.maximum.reduce(scores, axis=1)
+    tops = scores if keys > 1 else scores.copy()
+    beside = WIDTH // columns
+    if keys >= 2 * beside:
+        whole = keys // beside * beside
+        # So many keys are one row of a view.
+        tops = np.maximum.reduce(scores[:, :whole].reshape(heads, -1, beside * columns), axis=1)
+        tops = tops.reshape(heads, beside, columns)
+        np.maximum(tops, scores[:, keys - beside :], out=tops)
+    while (keys := tops.shape[1]) > 1:
+        half = -(-keys // 2)
+        tops = np.maximum(tops[:, :half], tops[:, keys - half :])
+    return tops[:, 0]
+
+
+def subtract_tops(scores: Array, tops: Array) -> None:
+    """Subtract (KV heads, columns) from the scores of every key, in place."""
+    heads, keys, columns = scores.shape
+    beside = WIDTH // columns
+    if columns > 1 and keys >= 8 * beside > 8:
+        whole = keys // beside * beside
+        wide = scores[:, :whole].reshape(heads, -1, beside * columns)
+        wide -= np.tile(tops, (1, beside))[:, None]
+        scores = scores[:, whole:]
+    scores -= tops[:, None]
 
 
 def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
@@ -141,20 +189,46 @@ def without_rows(x: Array, keep: Any) -> Array:
 
 def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
     """The block's rows of an array like q, wide, as (KV heads, query heads of each * rows, dim)."""
-    own = tiling.of_sequence(x, block.sequence)[block.rows, block.heads.query]
-    return by_kv_head(np.ascontiguousarray(widen(own).swapaxes(0, 1)), block.heads)
+    own = tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query]
+    rows = np.ascontiguousarray(widen(own).swapaxes(1, 2))
+    return by_kv_head(rows.reshape(-1, *rows.shape[2:]), block.heads)
+
+
+def load_columns(tiling: Tiling, x: Array, block: Block) -> Array:
+    """The block's rows of an array like q, wide and transposed: (KV heads, dim, query heads of each * rows).
+
+    Possibly a view, and then with sequences before KV heads as in `load_keys`.
+    """
+    own = widen(tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query])
+    alike, rows, heads, dim = own.shape
+    group = block.heads.counts[1]
+    by_head = own.reshape(alike, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
+    columns = by_head.reshape(alike, heads // group, group * rows, dim).swapaxes(2, 3)
+    if group * rows >= WIDTH:  # for few a copy costs more than it gains
+        columns = np.ascontiguousarray(columns)
+    return columns[0] if alike == 1 else columns
 
 
 def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
-    """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view."""
-    own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[tile.keys, tile.block.heads.kv]
-    return widen(own).swapaxes(0, 1)
+    """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view.
+
+    Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
+    """
+    own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[:, tile.keys, tile.block.heads.kv]
+    keys = widen(own).swapaxes(1, 2)
+    return keys[0] if len(keys) == 1 else keys
+
+
+def like_keys(x: Array, keys: Array) -> Array:
+    """(KV heads, ...) with the leading axes that `load_keys` gives."""
+    return x if keys.ndim == 3 else x.reshape(*keys.shape[:2], *x.shape[1:])
 
 
 def sink_rows(tiling: Tiling, block: Block) -> Array:
     """The sink of each row's head, (KV heads, query heads of each * rows)."""
     sink: Any = tiling.operands.sink
-    return by_kv_head(np.repeat(sink[block.heads.query, None], block.row_stop - block.row, axis=1), block.heads)
+    of_heads = np.tile(sink[block.heads.query], block.sequence.alike)
+    return by_kv_head(np.repeat(of_heads[:, None], block.row_stop - block.row, axis=1), block.heads)
 
 
 def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
@@ -162,22 +236,25 @@ def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
     block = tile.block
     heads, rows, keys = (block.heads.first, block.heads.stop), (block.row, block.row_stop), (tile.key, tile.key_stop)
     seed = int(np.asarray(tiling.operands.dropout_seed).reshape(()))
-    keep = keep_tile(seed, tiling.problem.dropout_threshold, block.sequence.batch, heads, rows, keys)
-    return keep.reshape(*block.heads.counts, *keep.shape[1:]).swapaxes(1, 2)
+    batches = range(block.sequence.batch, block.sequence.batch + block.sequence.alike)
+    keep = np.stack([keep_tile(seed, tiling.problem.dropout_threshold, batch, heads, rows, keys) for batch in batches])
+    return keep.reshape(-1, block.heads.counts[1], *keep.shape[2:]).swapaxes(1, 2)
 
 
 def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
     """The scores of a tile, of which hidden ones hold anything; None if all are hidden.
 
-    k is (KV heads, keys, head_dim), q (KV heads, head_dim, query heads of each * rows).
+    k is what `load_keys` gives; q (KV heads, head_dim, query heads of each * rows), or as `load_columns` gives it.
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
     visible, cut = _visible(tiling, tile, bias, workspace)
     if visible is None:
         return None
-    scores = workspace.array("scores", (len(k), k.shape[1], q.shape[2]), p.accum_dtype)
+    num_keys = k.shape[-2]
+    scores = workspace.array("scores", (*k.shape[:-1], q.shape[-1]), p.accum_dtype)
     np.matmul(k, q, out=scores)
+    scores = scores.reshape(-1, *scores.shape[-2:])
     scores *= p.softmax_scale
     tanh: Array | None = None
     distance: Array | None = None
@@ -186,15 +263,19 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         np.multiply(scores, 1 / p.softcap, out=tanh)
         np.tanh(tanh, out=tanh)
         np.multiply(tanh, p.softcap, out=scores)
-    view = split_heads(scores, heads)
     if bias is not None:
-        view += like_scores(widen(bias), heads)
+        view = split_heads(scores, heads)
+        view += like_scores(widen(bias), tile)
     if o.alibi_slopes is not None:
-        distance = workspace.array("distance", (k.shape[1], 1, view.shape[3]), p.accum_dtype)
+        view = split_heads(scores, heads)
+        distance = workspace.array("distance", (num_keys, 1, view.shape[3]), p.accum_dtype)
         aligned = np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
         np.subtract(aligned, np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
         np.abs(distance, out=distance)
-        slopes = o.alibi_slopes[tile.block.sequence.batch if len(o.alibi_slopes) > 1 else 0, heads.query]
+        sequence = tile.block.sequence
+        slopes = o.alibi_slopes[sequence.batches if len(o.alibi_slopes) > 1 else slice(None), heads.query]
+        if len(slopes) < sequence.alike:
+            slopes = np.tile(slopes, (sequence.alike, 1))
         penalty = workspace.array("penalty", view.shape, p.accum_dtype)
         np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
         view -= penalty
@@ -232,18 +313,18 @@ def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspac
         return None, None
     parts: list[Array] = []
     if o.mask is not None:
-        parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], heads))
+        parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], tile))
     if bias is not None:
         is_score = bias != -np.inf
         if not is_score.all():
-            parts.append(like_scores(is_score, heads))
+            parts.append(like_scores(is_score, tile))
     if o.block_mask is not None:
         rows = tile.block.row, tile.block.row_stop
         shown = o.block_mask.tile_visible(tile.block.sequence.batch, heads.first, *rows, tile.key, tile.key_stop)
         if shown is None:
             return None, None
         if isinstance(shown, np.ndarray):
-            parts.append(like_scores(shown[None], heads))
+            parts.append(like_scores(shown[None, None], tile))
     if not parts:
         return (True, None) if cut is None else (cut.visible, cut)
     if cut is not None and isinstance(cut.visible, np.ndarray):

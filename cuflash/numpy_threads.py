@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,34 +49,34 @@ def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _BlasThreads:
-    """Changed under `forks.LOCK`: one for all threads of the process."""
+    """Within, BLAS has one thread: ``with BLAS_THREADS as workers`` gives how many may run instead.
+
+    It is of the whole process, and changed under `forks.LOCK`.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
         self._before = 1
         forks.in_child(self._begin_child)
 
-    @contextlib.contextmanager
-    def single(self) -> Iterator[int]:
-        """Single-threaded BLAS within; gives how many workers may run instead."""
+    def __enter__(self) -> int:
         functions = _blas_functions()
         if functions is None:
-            yield os.cpu_count() or 1
-            return
+            return os.cpu_count() or 1
         get, set_ = functions
         with forks.LOCK:
             if self._calls == 0:
                 self._before = get()
                 set_(1)
             self._calls += 1
-            workers = self._before
-        try:
-            yield workers
-        finally:
-            with forks.LOCK:
-                if self._calls == 1:
-                    set_(self._before)
-                self._calls = max(0, self._calls - 1)  # a child that a call forked in its midst has none
+            return self._before
+
+    def __exit__(self, *_: object) -> None:
+        functions = _blas_functions()
+        with forks.LOCK:
+            if self._calls == 1 and functions is not None:
+                functions[1](self._before)
+            self._calls = max(0, self._calls - 1)  # a child that a call forked in its midst has none
 
     def _begin_child(self) -> None:
         """The calls of the parent's other threads do not run here."""
@@ -163,7 +163,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
                             pass
                     return
 
-    with BLAS_THREADS.single() as workers:
+    with BLAS_THREADS as workers:
         others = _start(worker, min(workers, count) - 1 if parallel else 0)
         try:
             worker()

@@ -1,6 +1,7 @@
 """One call of the CPU path cut into tiles, whatever the number of cores."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,22 +15,40 @@ Array = NDArray[Any]
 # A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
+# Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this: copies of them,
+# wide ones of 16 bits, stay in the last cache.
+TILE_NUMBERS = 1 << 20
 # Of tiles that causal or a window cuts: they take only rows that see some of their keys.
 CUT_KEYS = 192
-# Short sequences share a tile with other heads, unless that leaves fewer tasks than this.
+# Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
 MIN_TASKS = 32
-# Fewer scores than this take less time than starting a thread.
-MIN_PARALLEL_SCORES = 1 << 16
+# ... or each with less to do than so many multiply-adds: about a millisecond, in which a thread has paid for its start.
+TASK_WORK = 1 << 25
+# A number of k or v takes as long to come from memory as a product with so many queries.
+READ_WORK = 12
+# Products with fewer columns of scores take as long as one with so many.
+FEW_COLUMNS = 32
+# Layouts of calls that are kept, by their problems.
+_MOST_LAYOUTS = 64
 
 
 class Sequence(NamedTuple):
-    """One sequence: its place in the arrays, and how many rows and keys are real."""
+    """One sequence: its place in the arrays, and how many rows and keys are real.
+
+    Several that are alike, one behind the other in the batch, may be one: their heads are computed together.
+    """
 
     batch: int
     first_row: int
     first_key: int
     rows: int
     keys: int
+    alike: int = 1  # how many these are
+
+    @property
+    def batches(self) -> slice:
+        """The place of all of them in the batch."""
+        return slice(self.batch, self.batch + self.alike)
 
     @property
     def diagonal(self) -> int:
@@ -97,20 +116,95 @@ class Tile(NamedTuple):
 
     def place_in(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Its index in an array of shape (batch | 1, query heads | 1, rows | 1, keys | 1)."""
-        own = self.block.sequence.batch, self.block.heads.query, self.block.rows, self.keys
-        whole = 0, slice(None), slice(None), slice(None)
-        return tuple(own[axis] if size > 1 else whole[axis] for axis, size in enumerate(shape))
+        own = self.block.sequence.batches, self.block.heads.query, self.block.rows, self.keys
+        return tuple([index if size > 1 else slice(None) for index, size in zip(own, shape, strict=True)])
+
+
+class Layout(NamedTuple):
+    """How a call is cut into blocks: by its sizes alone, so that bits do not depend on the number of cores."""
+
+    sequences: list[Sequence]
+    num_tasks: int  # as many as are worth it
+    block_rows: int
+    head_blocks: list[Heads]  # the heads that are computed together
+
+
+def _lay_out(
+    problem: AttentionProblem, sequences: list[Sequence], heads_differ: bool = False, together: bool = False
+) -> Layout:
+    """The layout of sequences that may share blocks (`together`) or not; heads with own tiles share none."""
+    p = problem
+    rows = max((sequence.rows for sequence in sequences), default=0)
+    keys = max(1, max((sequence.keys for sequence in sequences), default=0))
+    num_tasks = _num_tasks(p, sequences)
+    block_rows = BLOCK_ROWS
+    if p.block_mask:
+        block_rows = CANONICAL  # tiles follow the mask's own blocks
+    elif sum(-(-sequence.rows // BLOCK_ROWS) for sequence in sequences) * p.num_heads_q < MIN_TASKS:
+        block_rows = BLOCK_ROWS // 2
+    columns, dim = max(1, min(rows, BLOCK_ROWS)), max(p.head_dim, p.head_dim_v)
+    keys = min(keys, _most_keys(columns, dim))
+    fitting = min(BLOCK_ROWS * BLOCK_KEYS // (columns * keys), p.group_size * max(1, TILE_NUMBERS // (keys * dim)))
+    if rows > CUT_KEYS and (p.window_left is not None or p.window_right is not None):
+        fitting = 1  # only a head by itself leaves out of a cut tile the rows that see nothing of it
+    row_blocks = sum(-(-sequence.rows // block_rows) for sequence in sequences)
+    # A group of few columns stays whole: its keys are read once.
+    least = max(1, min(p.group_size, -(-FEW_COLUMNS // columns), fitting))
+    share = 1 if heads_differ else max(least, min(fitting, row_blocks * p.num_heads_q // num_tasks))
+    head_blocks = _head_blocks(p, share)
+    if together and len(head_blocks) == 1 and rows <= block_rows:
+        count = share // p.num_heads_q
+        firsts = sequences[::count]
+        sequences = [first._replace(alike=min(count, p.batch - first.batch)) for first in firsts]
+    return Layout(sequences, num_tasks, block_rows, head_blocks)
+
+
+def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
+    products = sum(sequence.rows * sequence.keys for sequence in sequences) * p.num_heads_q
+    reads = sum(sequence.keys for sequence in sequences) * p.num_heads_kv
+    work = (products + READ_WORK * reads) * (p.head_dim + p.head_dim_v)
+    return max(1, min(MIN_TASKS, work // TASK_WORK))
+
+
+def _most_keys(columns: int, dim: int) -> int:
+    """Keys of a tile with so many columns of scores and numbers of each key."""
+    return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // columns, TILE_NUMBERS // dim))
+
+
+def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
+    """Whole groups or parts of one, of `size` query heads at most."""
+    group = p.group_size
+    if size >= group:
+        groups = size // group
+        starts = range(0, p.num_heads_kv, groups)
+        spans = [(kv, min(kv + groups, p.num_heads_kv)) for kv in starts]
+        return [Heads(kv * group, stop * group, kv, stop) for kv, stop in spans]
+    return [
+        Heads(first, min(first + size, (kv + 1) * group), kv, kv + 1)
+        for kv in range(p.num_heads_kv)
+        for first in range(kv * group, (kv + 1) * group, size)
+    ]
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
+    """Where every sequence is the whole array."""
+    sequences = [Sequence(batch, 0, 0, problem.seqlen_q, problem.seqlen_k) for batch in range(problem.batch)]
+    return _lay_out(problem, sequences, together=together)
 
 
 class Tiling:
-    """The tiles of a problem."""
+    """The tiles of a problem; `together` lets sequences share blocks."""
 
-    def __init__(self, problem: AttentionProblem, operands: Operands) -> None:
+    def __init__(self, problem: AttentionProblem, operands: Operands, together: bool = False) -> None:
         self.problem = problem
         self.operands = operands
-        self.sequences = self._sequences()
-        self.block_rows = self._block_rows()
-        self.head_blocks = self._head_blocks()
+        if problem.packed or problem.q_lengths or problem.kv_lengths or problem.block_mask:
+            mask = operands.block_mask
+            layout = _lay_out(problem, self._sequences(), mask is not None and mask.shape[1] > 1)
+        else:
+            layout = _layout_of_whole(problem, together)
+        self.sequences, self.num_tasks, self.block_rows, self.head_blocks = layout
 
     def _sequences(self) -> list[Sequence]:
         """Every sequence of the batch, clamped to the arrays."""
@@ -136,42 +230,6 @@ class Tiling:
                     f"to cover the longest sequence, got {tuple(x.shape)}"
                 )
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the work is worth starting threads for."""
-        return sum(sequence.rows * sequence.keys for sequence in self.sequences) * self.problem.num_heads_q >= (
-            MIN_PARALLEL_SCORES
-        )
-
-    def _block_rows(self) -> int:
-        """Fewer where that gives the cores enough tasks."""
-        if self.problem.block_mask:
-            return CANONICAL  # tiles follow the mask's own blocks
-        blocks = sum(-(-sequence.rows // BLOCK_ROWS) for sequence in self.sequences)
-        return BLOCK_ROWS if blocks * self.problem.num_heads_q >= MIN_TASKS else BLOCK_ROWS // 2
-
-    def _head_blocks(self) -> list[Heads]:
-        """The heads that are computed together."""
-        p = self.problem
-        rows = max((sequence.rows for sequence in self.sequences), default=0)
-        keys = max((sequence.keys for sequence in self.sequences), default=0)
-        size = BLOCK_ROWS * BLOCK_KEYS // (max(1, min(rows, BLOCK_ROWS)) * max(1, min(keys, BLOCK_KEYS)))
-        row_blocks = sum(-(-sequence.rows // self.block_rows) for sequence in self.sequences)
-        size = max(1, min(size, row_blocks * p.num_heads_q // MIN_TASKS))
-        if self.operands.block_mask is not None and self.operands.block_mask.shape[1] > 1:
-            size = 1  # every head has its own tiles
-        group = p.group_size
-        if size >= group:
-            groups = size // group
-            starts = range(0, p.num_heads_kv, groups)
-            spans = [(kv, min(kv + groups, p.num_heads_kv)) for kv in starts]
-            return [Heads(kv * group, stop * group, kv, stop) for kv, stop in spans]
-        return [
-            Heads(first, min(first + size, (kv + 1) * group), kv, kv + 1)
-            for kv in range(p.num_heads_kv)
-            for first in range(kv * group, (kv + 1) * group, size)
-        ]
-
     def blocks(self) -> list[Block]:
         """Blocks of real rows; the last, which see most keys when causal, come first."""
         return [
@@ -192,19 +250,24 @@ class Tiling:
             start, full_start = max(0, first - p.window_left), max(0, last - p.window_left)
         if p.window_right is not None:
             stop, full_stop = min(stop, last + p.window_right + 1), min(stop, first + p.window_right + 1)
-        if full_stop - full_start < CUT_KEYS:
+        if (start, stop) == (full_start, full_stop):
+            spans = [(start, stop, False)]
+        elif full_stop - full_start < CUT_KEYS:
             spans = [(start, stop, True)]
         else:
             spans = [(start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)]
+        heads, dim = block.heads, max(p.head_dim, p.head_dim_v)
+        columns = (block.row_stop - block.row) * (heads.stop - heads.first) * sequence.alike
+        most_keys = _most_keys(columns, (heads.stop_kv - heads.first_kv) * sequence.alike * dim)
         for span_start, span_stop, is_cut in spans:
-            step = CUT_KEYS if is_cut else BLOCK_KEYS
+            step = CUT_KEYS if is_cut else most_keys
             for run_start, run_stop in self._unmasked_runs(block, span_start, span_stop):
                 for key in range(run_start, run_stop, step):
                     key_stop = min(key + step, run_stop)
                     yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
 
     def _seeing_rows(self, block: Block, key: int, key_stop: int) -> Block:
-        if block.heads.stop - block.heads.first > 1:
+        if (block.heads.stop - block.heads.first) * block.sequence.alike > 1:
             return block
         p, diagonal = self.problem, block.sequence.diagonal
         row, row_stop = block.row, block.row_stop
@@ -232,14 +295,14 @@ class Tiling:
             yield max(start, run_first * CANONICAL), min(stop, run_stop * CANONICAL)
 
     def of_sequence(self, x: Array, sequence: Sequence, is_kv: bool = False) -> Array:
-        """An array like q (or k) from a sequence's first row (or key) on: (rows, heads, dim)."""
+        """An array like q (or k) from a sequence's first row (or key) on: (sequences, rows, heads, dim)."""
         if not self.problem.packed:
-            return x[sequence.batch]
-        return x[sequence.first_key :] if is_kv else x[sequence.first_row :]
+            return x[sequence.batches]
+        return x[None, sequence.first_key :] if is_kv else x[None, sequence.first_row :]
 
     def lse_of_sequence(self, lse: Array, sequence: Sequence) -> Array:
-        """An array like lse from a sequence's first row on: (heads, rows)."""
-        return lse[:, sequence.first_row :] if self.problem.packed else lse[sequence.batch]
+        """An array like lse from a sequence's first row on: (sequences, heads, rows)."""
+        return lse[None, :, sequence.first_row :] if self.problem.packed else lse[sequence.batches]
 
 
 def _packed(cu_seqlens: Any, total: int) -> tuple[list[int], list[int]]:

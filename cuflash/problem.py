@@ -54,16 +54,16 @@ class Operands(NamedTuple):
     q: Array  # (batch, seqlen_q, num_heads_q, head_dim), packed: (total_q, num_heads_q, head_dim)
     k: Array  # (batch, seqlen_k, num_heads_kv, head_dim), packed: (total_k, ...)
     v: Array  # (batch, seqlen_k, num_heads_kv, head_dim_v), packed: (total_k, ...)
-    bias: Array | None  # (batch | 1, num_heads_q | 1, seqlen_q | 1, seqlen_k | 1)
-    mask: Array | None  # like bias, bool
-    alibi_slopes: Array | None  # (batch | 1, num_heads_q)
-    sink: Array | None  # (num_heads_q,)
-    q_lengths: Array | None  # (batch,) int32
-    kv_lengths: Array | None  # (batch,) int32
-    cu_seqlens_q: Array | None  # (batch + 1,) int32
-    cu_seqlens_k: Array | None  # (batch + 1,) int32
-    dropout_seed: int | Array | None
-    block_mask: BlockMask | None
+    bias: Array | None = None  # (batch | 1, num_heads_q | 1, seqlen_q | 1, seqlen_k | 1)
+    mask: Array | None = None  # like bias, bool
+    alibi_slopes: Array | None = None  # (batch | 1, num_heads_q)
+    sink: Array | None = None  # (num_heads_q,)
+    q_lengths: Array | None = None  # (batch,) int32
+    kv_lengths: Array | None = None  # (batch,) int32
+    cu_seqlens_q: Array | None = None  # (batch + 1,) int32
+    cu_seqlens_k: Array | None = None  # (batch + 1,) int32
+    dropout_seed: int | Array | None = None
+    block_mask: BlockMask | None = None
 
 
 def accum_of(dtype: str) -> str:
@@ -229,29 +229,21 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
     seed = arrays.get("dropout_seed", options.dropout_seed)
     checks.check_seed(seed, options.dropout_p)
 
-    def contiguous(name: str) -> Array | None:
-        x = arrays.get(name)
-        return None if x is None else with_contiguous_rows(x)
-
+    given = {
+        name: to_full_rank(name, x if name in _OF_ANY_STRIDES else with_contiguous_rows(x))
+        for name, x in arrays.items()
+        if name != "dropout_seed"
+    }
     return Operands(
-        contiguous("q"),
-        contiguous("k"),
-        contiguous("v"),
-        to_full_rank("bias", arrays.get("bias")),
-        to_full_rank("mask", arrays.get("mask")),
-        to_full_rank("alibi_slopes", contiguous("alibi_slopes")),
-        contiguous("sink"),
-        contiguous("q_lengths"),
-        contiguous("kv_lengths"),
-        contiguous("cu_seqlens_q"),
-        contiguous("cu_seqlens_k"),
-        seed if options.dropout_p > 0 else None,
-        options.block_mask if problem.block_mask else None,
+        **given,
+        dropout_seed=seed if options.dropout_p > 0 else None,
+        block_mask=options.block_mask if problem.block_mask else None,
     )
 
 
 # Ranks of `Operands`; the caller's array may lack leading axes.
 _FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
+_OF_ANY_STRIDES = ("bias", "mask")
 
 
 def to_full_rank(name: str, x: Array | None) -> Array | None:

@@ -113,14 +113,13 @@ def threads_of_cpu_path(count: int) -> Iterator[None]:
     """Within, every call of the CPU path runs on that many threads, however many cores there are."""
     from cuflash.numpy_threads import _BlasThreads
 
-    real = _BlasThreads.single
+    real = _BlasThreads.__enter__
 
-    @contextmanager
-    def single(self: _BlasThreads) -> Iterator[int]:
-        with real(self):
-            yield count
+    def enter(self: _BlasThreads) -> int:
+        real(self)
+        return count
 
-    with mock.patch.object(_BlasThreads, "single", single):
+    with mock.patch.object(_BlasThreads, "__enter__", enter):
         yield
 
 

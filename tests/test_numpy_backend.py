@@ -53,6 +53,9 @@ def everything(seed: int, dtype: str, rows: int, keys: int, batch: int = 2, head
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that short sequences have many, of every kind."""
+    monkeypatch.setattr(numpy_tiles, "_layout_of_whole", numpy_tiles._layout_of_whole.__wrapped__)
+    monkeypatch.setattr(numpy_tiles, "TILE_NUMBERS", 300)
+    monkeypatch.setattr(numpy_tiles, "TASK_WORK", 1)
     monkeypatch.setattr(numpy_tiles, "BLOCK_ROWS", 24)
     monkeypatch.setattr(numpy_tiles, "BLOCK_KEYS", 20)
     monkeypatch.setattr(numpy_tiles, "CUT_KEYS", 7)
@@ -152,7 +155,6 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: 
         cu = np.array([0, 40, 90], np.int32)
         q, k, v, dout = (gaussian(rng, (90, heads, 16), "float32") for heads in (4, 1, 1, 4))
         case = Case(q, k, v, dout, options=everything(2, "float32", 50, 50), cu_seqlens=(cu, cu))
-    monkeypatch.setattr(numpy_tiles, "MIN_PARALLEL_SCORES", 0)
     results = []
     for count in (1, 2, 7, 2):
         with threads_of_cpu_path(count):

@@ -23,7 +23,7 @@ import cuflash
 from cuflash import numpy_tiles
 from cuflash.numpy_threads import _BlasThreads
 
-numpy_tiles.MIN_PARALLEL_SCORES = 0
+numpy_tiles.TASK_WORK = 1
 x = np.linspace(-1, 1, 2 * 900 * 4 * 8, dtype=np.float32).reshape(2, 900, 4, 8)
 
 def compute():
@@ -86,7 +86,8 @@ def test_beyond_the_limit_of_the_system() -> None:
 @pytest.mark.parametrize("granted", [0, 1, 2])
 def test_bits_with_fewer_threads_than_wanted(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
     case = gaussian_case(1, "float32", (90, 90), heads=(4, 1), causal=True)
-    monkeypatch.setattr(numpy_tiles, "MIN_PARALLEL_SCORES", 0)
+    monkeypatch.setattr(numpy_tiles, "_layout_of_whole", numpy_tiles._layout_of_whole.__wrapped__)
+    monkeypatch.setattr(numpy_tiles, "TASK_WORK", 1)
 
     def results() -> dict[str, object]:
         with threads_of_cpu_path(4):
