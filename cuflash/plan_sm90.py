@@ -384,7 +384,7 @@ def for_grid(problem: AttentionProblem, config: Config, num_sms: int) -> Launche
     if tiles >= _MOST_WAVES * num_sms:
         return Launches(config, 1)
     found = [
-        Launches(_with_exact_maxima(problem, candidate, parts), parts)
+        Launches(_with_exact_maxima(problem, candidate, parts, config.exact_maxima), parts)
         for candidate in _candidates(problem, config)
         for parts in parts_worth_a_try(problem, candidate.block_m, candidate.block_n, num_sms)
     ]
@@ -402,11 +402,13 @@ def _candidates(problem: AttentionProblem, config: Config) -> list[Config]:
     return [config, *timed]
 
 
-def _with_exact_maxima(problem: AttentionProblem, config: Config, parts: int) -> Config:
+def _with_exact_maxima(problem: AttentionProblem, config: Config, parts: int, always: bool) -> Config:
     """Few keys have large weights, so every maximum is followed, if the kernel for few keys does so."""
     few = problem.seqlen_k < _MANY_KEYS * parts and _row_of(problem).full.exact
     plain = config.plain_scores and not beside_window(flags_of(problem))
-    return replace(config, exact_maxima=True, early_powers=0) if few and plain and not config.exact_maxima else config
+    if config.exact_maxima or not plain or not (few or always):
+        return config
+    return replace(config, exact_maxima=True, early_powers=0)
 
 
 def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
