@@ -185,6 +185,7 @@ def cases(
     always: tuple[str, ...] = (),
     empty: bool = True,
     strided: bool = True,
+    whole_vectors: bool = False,
     max_head_dim: int = 256,
     max_scores: int = MAX_SCORES,
 ) -> Case:
@@ -197,6 +198,7 @@ def cases(
     without, always : options (see `OPTIONS`) that are never, always drawn
     empty : whether batch and sequence lengths may be 0
     strided : whether arrays may lie in memory in unusual ways
+    whole_vectors : whether head dims are multiples of 8, so that 16-bit rows are vectors of 16 bytes
     max_head_dim : bound of head_dim and head_dim_v
     max_scores : bound of the size of the whole score array
     """
@@ -205,7 +207,7 @@ def cases(
     dtype = np_dtype(draw(st.sampled_from(dtypes)))
     heads_kv, group_size = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
     heads_q = heads_kv * group_size
-    dims = HEAD_DIMS.map(lambda size: min(size, max_head_dim))
+    dims = HEAD_DIMS.map(lambda size: min(-(-size // 8) * 8 if whole_vectors else size, max_head_dim))
     head_dim = draw(dims)
     head_dim_v = draw(st.one_of(st.just(head_dim), dims))
     batch = draw(st.sampled_from([1, 1, 1, 2, 2, 2, 3, 3, 0] if empty else [1, 2, 3]))

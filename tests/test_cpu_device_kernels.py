@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 from address_sanitizer import run_sanitized
@@ -17,7 +18,7 @@ from hypothesis import given
 from strategies import cases, examples
 
 import cuflash
-from cuflash import reference
+from cuflash import launch, reference
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -131,6 +132,20 @@ def test_kernels_agree_with_reference(case: Case) -> None:
 @given(case=cases(max_scores=20_000))
 def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     assert_agrees(case)
+
+
+HOPPER = CpuDevice((9, 0), NUM_SMS, Check.SHARED)
+
+
+@examples(15)
+@given(case=cases(dtypes=("float16", "bfloat16"), empty=False, strided=False, whole_vectors=True, max_scores=15_000))
+def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
+    """Few problems of any strides take them; forward these all do that have scores, and most of them backward."""
+    devices.forget_launches()
+    with hook.kernels_on(HOPPER):
+        assert_agrees(case)
+    if case.q.size and case.k.size:
+        assert "forward_sm90" in {x.kernel.entry for x in launch._launches.values()}
 
 
 @pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)

@@ -1,4 +1,7 @@
-"""Every row of the tables of kernels runs on the CPU device, whatever rows the suite's cases take."""
+"""Every row of the tables of kernels runs on the CPU device, whatever rows the suite's cases take.
+
+Shared memory is checked where warps hand it to each other without barriers of all threads: in Hopper's kernels.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import rows
 from cpu_device import device as cpu_device
 from cpu_device import hook
-from cpu_device.device import SMEM_LIMITS, CpuDevice
+from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
 from cuflash import plan, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide
@@ -57,6 +60,7 @@ def all_rows() -> Iterator[Row]:
 def test_row(row: Row) -> None:
     config = row.config
     few_tiles = isinstance(config, plan_sm90.Config) and config.splits_keys
-    device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS)
+    check = Check.SHARED if row.has_wgmma else None
+    device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS, check)
     device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit
     rows.run(config, row.dtype, Device(device.name, np, partial(hook.kernels_on, device)))

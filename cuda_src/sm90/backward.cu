@@ -171,7 +171,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
   const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
-  const u32 dq_columns = DQ_BY_QUERIES ? 0 : warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES;
+  // Where one part has all columns of the keys, the others repeat it: nobody takes theirs.
+  constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
+  const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
   const Turns turns(warpgroup);
   float scale = static_cast<float>(p.softmax_scale);

@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     float4 dq[DQ_COLUMNS / 8];
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
-    for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = sum[i * WARP];
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = found != 0 ? sum[i * WARP] : float4{};  // the buffer may hold none
     if (DQ_SUMS == 2 && (found & 2) != 0) {
 #pragma unroll
       for (int i = 0; i < DQ_COLUMNS / 8; i++) {

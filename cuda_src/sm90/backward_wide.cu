@@ -259,6 +259,7 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
         rings.sent.acquire();
       }
       store_transposed(own ? rings.ds.buffer() + rank() * DS_PANEL_BYTES : rings.sent.buffer(), ds);
+      __syncwarp();  // all lanes have read the weights and delta
       rings.weights.release();
       rings.dout.release();
       dk.add(ds, rings.q.buffer());

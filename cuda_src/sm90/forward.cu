@@ -190,7 +190,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         }
       };
       const auto release_keys = [&] {
-        if constexpr (TEAMS > 1) __syncwarp();  // as turns do
+        if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();  // all lanes have read entries; turns say so, too
         rings.k.release();
         if (EARLY_QUERIES && (TEAMS > 1 ? blocks.done() : last)) rings.q.release();
       };

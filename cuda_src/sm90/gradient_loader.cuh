@@ -341,7 +341,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   if (lane() == 0) {
     shared.work[rings.work.stage].tile = NO_TILE;
     ptx::mbarrier_arrive(rings.work.full());
-    shared.dq_steps[rings.dq_steps.stage].sum = NO_DQ;
+    shared.dq_steps[rings.dq_steps.stage] = {NO_DQ, 0, true, 0};  // whole, as it is read
     ptx::mbarrier_arrive(rings.dq_steps.full());
   }
 }

@@ -85,6 +85,15 @@ def has_sanitizers() -> bool:
     return available() and "ziglang" not in compiler()
 
 
+@functools.cache
+def is_gnu() -> bool:
+    """Whether the compiler is g++, which alone tells where a struct has padding."""
+    if not available():
+        return False
+    run = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True)
+    return "Free Software Foundation" in run.stdout
+
+
 def kernel_flags(check: Check) -> tuple[str, ...]:
     """The flags of kernels that are compiled for a kind of check."""
     flags = _KERNEL_FLAGS[check]

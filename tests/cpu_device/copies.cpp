@@ -141,11 +141,13 @@ void bulk_copy_cluster(uint32_t to, uint32_t from, unsigned bytes, uint32_t mbar
   if (&target != &signalled) fail(where, "cp.async.bulk: data and mbarrier are in different blocks of the cluster");
   const uint32_t address = local_address(to);
   const shadow::Ticket ticket = shadow::issue(self());
-  shadow::asynchronous_read(block(), local_address(from), bytes, self(), ticket, where);
+  const Block& sender = block();
+  const uint32_t sent = local_address(from);
+  shadow::asynchronous_read(block(), sent, bytes, self(), ticket, where, shadow::Written::kNone);
   start_load(target, address, bytes, ticket, where);
-  start_asynchronous([=, &target] {
+  start_asynchronous([=, &target, &sender] {
     memcpy(destination, source, bytes);
-    shadow::end_write(target, address, bytes);
+    shadow::end_copy(target, address, bytes, sender, sent);
     mbarrier_complete(target, local_address(mbarrier), bytes, ticket);
   });
 }

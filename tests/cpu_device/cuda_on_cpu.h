@@ -372,6 +372,23 @@ int parameter_sizes(void (*)(P...), size_t* sizes) {
   return sizeof...(P);
 }
 
+// Where padding lies is what g++ alone tells.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_clear_padding)
+#define CPU_DEVICE_KNOWS_PADDING 1
+#endif
+#endif
+template <class T>
+void clear_padding(T& member) {
+  if constexpr (std::is_array<T>::value) {  // element by element, as g++ 12 loses its place in large ones
+    for (auto& element : member) clear_padding(element);
+  } else if constexpr (std::is_class<T>::value) {
+#if defined(CPU_DEVICE_KNOWS_PADDING)
+    __builtin_clear_padding(&member);
+#endif
+  }
+}
+
 }  // namespace cpu_device
 
 #define CPU_DEVICE_ENTRY(name, ...)                                                                                \
@@ -379,6 +396,12 @@ int parameter_sizes(void (*)(P...), size_t* sizes) {
   extern "C" int cpu_device_parameters_##name(size_t* sizes) { return cpu_device::parameter_sizes(&name, sizes); } \
   extern "C" const unsigned cpu_device_cluster_##name[3] = {__VA_ARGS__};
 
-#define CPU_DEVICE_RED_ZONES(name, ...)                                                 \
-  extern "C" const unsigned long long cpu_device_red_zones_##name[][2] = {__VA_ARGS__}; \
-  extern "C" const unsigned cpu_device_num_red_zones_##name = sizeof(cpu_device_red_zones_##name) / 16;
+// A kernel's storage: its size, how many of them lie side by side, what clears the padding of one, and its red zones.
+#define CPU_DEVICE_STORAGE(name, storage, count, clear, ...)                                            \
+  extern "C" const unsigned long long cpu_device_storage_##name[2] = {sizeof(storage), count};          \
+  extern "C" const unsigned long long cpu_device_red_zones_##name[][2] = {__VA_ARGS__};                 \
+  extern "C" const unsigned cpu_device_num_red_zones_##name = sizeof(cpu_device_red_zones_##name) / 16; \
+  extern "C" void cpu_device_clear_padding_##name(void* bytes) {                                        \
+    storage& shared = *static_cast<storage*>(bytes);                                                    \
+    clear                                                                                               \
+  }

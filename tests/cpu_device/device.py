@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "availa
 
 MAX_PARAMETERS = 256
 DEFAULT_SMEM_BYTES = 48 * 1024  # what a kernel may use without asking for more
+_STORAGE_ALIGNMENT = 1024  # of structs of shared memory, at most
 _Extent = ctypes.c_uint * 3
 # Bits that a sum of 16-bit products keeps below its largest term's exponent, and products summed at once (cut_sums.h).
 SUMS = {"plain": (0, 0), "ampere": (24, 8), "hopper": (25, 16)}
@@ -46,6 +47,8 @@ class _LaunchRequest(ctypes.Structure):
         ("timeout_s", ctypes.c_double),
         ("red_zones", ctypes.c_void_p),
         ("num_red_zones", ctypes.c_uint64),
+        ("padding", ctypes.c_void_p),
+        ("num_padding", ctypes.c_uint64),
         ("error", ctypes.c_char_p),
         ("error_capacity", ctypes.c_uint64),
     ]
@@ -55,6 +58,32 @@ def _from_environment(name: str, default: Any) -> str:
     return os.environ.get(f"CUFLASH_CPU_DEVICE_{name}", str(default))
 
 
+class _Storage(NamedTuple):
+    """A kernel's structs of shared memory: their bytes in all, and ranges of these as pairs of offset and bytes."""
+
+    size: int
+    red_zones: np.ndarray[Any, Any]  # between members
+    padding: np.ndarray[Any, Any]  # inside of members: copied with them, and never written
+
+
+def _storage_of(library: ctypes.CDLL, entry: str) -> _Storage:
+    size, count = (ctypes.c_uint64 * 2).in_dll(library, f"cpu_device_storage_{entry}")
+    num_zones = ctypes.c_uint.in_dll(library, f"cpu_device_num_red_zones_{entry}").value
+    table = ((ctypes.c_uint64 * 2) * num_zones).in_dll(library, f"cpu_device_red_zones_{entry}")
+    buffer = np.full(size + _STORAGE_ALIGNMENT, 1, np.uint8)
+    one = buffer[-buffer.ctypes.data % _STORAGE_ALIGNMENT :][:size]
+    getattr(library, f"cpu_device_clear_padding_{entry}")(ctypes.c_void_p(one.ctypes.data))
+    zones = [(begin, end - begin) for begin, end in table]
+    edges = np.flatnonzero(np.diff(one == 0, prepend=False, append=False)).reshape(-1, 2)
+    padding = [(begin, end - begin) for begin, end in edges.tolist()]
+
+    def of_all(ranges: list[tuple[int, int]]) -> np.ndarray[Any, Any]:
+        pairs = [(i * size + offset, length) for i in range(count) for offset, length in ranges]
+        return np.array(pairs, np.uint64).reshape(-1, 2)
+
+    return _Storage(size * count, of_all(zones), of_all(padding))
+
+
 class Module:
     """One compiled text. ``launch`` runs a kernel of it and returns when it has finished."""
 
@@ -62,18 +91,16 @@ class Module:
         self._library = library
         self._check = check
         self._entries: dict[str, tuple[int, list[int], list[int]]] = {}
-        self._zones: dict[str, np.ndarray[Any, Any]] = {}
+        self._storages: dict[str, _Storage] = {}
 
-    def _red_zones(self, entry: str) -> np.ndarray[Any, Any]:
-        """Where they begin in a kernel's shared memory, and their bytes."""
-        if entry not in self._zones:
-            zones: list[list[int]] = []
-            if hasattr(self._library, f"cpu_device_red_zones_{entry}"):
-                count = ctypes.c_uint.in_dll(self._library, f"cpu_device_num_red_zones_{entry}").value
-                table = ((ctypes.c_uint64 * 2) * count).in_dll(self._library, f"cpu_device_red_zones_{entry}")
-                zones = [[begin, end - begin] for begin, end in table]
-            self._zones[entry] = np.array(zones, np.uint64).reshape(-1, 2)
-        return self._zones[entry]
+    def _storage(self, entry: str) -> _Storage:
+        """What lies where in a kernel's dynamic shared memory, as far as its text says it."""
+        if entry not in self._storages:
+            storage = _Storage(0, np.zeros((0, 2), np.uint64), np.zeros((0, 2), np.uint64))
+            if hasattr(self._library, f"cpu_device_storage_{entry}"):
+                storage = _storage_of(self._library, entry)
+            self._storages[entry] = storage
+        return self._storages[entry]
 
     def _entry(self, entry: str) -> tuple[int, list[int], list[int]]:
         """Address of the launcher, sizes of the parameters, cluster dimensions."""
@@ -146,7 +173,7 @@ class Module:
         if seed is None:
             seed = int(_from_environment("SEED", 0))
         message = ctypes.create_string_buffer(8192)
-        zones = self._red_zones(entry)
+        storage = self._storage(entry)
         sum_bits, sum_depth = SUMS[_from_environment("SUMS", "plain")]
         request = _LaunchRequest(
             invoke=invoke,
@@ -157,12 +184,14 @@ class Module:
             workers=min(int(_from_environment("WORKERS", os.cpu_count() or 1)), math.prod(extents[0])),
             sum_bits=sum_bits,
             sum_depth=sum_depth,
-            dynamic_shared=max(shared_mem, int(zones[-1].sum()) if len(zones) else 0),
+            dynamic_shared=max(shared_mem, storage.size),
             seed=seed,
             checked=self._check is Check.SHARED,
             timeout_s=float(_from_environment("TIMEOUT", 60)),
-            red_zones=zones.ctypes.data,
-            num_red_zones=len(zones),
+            red_zones=storage.red_zones.ctypes.data,
+            num_red_zones=len(storage.red_zones),
+            padding=storage.padding.ctypes.data,
+            num_padding=len(storage.padding),
             error=ctypes.cast(message, ctypes.c_char_p),
             error_capacity=len(message),
         )

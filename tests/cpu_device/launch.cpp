@@ -115,6 +115,8 @@ struct LaunchRequest {
   double timeout_s;
   const uint64_t* red_zones;  // pairs of offset and bytes
   uint64_t num_red_zones;
+  const uint64_t* padding;  // likewise
+  uint64_t num_padding;
   char* error;
   uint64_t error_capacity;
 };
@@ -133,6 +135,7 @@ extern "C" int cpu_device_launch(const LaunchRequest* r) {
   launch.timeout_s = r->timeout_s;
   for (uint64_t z = 0; z < r->num_red_zones; z++)
     launch.red_zones.push_back({r->red_zones[2 * z], r->red_zones[2 * z + 1]});
+  for (uint64_t z = 0; z < r->num_padding; z++) launch.padding.push_back({r->padding[2 * z], r->padding[2 * z + 1]});
   std::vector<std::thread> threads;
   for (unsigned w = 0; w < r->workers; w++) threads.emplace_back([&] { run_worker(launch); });
   for (std::thread& thread : threads) thread.join();

@@ -14,6 +14,7 @@ namespace shadow {
 namespace {
 
 constexpr size_t kCell = 4;
+constexpr const char* kUninitialised = "uninitialised shared memory is read";
 constexpr int kLineShift = 48;  // pointers have 47 bits; a Place with a line is a Where
 
 // device.py turns {library+offset} into a file and a line.
@@ -56,13 +57,16 @@ bool all_writes_seen(const Thread& thread, const Cell& cell) {
   return seen;
 }
 
-void check_states(Block& block, size_t offset, size_t bytes, bool write, Place place) {
+void check_states(Block& block, size_t offset, size_t bytes, Written written, Place place) {
+  size_t unwritten = 0;
   for (size_t i = offset; i < offset + bytes; i++) {
     const uint8_t state = i < block.shadow.states.size() ? block.shadow.states[i] : uint8_t(kRedZone);
     if (state == kRedZone) report(place, "shared memory out of bounds", i, bytes);
     if (state == kInFlight) report(place, "an asynchronous copy to this shared memory is in flight", i, bytes);
-    if (!write && state == kUnwritten) report(place, "uninitialised shared memory is read", i, bytes);
+    unwritten += state == kUnwritten;
+    if (written == Written::kAll && unwritten > 0) report(place, kUninitialised, i, bytes);
   }
+  if (written == Written::kSome && unwritten == bytes) report(place, kUninitialised, offset, bytes);
 }
 
 // Calls f(cell, mask, offset of the cell) for the cells of a range.
@@ -112,7 +116,10 @@ void begin_block(Block& block) {
   auto& states = block.shadow.states;
   states.assign(kDynamicShared, kRedZone);
   states.resize(dynamic_end, kUnwritten);
-  for (const RedZone& zone : worker->launch->red_zones)
+  // Compilers copy a struct whole, and write its members.
+  for (const Range& padding : worker->launch->padding)
+    std::fill_n(states.begin() + kDynamicShared + padding.offset, padding.bytes, kValid);
+  for (const Range& zone : worker->launch->red_zones)
     std::fill_n(states.begin() + kDynamicShared + zone.offset, zone.bytes, kRedZone);
   block.shadow.cells.assign(dynamic_end / kCell + 1, Cell{});
 }
@@ -158,9 +165,9 @@ void acquire(Thread& thread, Ticket ticket) {
   mine = std::max(mine, ticket.clock);
 }
 
-void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place) {
+void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place, Written written) {
   settle(thread);
-  check_states(block, offset, bytes, write, place);
+  check_states(block, offset, bytes, write ? Written::kNone : written, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
     if (!write) {
       if (cell.write_mask & mask && !seen_write(thread, cell)) report(place, kRace, at, bytes, cell.write_place);
@@ -199,14 +206,15 @@ void settle(Thread& thread) {
 }
 
 void check_initialised(Block& block, size_t offset, size_t bytes, Where where) {
-  check_states(block, offset, bytes, false, place_of(where));
+  check_states(block, offset, bytes, Written::kAll, place_of(where));
 }
 
-void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where) {
+void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where,
+                       Written written) {
   if (!enabled()) return;
   settle(issuer);
   const Place place = place_of(where);
-  check_states(block, offset, bytes, false, place);
+  check_states(block, offset, bytes, written, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
     if (cell.write_mask & mask) {
       const Stamp* write = seen_write(issuer, cell);
@@ -223,7 +231,7 @@ void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Tick
   if (!enabled()) return;
   const Place place = place_of(where);
   settle(issuer);
-  check_states(block, offset, bytes, true, place);
+  check_states(block, offset, bytes, Written::kNone, place);
   for_cells(block, offset, bytes, [&](Cell& cell, uint8_t mask, size_t at) {
     if (cell.write_mask & mask && !all_writes_seen(issuer, cell)) report(place, kRace, at, bytes, cell.write_place);
     if (cell.read_mask & mask && !ordered(issuer, cell.read)) report(place, kRace, at, bytes, cell.read_place);
@@ -234,6 +242,10 @@ void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Tick
 
 void end_write(Block& block, size_t offset, size_t bytes) {
   if (enabled()) std::fill_n(block.shadow.states.begin() + offset, bytes, kValid);
+}
+
+void end_copy(Block& block, size_t offset, size_t bytes, const Block& source, size_t from) {
+  if (enabled()) std::copy_n(source.shadow.states.begin() + from, bytes, block.shadow.states.begin() + offset);
 }
 
 }  // namespace shadow

@@ -20,6 +20,9 @@ using Place = uint64_t;               // a Where or a return address, packed
 
 enum State : uint8_t { kUnwritten, kValid, kInFlight, kRedZone };
 
+// Which bytes of an access must hold a value.
+enum class Written { kAll, kSome, kNone };
+
 // What a thread or an asynchronous operation did, and when.
 struct Stamp {
   uint32_t clock = 0;
@@ -78,13 +81,17 @@ Ticket issue(Thread& thread);
 void release(Ticket ticket, Clock& into);
 void acquire(Thread& thread, Ticket ticket);
 
-void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place);
+void access(Block& block, size_t offset, size_t bytes, bool write, Thread& thread, Place place,
+            Written written = Written::kAll);                                    // of reads
 void check_initialised(Block& block, size_t offset, size_t bytes, Where where);  // and in bounds
 void settle(Thread& thread);                                                     // decides about its doubtful write
 // An asynchronous operation: checked against what its issuer knows, recorded as of the ticket.
-void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);
+void asynchronous_read(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where,
+                       Written written = Written::kAll);
 void begin_write(Block& block, size_t offset, size_t bytes, Thread& issuer, Ticket ticket, Where where);
 void end_write(Block& block, size_t offset, size_t bytes);
+// The end of a copy in shared memory: bytes that nobody has written are none where they arrive, either.
+void end_copy(Block& block, size_t offset, size_t bytes, const Block& source, size_t from);
 
 Place place_of(const Where& where);
 Place place_of(const void* return_address);

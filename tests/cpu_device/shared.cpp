@@ -28,7 +28,7 @@ void begin_shared(Block& block) {
   memset(block.shared, kUnwrittenByte, block.shared_top);
   POISON(block.shared, kSharedCapacity);
   UNPOISON(block.shared + kDynamicShared, block.shared_top - kDynamicShared);
-  for (const RedZone& zone : worker->launch->red_zones) POISON(block.shared + kDynamicShared + zone.offset, zone.bytes);
+  for (const Range& zone : worker->launch->red_zones) POISON(block.shared + kDynamicShared + zone.offset, zone.bytes);
   shadow::begin_block(block);
 }
 
@@ -86,11 +86,12 @@ unsigned char* shared_memory(uint32_t address, size_t bytes, size_t alignment, c
 
 namespace {
 
-void access(const void* pointer, size_t bytes, bool write, shadow::Place place) {
+void access(const void* pointer, size_t bytes, bool write, shadow::Place place,
+            shadow::Written written = shadow::Written::kAll) {
   const size_t offset = reinterpret_cast<uintptr_t>(pointer) - window.base;
   if (offset >= window.bytes || !current) return;
   Block& target = worker->blocks[offset / kSharedCapacity];
-  shadow::access(target, offset % kSharedCapacity, bytes, write, self(), place);
+  shadow::access(target, offset % kSharedCapacity, bytes, write, self(), place, written);
 }
 
 }  // namespace
@@ -146,10 +147,11 @@ extern "C" void __tsan_read_range(void* pointer, size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, size_t bytes) {
   cpu_device::access(pointer, bytes, true, cpu_device::shadow::place_of(__builtin_return_address(0)));
 }
-// clang's; g++ writes such copies out.
+// clang's; g++ writes such copies out. clang does not tell where a struct has padding, so one whose members are read
+// together counts as written if a byte of it is.
 extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
   using namespace cpu_device;
-  access(from, bytes, false, shadow::place_of(__builtin_return_address(0)));
+  access(from, bytes, false, shadow::place_of(__builtin_return_address(0)), shadow::Written::kSome);
   access(to, bytes, true, shadow::place_of(__builtin_return_address(0)));
   return memcpy(to, from, bytes);
 }

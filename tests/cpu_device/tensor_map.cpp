@@ -94,6 +94,14 @@ void start_tensor_load(Block& target, uint32_t shared, const Box& box, uint32_t 
   start_asynchronous([=, &target] { load_into(target, shared, box, mbarrier, ticket); });
 }
 
+// Nobody has to write what lies beyond the tensor.
+void check_stored(const Box& box, uint32_t address, Where where) {
+  for_pieces(box, [&](const Piece& piece) {
+    const uint32_t at = swizzled(address + piece.offset, Swizzle(box.map.swizzle));
+    if (piece.from < piece.to) shadow::check_initialised(block(), at, kPieceBytes, where);
+  });
+}
+
 // A piece that begins inside of the tensor is stored whole, even if a row ends within it, as an H200 does.
 void store_box(const Box& box, const std::vector<unsigned char>& data, Reduction reduction) {
   for_pieces(box, [&](const Piece& piece) {
@@ -149,7 +157,8 @@ void tensor_store(const void* map, uint32_t shared, const int* coordinates, int 
   const uint32_t address = local_address(shared);
   const unsigned char* memory = block().shared;
   const shadow::Ticket ticket = shadow::issue(self());
-  shadow::asynchronous_read(block(), address, box.bytes, self(), ticket, where);
+  shadow::asynchronous_read(block(), address, box.bytes, self(), ticket, where, shadow::Written::kNone);
+  if (shadow::enabled()) check_stored(box, address, where);
   auto data = std::make_shared<std::vector<unsigned char>>(box.bytes);
   self().bulk_stores.push_back({[=] {
                                   for_pieces(box, [&](const Piece& piece) {

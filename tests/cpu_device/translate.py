@@ -15,7 +15,9 @@ _NAME = re.compile(r"(\w+)\s*\(")
 _ALIGN = r"(?:(?:__align__|alignas)\s*\(" + _BALANCED + r"\)\s*)?"
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+" + _ALIGN + r"([\w:\s]+?)\s+(\w+)\s*\[\s*\]\s*;")
 _STATIC = re.compile(r"(?:static\s+)?__shared__\s+" + _ALIGN + r"([\w:<>,\s]+?[\w>])\s+(\w+)\s*((?:\[[^\[\]]*\]\s*)*);")
-_STORAGE = re.compile(r"\bstruct\s+" + _ALIGN + r"(\w*Storage)\s*\{([^{}]*)\}\s*;")
+_STORAGE = re.compile(r"\bstruct\s+" + _ALIGN + r"(\w*Storage)\s*(:[^{};]*)?\{([^{}]*)\}\s*;")  # with its bases
+# A constant of kernels whose teams have a storage each, side by side.
+_TEAMS = re.compile(r"\bconstexpr int TEAMS\b")
 _OWN_STORAGE = re.compile(r"\busing\s+SharedStorage\s*=\s*(\w+)\s*;")  # in a kernel
 # Alignment, extents, and arguments of templates.
 _BESIDE_NAMES = re.compile(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]|<(?:[^<>]|<[^<>]*>)*>")
@@ -64,7 +66,7 @@ def _entry(head: str) -> str:
 
 
 def _tables(text: str, zones: dict[str, str]) -> list[str]:
-    """The red zones of each kernel: those of SharedStorage, or of what it calls so."""
+    """The storage of each kernel, SharedStorage or what it calls so, with its red zones."""
     heads = list(_HEAD.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
     tables = {}
@@ -72,32 +74,55 @@ def _tables(text: str, zones: dict[str, str]) -> list[str]:
         own = _OWN_STORAGE.search(text, head.end(), end)
         storage = own[1] if own else "SharedStorage"
         if storage in zones:
-            tables[_entry(head[1])] = zones[storage]
-    return [f"CPU_DEVICE_RED_ZONES({entry}, {table})" for entry, table in tables.items()]
+            tables[_entry(head[1])] = storage
+    count = "TEAMS" if _TEAMS.search(text) else "1"
+    return [f"CPU_DEVICE_STORAGE({entry}, {storage}, {count}, {zones[storage]})" for entry, storage in tables.items()]
 
 
 def _separate_members(text: str) -> tuple[str, dict[str, str]]:
-    """Insert a red zone behind each member of the structs of shared memory; the second result are their places."""
+    """Insert a red zone behind each member of the structs of shared memory.
+
+    The second result has, of each struct, what clears its members' padding, and where its red zones lie.
+    """
     zones: dict[str, str] = {}
-    for _, storage, body in _STORAGE.findall(text):
+    for _, storage, bases, body in _STORAGE.findall(text):
         if storage in zones:
             raise DeviceError(f"more than one struct {storage} in a text")
-        members, names = [], []
-        for member in body.split(";"):
-            declaration = member.strip()
-            if declaration and not declaration.startswith(("static", "using", "typedef")):
-                bare = _BESIDE_NAMES.sub("", declaration)
-                name = _DECLARATOR.search(bare)
-                if name is None or "(" in bare:
-                    raise DeviceError(f"a member of {storage} of an unknown form: {declaration!r}")
-                names.append(name[1])
-                member += f"; unsigned char cpu_device_zone_{len(names)}[{RED_ZONE_BYTES}]"
-            members.append(member)
-        text = text.replace(body, ";".join(members), 1)
-        ends = [f"__builtin_offsetof({storage}, {name})" for name in names[1:]] + [f"sizeof({storage})"]
-        zones[storage] = ", ".join(
-            f"{{__builtin_offsetof({storage}, cpu_device_zone_{i + 1}), {end}}}" for i, end in enumerate(ends)
+        # The members of a base end where the first red zone begins.
+        declarations, begins = ([_zone(0)], [0]) if bases else ([], [])
+        names: list[str] = []
+        ends: list[str] = []
+        for declaration in body.split(";"):
+            declared = _declared(storage, declaration)
+            declarations.append(declaration)
+            if declared:
+                ends += [f"__builtin_offsetof({storage}, {declared[0]})"] if begins else []
+                begins.append(len(names) + 1)
+                names += declared
+                declarations.append(_zone(begins[-1]))
+        ends.append(f"sizeof({storage})")
+        text = text.replace(body, ";".join(declarations), 1)
+        clear = " ".join(f"cpu_device::clear_padding(shared.{name});" for name in names)
+        places = (
+            f"{{__builtin_offsetof({storage}, cpu_device_zone_{begin}), {end}}}"
+            for begin, end in zip(begins, ends, strict=True)
         )
+        zones[storage] = ", ".join([clear, *places])
     # The zones are the device's own: they need not fit the memory that the plan asks for.
     text = re.sub(r"static_assert\s*\(\s*sizeof\(SharedStorage\)", "static_assert(true || sizeof(SharedStorage)", text)
     return text, zones
+
+
+def _zone(number: int) -> str:
+    return f" unsigned char cpu_device_zone_{number}[{RED_ZONE_BYTES}]"
+
+
+def _declared(storage: str, declaration: str) -> list[str]:
+    """The members that a declaration of a struct has."""
+    bare = _BESIDE_NAMES.sub("", declaration).strip()
+    if not bare or bare.startswith(("static", "using", "typedef")):
+        return []
+    names = [_DECLARATOR.search(part.strip()) for part in bare.split(",")]
+    if "(" in bare or None in names:
+        raise DeviceError(f"a member of {storage} of an unknown form: {declaration.strip()!r}")
+    return [name[1] for name in names if name]

@@ -112,8 +112,8 @@ constexpr size_t kSharedCapacity = 512 * 1024;  // room for the red zones too
 constexpr int kUnwrittenByte = 0xff;            // NaN in every floating type: a read of unwritten memory shows
 constexpr int kClusterShift = 24;               // a cluster address is rank + 1 in the bits from here on
 
-// Between [offset, offset + bytes) of the dynamic shared memory lies no member of the kernel's storage.
-struct RedZone {
+// Bytes [offset, offset + bytes) of the dynamic shared memory.
+struct Range {
   size_t offset, bytes;
 };
 
@@ -125,7 +125,8 @@ struct Launch {
   bool checked;             // the kernels were compiled with calls before each access
   int sum_bits, sum_depth;  // of tensor cores (cut_sums.h); no bits: sums of plain float32
   double timeout_s;
-  std::vector<RedZone> red_zones;
+  std::vector<Range> red_zones;  // between the members of the kernel's storage
+  std::vector<Range> padding;    // inside of members: it is copied with them, and holds no value that anybody uses
   std::atomic<uint64_t> next_cluster{0};
   std::mutex mutex;
   std::string error;
