@@ -27,6 +27,9 @@ mma_fp16) CUFLASH_WITHOUT_WGMMA=1 bench --dtype float16 --peers cuflash flash --
 mma_sparse) CUFLASH_WITHOUT_WGMMA=1 bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.json" ;;
+truth) python3 examples/benchmarks/truth.py ${commit:+--commit "$commit"} --json "$folder/truth.json" ;;
+small_grids) python3 examples/benchmarks/small_grids.py ${commit:+--commit "$commit"} --json "$folder/small_grids.json" ;;
+dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.json" ;;
 counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
