@@ -15,9 +15,9 @@ Array = NDArray[Any]
 # A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
-# Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this: copies of them,
-# wide ones of 16 bits, stay in the last cache.
-TILE_NUMBERS = 1 << 20
+# Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this, those of 16 bits,
+# which are copied to be widened, no more than so many.
+TILE_NUMBERS, TILE_COPIED_NUMBERS = 1 << 20, 1 << 18
 # Of tiles that causal or a window cuts: they take only rows that see some of their keys.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
@@ -142,9 +142,9 @@ def _lay_out(
         block_rows = CANONICAL  # tiles follow the mask's own blocks
     elif sum(-(-sequence.rows // BLOCK_ROWS) for sequence in sequences) * p.num_heads_q < MIN_TASKS:
         block_rows = BLOCK_ROWS // 2
-    columns, dim = max(1, min(rows, BLOCK_ROWS)), max(p.head_dim, p.head_dim_v)
-    keys = min(keys, _most_keys(columns, dim))
-    fitting = min(BLOCK_ROWS * BLOCK_KEYS // (columns * keys), p.group_size * max(1, TILE_NUMBERS // (keys * dim)))
+    columns = max(1, min(rows, BLOCK_ROWS))
+    keys = min(keys, _most_keys(p, columns, 1))
+    fitting = min(BLOCK_ROWS * BLOCK_KEYS // (columns * keys), p.group_size * max(1, _most_rows(p) // keys))
     if rows > CUT_KEYS and (p.window_left is not None or p.window_right is not None):
         fitting = 1  # only a head by itself leaves out of a cut tile the rows that see nothing of it
     row_blocks = sum(-(-sequence.rows // block_rows) for sequence in sequences)
@@ -166,9 +166,15 @@ def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
     return max(1, min(MIN_TASKS, work // TASK_WORK))
 
 
-def _most_keys(columns: int, dim: int) -> int:
-    """Keys of a tile with so many columns of scores and numbers of each key."""
-    return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // columns, TILE_NUMBERS // dim))
+def _most_rows(p: AttentionProblem) -> int:
+    """Rows of k or v that are as many numbers as a tile may have."""
+    numbers = TILE_COPIED_NUMBERS if p.dtype in ("float16", "bfloat16") else TILE_NUMBERS
+    return max(1, numbers // max(p.head_dim, p.head_dim_v))
+
+
+def _most_keys(p: AttentionProblem, columns: int, kv_heads: int) -> int:
+    """Keys of a tile with so many columns of scores: more than usual where queries are few."""
+    return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // (2 * columns), _most_rows(p) // kv_heads))
 
 
 def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
@@ -256,9 +262,9 @@ class Tiling:
             spans = [(start, stop, True)]
         else:
             spans = [(start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)]
-        heads, dim = block.heads, max(p.head_dim, p.head_dim_v)
+        heads = block.heads
         columns = (block.row_stop - block.row) * (heads.stop - heads.first) * sequence.alike
-        most_keys = _most_keys(columns, (heads.stop_kv - heads.first_kv) * sequence.alike * dim)
+        most_keys = _most_keys(p, columns, (heads.stop_kv - heads.first_kv) * sequence.alike)
         for span_start, span_stop, is_cut in spans:
             step = CUT_KEYS if is_cut else most_keys
             for run_start, run_stop in self._unmasked_runs(block, span_start, span_stop):

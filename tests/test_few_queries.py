@@ -103,21 +103,24 @@ def test_what_one_sequence_hides_another_may_see(bad: float) -> None:
 def test_blocks_of_few_queries() -> None:
     """Few and many sequences, short and long ones: blocks have enough to do, and tiles are no larger than they may."""
 
-    def layout(batch: int, rows: int, heads: tuple[int, int], keys: int, dim: int = 64) -> Layout:
-        q, k = np.empty((batch, rows, heads[0], dim), np.float16), np.empty((batch, keys, heads[1], dim), np.float16)
+    def layout(batch: int, rows: int, heads: tuple[int, int], keys: int, dtype: Any = np.float32) -> Layout:
+        dim = 64
+        q, k = np.empty((batch, rows, heads[0], dim), dtype), np.empty((batch, keys, heads[1], dim), dtype)
         tiling = Tiling((call := Call(q, k, k, {})).problem, call.operands, together=True)
         for block in tiling.blocks():
             for tile in tiling.tiles(block):
                 pairs = (block.heads.stop_kv - block.heads.first_kv) * block.sequence.alike
-                assert pairs * (tile.key_stop - tile.key) * dim <= 1 << 20
+                assert pairs * (tile.key_stop - tile.key) * dim <= 1 << (18 if dtype == np.float16 else 20)
         return Layout(tiling.sequences, tiling.num_tasks, tiling.block_rows, tiling.head_blocks)
 
     assert layout(1, 1, (32, 32), 100).num_tasks == 1
     assert len(layout(1, 1, (32, 32), 100).head_blocks) == 1
     assert [x.alike for x in layout(64, 1, (8, 8), 10).sequences] == [64]
     assert [x.alike for x in layout(70, 2, (8, 8), 60).sequences] == [34, 34, 2]
+    assert [x.alike for x in layout(20, 2, (8, 8), 60, np.float16).sequences] == [8, 8, 4]
     long = layout(1, 1, (32, 8), 20000)
     assert long.num_tasks > 1 and len(long.head_blocks) == 8  # groups stay whole
+    layout(1, 1, (32, 8), 20000, np.float16)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 31, 63, 64, 70])

@@ -55,6 +55,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that short sequences have many, of every kind."""
     monkeypatch.setattr(numpy_tiles, "_layout_of_whole", numpy_tiles._layout_of_whole.__wrapped__)
     monkeypatch.setattr(numpy_tiles, "TILE_NUMBERS", 300)
+    monkeypatch.setattr(numpy_tiles, "TILE_COPIED_NUMBERS", 200)
     monkeypatch.setattr(numpy_tiles, "TASK_WORK", 1)
     monkeypatch.setattr(numpy_tiles, "BLOCK_ROWS", 24)
     monkeypatch.setattr(numpy_tiles, "BLOCK_KEYS", 20)
