@@ -163,9 +163,9 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
-    """Tiles and parts of keys that are taken only where a grid does not fill a large GPU."""
+    """Problems are small, so which tile and how many parts of keys they take is said here."""
     plain = not beside_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
-    if not (isinstance(config, plan_sm90.Config) and plain and (config.splits_keys or config.exact_maxima)):
+    if not (isinstance(config, plan_sm90.Config) and plain):
         yield
         return
     launches = plan_sm90.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)
