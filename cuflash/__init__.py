@@ -1,6 +1,11 @@
 """Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# In a checkout cuda_src and examples lie beside the package: it need not be installed to be used.
+if not os.path.isdir(os.path.join(__path__[0], "cuda_src")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 from cuflash import forks
 from cuflash.attention import (

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash import kernels
 from cuflash.params import ALIGNMENT, Arrays, fixed_params, num_splits, word_of
-from cuflash.plan import KernelConfig, file_of, function_of, key_kernels, key_results, plan
+from cuflash.plan import KernelConfig, file_of, function_of, key_kernels, key_results, plan, types_of
 from cuflash.problem import MOST_KEPT, Array, AttentionProblem, Operands
 from cuflash.recording import Recording
 
@@ -348,7 +348,7 @@ def forward(work: Work) -> bool:
 
 def delta(work: Work, arrays: Arrays) -> None:
     """Write delta, of arrays that have dlse where there is one."""
-    work.run(Rows("delta", plan(work.problem, "forward", work.device.smem_limit)), arrays)
+    work.run(Rows("delta", types_of(work.problem)), arrays)
 
 
 def gradients(work: Work, grads: Arrays) -> None:
@@ -363,13 +363,13 @@ def gradients(work: Work, grads: Arrays) -> None:
         of_keys = {name: grads[name[1:]] for name in key_results(entry) if name[1:] in grads}
         if of_keys:
             work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
-    reduction = plan(problem, "forward", limit)
+    types = types_of(problem)
     if "bias" in grads:
         gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))
     if "sink" in grads:
-        work.run(Reduce("reduce_sink", reduction), arrays | {"dsink": grads["sink"]})
+        work.run(Reduce("reduce_sink", types), arrays | {"dsink": grads["sink"]})
     if "alibi_slopes" in grads:
-        work.run(Reduce("reduce_slopes", reduction), arrays | by_rows | {"dalibi_slopes": grads["alibi_slopes"]})
+        work.run(Reduce("reduce_slopes", types), arrays | by_rows | {"dalibi_slopes": grads["alibi_slopes"]})
 
 
 def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
@@ -380,7 +380,7 @@ def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) ->
         dbias["dbias_parts"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
     work.run(kernel, work.arrays | dbias)
     if splits > 1:
-        work.run(Reduce("reduce_bias", plan(work.problem, "forward", work.device.smem_limit)), work.arrays | dbias)
+        work.run(Reduce("reduce_bias", types_of(work.problem)), work.arrays | dbias)
 
 
 def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:

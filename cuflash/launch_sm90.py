@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import kernels, plan_sm90, plan_sm90_backward
 from cuflash.launch import SUM_ROWS, Further, Kernel, Sum, WithoutTiles, Words, Work, images, num_tiles
 from cuflash.params import ALIGNMENT, SCORE_TENSORS, SWIZZLE_BYTES, TENSOR_MAP, Arrays, word_of
-from cuflash.plan import plan
+from cuflash.plan import types_of
 from cuflash.plan_sm90 import Config, Layout
 from cuflash.problem import Array, AttentionProblem
 
@@ -180,7 +180,7 @@ def forward(work: Work) -> bool:
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
         entry = "merge_rows" if plan_sm90.merges_by_rows(work.problem, number) else "merge_parts"
-        work.run(Merge(entry, plan(work.problem, "forward", work.device.smem_limit)), work.arrays | parts)
+        work.run(Merge(entry, types_of(work.problem)), work.arrays | parts)
     return True
 
 

@@ -1,7 +1,7 @@
 """Problem and device -> kernels, tile sizes, shared memory: THE table, with those of `plan_<family>`. Pure, no CuPy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any
@@ -56,6 +56,27 @@ class KernelConfig:
 
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
+# When a problem has each flag. A family's HANDLES has those that its kernels know: they would ignore any other one, so
+# that a problem with another one is for the next family.
+WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
+    "has_window": lambda problem: problem.window_left is not None or problem.window_right is not None,
+    "has_softcap": lambda problem: problem.softcap != 0,
+    "has_bias": lambda problem: problem.bias is not None,
+    "has_mask": lambda problem: problem.mask is not None,
+    "has_alibi": lambda problem: problem.alibi is not None,
+    "has_dropout": lambda problem: problem.dropout_p != 0,
+    "has_block_mask": lambda problem: problem.block_mask,
+}
+KNOWN_TO_ALL = (
+    "has_window",
+    "has_softcap",
+    "has_bias",
+    "has_mask",
+    "has_alibi",
+    "has_dropout",
+    "has_block_mask",
+)
+HANDLES = KNOWN_TO_ALL  # of the portable kernels
 
 
 @dataclass(frozen=True)
@@ -296,19 +317,12 @@ def are_products(flags: tuple[str, ...]) -> bool:
 
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
     """The options of a problem that are compiled in."""
-    return tuple(
-        flag
-        for flag, wanted in (
-            ("has_window", problem.window_left is not None or problem.window_right is not None),
-            ("has_softcap", problem.softcap != 0),
-            ("has_bias", problem.bias is not None),
-            ("has_mask", problem.mask is not None),
-            ("has_alibi", problem.alibi is not None),
-            ("has_dropout", problem.dropout_p != 0),
-            ("has_block_mask", problem.block_mask),
-        )
-        if wanted
-    )
+    return tuple(flag for flag, wanted in WANTED.items() if wanted(problem))
+
+
+def unknown(handled: tuple[str, ...], problem: AttentionProblem) -> str:
+    """The options of a problem, in words, that kernels do not know which handle these; empty if they know all."""
+    return ", ".join(flag.removeprefix("has_") for flag in flags_of(problem) if flag not in handled)
 
 
 def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -321,6 +335,8 @@ def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, in
 @lru_cache(maxsize=MOST_KEPT)
 def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
     """The kernel `entry` of `PORTABLE` for a problem."""
+    if unknown(HANDLES, problem):
+        raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
     if entry in ("backward_dk", "backward_dv"):
         head_dim, head_dim_v = _result_classes(entry, MAX_HEAD_DIM, MAX_HEAD_DIM)
@@ -330,7 +346,14 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
 
 
-TABLE_FLAGS: tuple[tuple[str, ...], ...] = ((), ("has_window",), ("has_window", "has_block_mask"), FLAGS)
+def types_of(problem: AttentionProblem) -> Config:
+    """The configuration of a problem's kernels in reduce.cu, of which its types alone count: they know no options."""
+    return config_of("forward", problem.dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
+
+
+def table_flags(handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Options with which the kernels of a family that handles these are listed."""
+    return (), ("has_window",), ("has_window", "has_block_mask"), handled
 
 
 def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
@@ -338,5 +361,5 @@ def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
-            for flags in TABLE_FLAGS if entry != "backward_bias" else (("has_bias",), FLAGS):
+            for flags in table_flags(HANDLES) if entry != "backward_bias" else (("has_bias",), HANDLES):
                 yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype

@@ -10,7 +10,7 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    TABLE_FLAGS,
+    KNOWN_TO_ALL,
     KernelConfig,
     are_products,
     beside_window,
@@ -19,9 +19,12 @@ from cuflash.plan import (
     flags_of,
     has_plain_scale,
     smem_limit,
+    unknown,
 )
+from cuflash.plan import table_flags as common_flags
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
+HANDLES = KNOWN_TO_ALL  # forward
 WARP = 32
 # Which keys are seen, and the alignment before.
 SMEM_BESIDE_TILES = 256
@@ -267,10 +270,14 @@ def forward(
     capability: Capability,
     limit: int,
     rows: tuple[Row[Tile], ...] = FORWARD,
+    handled: tuple[str, ...] = (),
     **of: Any,
 ) -> Config | None:
-    """The forward kernel for a problem, or None where mma.sync does not take its dtype."""
-    if problem.dtype not in dtypes(capability):
+    """The forward kernel for a problem, or None where mma.sync does not take its dtype or an option.
+
+    Other kernels that stay with queries have `rows`, what they handle, and the entry.
+    """
+    if problem.dtype not in dtypes(capability) or unknown(handled or HANDLES, problem):
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
@@ -281,6 +288,8 @@ def reason(problem: AttentionProblem) -> str:
     """What the forward pass takes on GPUs but Hopper's, in words."""
     if problem.dtype not in dtypes((8, 0)):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
+    if unknown(HANDLES, problem):
+        return f"portable kernel: mma.sync has none with {unknown(HANDLES, problem)}"
     older = (
         "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )
@@ -292,20 +301,25 @@ BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")
 BLOCK_SIZES = 64, 128  # that are listed
 
 
-def table_flags(row: Row[Any]) -> tuple[tuple[str, ...], ...]:
+def table_flags(row: Row[Any], handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Options with which the kernels of a row are listed."""
-    return (*TABLE_FLAGS, *((("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()))
+    of_one = (("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()
+    return *common_flags(handled), *of_one
 
 
 def table(
-    capability: Capability, limit: int, rows: tuple[Row[Tile], ...] = FORWARD, **of: Any
+    capability: Capability,
+    limit: int,
+    rows: tuple[Row[Tile], ...] = FORWARD,
+    handled: tuple[str, ...] = HANDLES,
+    **of: Any,
 ) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in rows:
         for dtype in dtypes(capability):
-            for flags in table_flags(row):
+            for flags in table_flags(row, handled):
                 yield forward_config(row, dtype, None, flags, capability, limit, **of), dtype
             for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES) if row.with_one else ():
                 blocks = row, dtype, None, flags, capability, limit
                 yield forward_config(*blocks, block_size=(size, size), **of), dtype
-            yield forward_config(row, dtype, None, FLAGS, capability, limit, aligned=False, **of), dtype
+            yield forward_config(row, dtype, None, handled, capability, limit, aligned=False, **of), dtype

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -11,10 +11,12 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
+    KNOWN_TO_ALL,
     are_products,
     capability_of,
     flags_of,
     smem_limit,
+    unknown,
 )
 from cuflash.plan_sm80 import (
     ANY,
@@ -34,6 +36,8 @@ from cuflash.plan_sm80 import (
 from cuflash.plan_sm80 import Config as QueryConfig
 from cuflash.plan_sm80 import Tile as QueryTile
 from cuflash.problem import MOST_KEPT, AttentionProblem
+
+HANDLES = KNOWN_TO_ALL  # gradients of scores, dq in the order of keys, the gradient of a bias
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,8 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 @lru_cache(maxsize=MOST_KEPT)
 def backward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Config, ...]:
-    """The kernels for a problem; none where mma.sync does not take its dtype or no tile fits."""
-    if problem.dtype not in dtypes(capability):
+    """The kernels for a problem; none where mma.sync does not take its dtype or an option, or no tile fits."""
+    if problem.dtype not in dtypes(capability) or unknown(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
@@ -257,8 +261,11 @@ def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
 
 
 _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
-# The kernel for dq in the order of keys, or None.
-of_queries = partial(plan_sm80.forward, **_QUERY_KERNEL)
+
+
+def of_queries(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
+    """The kernel for dq in the order of keys, or None; `place` as for `plan_sm80.forward`."""
+    return plan_sm80.forward(problem, *place, handled=HANDLES, **_QUERY_KERNEL)
 
 
 def _smem_of_bias(tile: QueryTile, row: Row[QueryTile]) -> int:
@@ -275,7 +282,7 @@ def _with_bias(config: QueryConfig) -> QueryConfig:
 
 def of_bias(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
     """The kernel for the gradient of a bias of any shape, or None; `place` as for `plan_sm80.forward`."""
-    config = plan_sm80.forward(replace(problem, bias=None), *place, **_BIAS_KERNEL)
+    config = plan_sm80.forward(replace(problem, bias=None), *place, handled=HANDLES, **_BIAS_KERNEL)
     return _with_bias(config) if config else plan_wide.of_bias(problem, *place)
 
 
@@ -285,7 +292,9 @@ def reason(problem: AttentionProblem) -> str:
     for name in ("sm_80", "sm_86"):
         chosen = backward(problem, True, capability_of(name), smem_limit(name))
         if not chosen:
-            return f"portable kernels: mma.sync has none for {problem.dtype} of this size"
+            own_options = unknown(HANDLES, problem)
+            of = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
+            return f"portable kernels: mma.sync has none {of}"
         tiles.append(f"{chosen[0].tile} on {name}")
     return f"mma.sync, tiles of {', '.join(tiles)}"
 
@@ -294,15 +303,15 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
-            kinds = [(flags, True, False, 0) for flags in plan_sm80.table_flags(row)]
+            kinds = [(flags, True, False, 0) for flags in plan_sm80.table_flags(row, HANDLES)]
             kinds += [(flags, True, False, size) for flags, size in product(BLOCK_FLAGS, BLOCK_SIZES)]
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True, 0), (("has_window",), True, True, 0)]
-            for flags, aligned, is_short, block_keys in (*kinds, (FLAGS, False, False, 0)):
+            for flags, aligned, is_short, block_keys in (*kinds, (HANDLES, False, False, 0)):
                 of = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
                     for config in configs(row, *of, deterministic, block_keys):
                         yield config, dtype
-    yield from plan_sm80.table(capability, limit, **_QUERY_KERNEL)
-    for other, dtype in plan_sm80.table(capability, limit, **_BIAS_KERNEL):
+    yield from plan_sm80.table(capability, limit, handled=HANDLES, **_QUERY_KERNEL)
+    for other, dtype in plan_sm80.table(capability, limit, handled=HANDLES, **_BIAS_KERNEL):
         yield _with_bias(other), dtype

@@ -7,19 +7,23 @@ from typing import NamedTuple
 
 from cuflash.params import ALIGNMENT, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import (
-    FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
+    KNOWN_TO_ALL,
     KernelConfig,
     beside_window,
     common,
     flags_of,
     has_plain_scale,
+    unknown,
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
 from cuflash.tiles_sm90 import FORWARD, Row, Tile
 from cuflash.times_sm90 import is_timed, parts_worth_a_try, predicted_us
 
+HANDLES = KNOWN_TO_ALL
+# What may be beside query heads that are rows of one tile: it does not tell heads apart.
+_OF_ALL_HEADS = ("has_window", "has_softcap")
 ROWS_OF_WARPGROUP = 64
 ROWS_OF_WARP = ROWS_OF_WARPGROUP // 4
 WARPGROUP = 128
@@ -217,13 +221,19 @@ def _mask_row_bytes(block_n: int) -> int:
     return block_n if block_n == SWIZZLE_BYTES or block_n // ALIGNMENT % 2 else block_n + ALIGNMENT
 
 
-def obstacle(problem: AttentionProblem) -> str:
-    """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
+def inputs_obstacle(problem: AttentionProblem) -> str:
+    """Why a problem's inputs cannot take the Hopper kernels of either pass; empty if they can."""
     if problem.dtype not in DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
         return "TMA takes no empty arrays"
     return ""
+
+
+def obstacle(problem: AttentionProblem) -> str:
+    """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
+    of_options = f"no kernel with {unknown(HANDLES, problem)}" if unknown(HANDLES, problem) else ""
+    return inputs_obstacle(problem) or of_options
 
 
 def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -234,10 +244,8 @@ def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
     """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart."""
-    options = (problem.bias, problem.mask, problem.alibi, problem.window_left)
-    plain = not any(x is not None for x in options) and not (
-        problem.sink or problem.q_lengths or problem.block_mask or problem.dropout_p
-    )
+    options = unknown(_OF_ALL_HEADS, problem), problem.window_left is not None, problem.sink, problem.q_lengths
+    plain = not any(options)
     if problem.packed or problem.seqlen_q != 1 or problem.group_size == 1 or not plain:
         return problem
     # The only query is the last one: causal hides nothing.
@@ -340,10 +348,10 @@ def _of_small_grids(row: Row, dtype: str) -> Iterator[Config]:
 
 def table() -> Iterator[tuple[Config, str]]:
     """Every row in both dtypes: plain, with a window and any one option, and with all; the plain ones unstaged, too."""
-    single = [("has_window", flag) for flag in FLAGS if flag != "has_window"]
+    single = [("has_window", flag) for flag in HANDLES if flag != "has_window"]
     for row in FORWARD:
         for dtype in DTYPES:
-            for flags in ((), ("has_window",), *single, FLAGS):
+            for flags in ((), ("has_window",), *single, HANDLES):
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
@@ -359,10 +367,10 @@ def table() -> Iterator[tuple[Config, str]]:
             if dtype in _BOUNDED_DTYPES:
                 yield forward_config(row, dtype, None, ("has_window", "has_softcap"), bounded_scores=True), dtype
             for bias_dtype in (dtype, "float32"):
-                for flags in (("has_window", "has_bias"), FLAGS):
+                for flags in (("has_window", "has_bias"), HANDLES):
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype
             yield forward_config(row, dtype, None, ("has_window", "has_mask"), mask_tiles=True), dtype
-            yield forward_config(row, dtype, None, FLAGS, bias_tiles=True, mask_tiles=True), dtype
+            yield forward_config(row, dtype, None, HANDLES, bias_tiles=True, mask_tiles=True), dtype
 
 
 class Launches(NamedTuple):

@@ -14,10 +14,12 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
+    KNOWN_TO_ALL,
     are_products,
     beside_window,
     common,
     flags_of,
+    unknown,
 )
 from cuflash.plan_sm90 import (
     DTYPES,
@@ -30,6 +32,7 @@ from cuflash.plan_sm90 import (
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
+HANDLES = KNOWN_TO_ALL
 # Every warpgroup has 64 keys, or (wide heads) they compute dv, dk and dq of 64 keys.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 # Before and behind them: what they load of each query, and dq from its sum.
@@ -258,8 +261,10 @@ def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool
 
 def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
-    if plan_sm90.obstacle(problem):
-        return plan_sm90.obstacle(problem)
+    if plan_sm90.inputs_obstacle(problem):
+        return plan_sm90.inputs_obstacle(problem)
+    if unknown(HANDLES, problem):
+        return f"no kernel with {unknown(HANDLES, problem)}"
     # Of smaller scores a weight, 1 +- 2^-22, does not tell tanh again.
     if 0 < problem.softcap < plan_sm90.SMALLEST_BOUND:
         return f"softcap is below {plan_sm90.SMALLEST_BOUND}"

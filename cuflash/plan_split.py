@@ -8,15 +8,16 @@ from typing import Any
 
 from cuflash.params import whole_rows
 from cuflash.plan import (
-    FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
+    KNOWN_TO_ALL,
     are_products,
     beside_window,
     common,
     flags_of,
     has_plain_scale,
     key_results,
+    unknown,
 )
 from cuflash.plan_sm90 import (
     REGISTERS,
@@ -28,6 +29,7 @@ from cuflash.plan_sm90 import (
 )
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
+HANDLES = KNOWN_TO_ALL
 # float16 parts of weights, values and dout, and of queries and keys, by precision; one has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
@@ -323,7 +325,7 @@ def gradient_configs(
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float32" and not problem.is_empty
+    return problem.dtype == "float32" and not problem.is_empty and not unknown(HANDLES, problem)
 
 
 @lru_cache(maxsize=MOST_KEPT)
@@ -376,10 +378,10 @@ def _in_words(tiles: str, *configs: Config) -> str:
 
 
 _TABLE_FLAGS: tuple[tuple[str, ...], ...] = (
-    *((), *((flag,) for flag in FLAGS), ("has_window", "has_block_mask")),
+    *((), *((flag,) for flag in HANDLES), ("has_window", "has_block_mask")),
     *((*_DROPOUT_AND_BLOCKS,), ("has_window", *_DROPOUT_AND_BLOCKS)),
 )
-_ALL_BUT_BLOCK_MASK = tuple(flag for flag in FLAGS if flag != "has_block_mask")
+_ALL_BUT_BLOCK_MASK = tuple(flag for flag in HANDLES if flag != "has_block_mask")
 
 
 def table() -> Iterator[tuple[Config, str]]:
@@ -388,7 +390,7 @@ def table() -> Iterator[tuple[Config, str]]:
     for parts, rows in FORWARD.items():
         for row in rows:
             blocks = () if row.with_blocks is None else (("has_window", "has_mask", "has_block_mask"),)
-            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, FLAGS):
+            for flags in (*_TABLE_FLAGS, *blocks, others, _ALL_BUT_BLOCK_MASK, HANDLES):
                 config = forward_config(row, parts, None, flags)
                 if config is not None:
                     yield config, "float32"

@@ -10,7 +10,7 @@ from cuflash.plan import (
     FLAGS,
     FLOAT_BYTES,
     HALF_BYTES,
-    TABLE_FLAGS,
+    KNOWN_TO_ALL,
     are_products,
     beside_window,
     capability_of,
@@ -19,12 +19,15 @@ from cuflash.plan import (
     has_plain_scale,
     key_results,
     smem_limit,
+    table_flags,
+    unknown,
 )
 from cuflash.plan_sm80 import BLACKWELL, SMEM_BESIDE_TILES, Capability, Row, Tile, first_fitting
 from cuflash.plan_sm80 import Config as HalfConfig
 from cuflash.plan_split import BY_HALVES, KEY_PARTS, PARTS, of_half
 from cuflash.problem import MOST_KEPT, AttentionProblem
 
+HANDLES = KNOWN_TO_ALL
 # float16 parts of values and dout by kind of products; float64 has whole elements.
 _PARTS = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
 _PRODUCTS = {
@@ -357,8 +360,10 @@ _backward_rows = partial(_rows, BACKWARD, _BACKWARD_IN_99_KB)
 
 
 def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """The kernels by the first row that is wide enough; None where others are faster."""
+    """The kernels by the first row that is wide enough; None where others are faster, or know more options."""
     aligned, capability, limit = place
+    if unknown(HANDLES, problem):
+        return None
     kind = kind_of(problem)
     for row in rows(kind, limit) if _multiplies(kind, capability) else ():
         if problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v:
@@ -413,7 +418,7 @@ def _tiles(problem: AttentionProblem, gradients: bool, name: str) -> str:
 def table(capability: Capability, limit: int) -> Iterator[tuple[Config, str]]:
     """Every kernel for a GPU, with its dtype: `plan.table`."""
     for kind in [kind for kind in _PARTS if _multiplies(kind, capability)]:
-        for flags in TABLE_FLAGS:
+        for flags in table_flags(HANDLES):
             forward_rows, backward_rows = _forward_rows(kind, limit), _backward_rows(kind, limit)
             passes = [forward_config(row, kind, None, flags, capability, limit) for row in forward_rows]
             gradients = [gradient_configs(row, kind, None, flags, capability, limit) for row in backward_rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,26 @@ def test_links_lead_somewhere(folder: str) -> None:
     assert links
     missing = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
+
+
+def test_the_readme_is_a_page_whose_links_lead_somewhere() -> None:
+    """Pages of the documentation and pictures; other files of a checkout are named."""
+    put_readme = runpy.run_path(str(DOCS / "conf.py"))["_put_readme"]
+    source = [(DOCS / "readme.md").read_text(encoding="utf-8")]
+    put_readme(SimpleNamespace(srcdir=str(DOCS)), "readme", source)
+    assert "# cuflash" in source[0]
+    links = re.findall(r"\]\(([^)#\s]+)", source[0])
+    assert "blocksparse.md" in links
+    assert not [link for link in links if "://" not in link and not (DOCS / link).exists()]
+    pages = [link for link in links if link.endswith(".md")]
+    assert pages and all((DOCS / page).parent == DOCS for page in pages)
+
+
+def test_no_page_names_an_address_of_this_project() -> None:
+    """Nothing is published; other projects have addresses."""
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        addresses = re.findall(r"\w+://[^\s)]+", page.read_text(encoding="utf-8"))
+        assert not [address for address in addresses if "cuflash" in address.lower()], page.name
 
 
 def test_drawings(tmp_path: Path) -> None:

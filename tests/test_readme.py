@@ -46,6 +46,13 @@ def test_gpu_example() -> None:
     run_examples("gpu")
 
 
+def test_it_says_how_to_install_it() -> None:
+    """From the index, and from a checkout in its folder."""
+    installing = README.partition("## Install\n")[2].partition("\n## ")[0]
+    for line in ('pip install "cuflash[cuda13]"', 'pip install -e ".[cuda13]"'):
+        assert line in installing
+
+
 def test_commands_are_marked() -> None:
     for marker in ("demo", "test"):  # .ci/run finds the two commands by these
         assert README.count(f"<!-- {marker} -->\n```sh\n") == 1

@@ -21,11 +21,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 HEADER = "cuda_on_cpu.h"
-NO_COMPILER = (
-    "the CPU test device needs a C++17 compiler on x86-64 Linux: the system's package (apt install g++), "
-    "or pip install ziglang (without the sanitizers), or set CXX"
-)
-NO_SANITIZERS = "ziglang has no sanitizers that can be loaded: install the system's g++"
+# Of CUDA, in the wheels for the run-time library, the compiler's own part, and the C++ library.
+HEADERS = ("vector_types.h", "cuda_fp16.h", "crt/host_defines.h", "nv/target")
 
 
 class DeviceError(RuntimeError):
@@ -75,9 +72,45 @@ def compiler() -> tuple[str, ...]:
     return (sys.executable, "-m", "ziglang", "c++") if importlib.util.find_spec("ziglang") else ()
 
 
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """The folders of the CUDA headers: those of the NVIDIA wheels, then those of an installed toolkit.
+
+    Parts may have folders of their own: they come behind the run-time library's, whose version counts.
+    """
+    try:
+        import nvidia
+
+        wheels = [folder for root in nvidia.__path__ for folder in Path(root).glob("*/include")]
+    except ImportError:
+        wheels = []
+    toolkit = Path(os.environ.get("CUDA_PATH") or Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").parents[1])
+    found = sorted((*wheels, toolkit / "include"), key=lambda folder: not (folder / HEADERS[0]).exists())
+    return tuple(str(f) for folder in found for f in (folder, folder / "cccl") if f.is_dir())
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why this machine cannot run the CPU test device; empty if it can."""
+    if not compiler() or platform.machine() != "x86_64" or platform.system() != "Linux":
+        return (
+            "the CPU test device needs a C++17 compiler on x86-64 Linux: the system's package (apt install g++), "
+            "or pip install ziglang (without the sanitizers), or set CXX"
+        )
+    absent = [name for name in HEADERS if not any(Path(folder, name).exists() for folder in _folders())]
+    if absent:
+        return f'the CPU test device needs CUDA\'s headers ({", ".join(absent)}): pip install "cuflash[test,cuda13]"'
+    return ""
+
+
+# Why tests on the device are skipped where it is not available, and those that need sanitizers.
+NO_COMPILER = obstacle()
+NO_SANITIZERS = NO_COMPILER or "ziglang has no sanitizers that can be loaded: install the system's g++"
+
+
 def available() -> bool:
     """Whether this machine can run the CPU test device; else tests skip with ``NO_COMPILER``."""
-    return bool(compiler()) and platform.machine() == "x86_64" and platform.system() == "Linux"
+    return not obstacle()
 
 
 def has_sanitizers() -> bool:
@@ -110,20 +143,11 @@ def sanitizer_library() -> str:
     return run.stdout.strip()
 
 
-@functools.cache
 def cuda_include() -> tuple[str, ...]:
-    """The folders of the CUDA headers: those of the NVIDIA wheels, then those of an installed toolkit."""
-    try:
-        import nvidia
-
-        wheels = [folder for root in nvidia.__path__ for folder in Path(root).glob("*/include")]
-    except ImportError:
-        wheels = []
-    toolkit = Path(os.environ.get("CUDA_PATH") or Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").parents[1])
-    found = [folder for folder in (*wheels, toolkit / "include") if (folder / "vector_types.h").exists()]
-    if not found:
-        raise DeviceError('no CUDA headers: pip install "cuda-toolkit[nvrtc,cudart,crt,cccl]==13.*"')
-    return tuple(str(f) for folder in found for f in (folder, folder / "cccl") if f.is_dir())
+    """The folders of the CUDA headers."""
+    if not available():
+        raise DeviceError(obstacle())
+    return _folders()
 
 
 @functools.cache
@@ -138,7 +162,8 @@ def cache_folder() -> Path:
 @functools.cache
 def _digest() -> str:
     """Of the device's sources, CUDA's headers, the compiler and the machine, wherever they lie: in every cache key."""
-    headers = [f for pattern in ("cuda_*16.h*", "vector_*.h*") for f in Path(cuda_include()[0]).glob(pattern)]
+    own = [Path(folder) for folder in cuda_include() if Path(folder, HEADERS[0]).exists()]
+    headers = [f for pattern in ("cuda_*16.h*", "vector_*.h*") for f in own[0].glob(pattern)]
     parts = [f.read_bytes() for f in (*sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]), *sorted(headers))]
     parts.append(subprocess.run([*compiler(), "--version"], capture_output=True, check=True).stdout)
     parts.append(Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].partition(b"flags")[2].partition(b"\n")[0])

@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import tensor_map
-from .build import NO_COMPILER, Check, DeviceError, available, build_kernels, kernel_flags, runtime, with_lines
+from .build import (
+    NO_COMPILER,
+    Check,
+    DeviceError,
+    available,
+    build_kernels,
+    kernel_flags,
+    obstacle,
+    runtime,
+    with_lines,
+)
 from .translate import translate
 
 __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "available", "compile"]
@@ -235,7 +245,7 @@ def compile(source: str, options: Sequence[str] = (), name: str = "kernel", chec
         What to look for; default ``CUFLASH_CPU_DEVICE_CHECK`` or none.
     """
     if not available():
-        raise DeviceError(NO_COMPILER)
+        raise DeviceError(obstacle())
     if check is None:
         check = Check(_from_environment("CHECK", Check.NONE.value))
     flags = ["-DCUFLASH_CPU_DEVICE", *kernel_flags(check), *(o for o in options if o.startswith("-D"))]
