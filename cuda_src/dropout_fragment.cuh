@@ -25,19 +25,50 @@ DEVICE void draw_by_keys(u32 (&bits)[4], const Dropout& dropout, int j, int i) {
   bits[2] = __byte_perm(own.z, z_w, with_low), bits[3] = __byte_perm(own.w, z_w, with_high);
 }
 
-// Calls apply(low, high, word) for pairs of elements of a fragment of whole 16 columns.
-template <bool OF_KEYS, int N, class Apply>
-DEVICE void for_each_pair(Accum (&x)[N], const Dropout& dropout, int row, int column, Apply apply) {
-  static_assert(N % 8 == 0, "whole 16 columns");
-#pragma unroll
-  for (int e = 0; e < N; e += 8) {
-    u32 bits[4];
+// The random bits of a fragment's groups of 16 columns. Those of the first EARLY are drawn ahead, under products, and
+// wait in registers.
+template <bool OF_KEYS, int N, int EARLY = 0>
+struct RandomBits {
+  static constexpr int GROUPS = N / 8;
+  static_assert(N % 8 == 0 && EARLY <= GROUPS, "whole groups");
+  u32 words[EARLY > 0 ? EARLY : 1][4];
+
+  static DEVICE void draw(u32 (&bits)[4], const Dropout& dropout, int row, int column, int group) {
     if constexpr (OF_KEYS) {
-      draw_by_keys(bits, dropout, row, column + column_offset(e));
+      draw_by_keys(bits, dropout, row, column + 16 * group);
     } else {
-      draw_by_queries(bits, dropout, row, column + column_offset(e));
+      draw_by_queries(bits, dropout, row, column + 16 * group);
+    }
+  }
+  // `row` and `column` are the thread's first. HELD: a branch keeps the draws in their place, where the compiler would
+  // mix them with what comes before or behind. Without a limit bits are not looked at.
+  template <bool HELD>
+  DEVICE void draw_ahead(const Dropout& dropout, int row, int column) {
+    if constexpr (HELD) {
+#pragma unroll
+      for (auto& bits : words) bits[0] = bits[1] = bits[2] = bits[3] = 0;
+      if (dropout.limits == 0) return;
     }
 #pragma unroll
-    for (int w = 0; w < 4; w++) apply(x[e + 2 * w], x[e + 2 * w + 1], bits[w]);
+    for (int i = 0; i < EARLY; i++) draw(words[i], dropout, row, column, i);
   }
-}
+  // Calls apply(low, high, word) for pairs of elements.
+  template <class Apply>
+  DEVICE void for_each_pair(Accum (&x)[N], const Dropout& dropout, int row, int column, Apply apply) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      u32(&bits)[4] = words[i < EARLY ? i : 0];
+      if (i >= EARLY) draw(bits, dropout, row, column, i);
+#pragma unroll
+      for (int w = 0; w < 4; w++) apply(x[8 * i + 2 * w], x[8 * i + 2 * w + 1], bits[w]);
+    }
+  }
+  DEVICE void drop(Accum (&x)[N], const Dropout& dropout, int row, int column) {
+    for_each_pair(x, dropout, row, column,
+                  [&](Accum& low, Accum& high, u32 word) { drop_pair(low, high, word, dropout); });
+  }
+  DEVICE void mark(Accum (&x)[N], const Dropout& dropout, int row, int column) {
+    for_each_pair(x, dropout, row, column,
+                  [&](Accum& low, Accum& high, u32 word) { mark_pair(low, high, word, dropout); });
+  }
+};

@@ -32,30 +32,6 @@ struct QueryValuesInPlace {
   DEVICE float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
 };
 
-// Dropout's random bits of a fragment, drawn before its weights are known.
-struct RandomBits {
-  static constexpr int GROUPS = FRAGMENT / 8;
-  u32 words[HAS_DROPOUT ? GROUPS : 1][4];
-
-  RandomBits() = default;
-  DEVICE RandomBits(const Dropout& dropout, int row, int key) {
-    if constexpr (HAS_DROPOUT) {
-#pragma unroll
-      for (int i = 0; i < GROUPS; i++) draw_by_keys(words[i], dropout, key, row + column_offset(8 * i));
-    }
-  }
-
-  // Sets the signs of dropped weights.
-  DEVICE void mark(float (&weights)[FRAGMENT], const Dropout& dropout) const {
-    if constexpr (HAS_DROPOUT) {
-#pragma unroll
-      for (int e = 0; e < FRAGMENT; e += 2) {
-        mark_pair(weights[e], weights[e + 1], words[e / 8][e / 2 % 4], dropout);
-      }
-    }
-  }
-};
-
 // What else hides elements of a fragment: nothing.
 struct NoMoreBits {
   static constexpr bool HIDES = false;
@@ -112,12 +88,20 @@ struct GradientFragment {
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
 
-  DEVICE RandomBits random_bits() const { return {Dropout(p, s, head), row, key}; }
-
   // Sets the signs of weights that dropout drops.
-  DEVICE void mark_dropped(float (&weights)[FRAGMENT]) const { random_bits().mark(weights, Dropout(p, s, head)); }
-  DEVICE void mark_dropped(float (&weights)[FRAGMENT], const RandomBits& bits) const {
-    bits.mark(weights, Dropout(p, s, head));
+  template <int EARLY>
+  using Random = RandomBits<true, FRAGMENT, HAS_DROPOUT ? EARLY : 0>;
+  template <bool HELD, int EARLY>
+  DEVICE void draw_ahead(RandomBits<true, FRAGMENT, EARLY>& bits) const {
+    if constexpr (HAS_DROPOUT && EARLY > 0) bits.template draw_ahead<HELD>(Dropout(p, s, head), key, row);
+  }
+  template <int EARLY>
+  DEVICE void mark_dropped(float (&weights)[FRAGMENT], RandomBits<true, FRAGMENT, EARLY>& bits) const {
+    if constexpr (HAS_DROPOUT) bits.mark(weights, Dropout(p, s, head), key, row);
+  }
+  DEVICE void mark_dropped(float (&weights)[FRAGMENT]) const {
+    RandomBits<true, FRAGMENT> bits;
+    mark_dropped(weights, bits);
   }
 
  private:
@@ -141,12 +125,14 @@ struct GradientFragment {
   }
 };
 
-// From the gradient of its weight, dp. A dropped weight has its sign bit set.
+// From the gradient of its weight, dp. A dropped weight has its sign bit set. IN_UNITS: the result and delta are
+// divided by p.ds_unit.
+template <bool IN_UNITS = false>
 DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
-    // A kept weight twice, without a selection, which takes as long as two sums.
-    const float kept = weight + fabsf(weight), of_kept = dp * (static_cast<float>(p.dropout_rescale) / 2);
-    return __fmaf_rn(kept, of_kept, -delta * fabsf(weight));
+    // The sum is a kept weight twice, without a selection, which takes as long as two sums.
+    const float kept = weight + fabsf(weight), unit = IN_UNITS ? 1 : static_cast<float>(p.ds_unit);
+    return __fmaf_rn(kept, dp * unit, -delta * fabsf(weight));
   }
   return weight * (dp - delta);
 }

@@ -144,6 +144,7 @@ struct AttentionParams {
   i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
   double softmax_scale, softcap;
   double dropout_rescale;  // of kept weights: 65536 / (65536 - T)
+  double ds_unit;          // in which Hopper's backward has gradients of scores (sm90/gradient_rows.cuh)
   u32 dropout_limits;      // T = floor(p * 65536) in either half
   int batch, seqlen_q, seqlen_k;
   int num_heads_q, num_heads_kv, head_dim, head_dim_v;

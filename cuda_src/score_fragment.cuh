@@ -89,8 +89,7 @@ struct ScoreFragment {
   template <int N>
   DEVICE void drop(Accum (&weights)[N], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
-      const auto drop = [&](Accum& low, Accum& high, u32 word) { drop_pair(low, high, word, dropout); };
-      for_each_pair<false>(weights, dropout, row, first_key + fragment_column(), drop);
+      RandomBits<false, N>().drop(weights, dropout, row, first_key + fragment_column());
     }
   }
 

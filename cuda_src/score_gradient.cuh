@@ -55,15 +55,14 @@ struct ScoreGradient {
 
   DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
     if constexpr (HAS_DROPOUT) {
-      const auto mark = [&](Accum& low, Accum& high, u32 word) { mark_pair(low, high, word, dropout); };
       if constexpr (FRAGMENT == 4) {  // eight columns, the first or the next of a call's
         Accum both[8] = {weights[0], weights[1], weights[2], weights[3],
                          weights[0], weights[1], weights[2], weights[3]};
-        for_each_pair<OF_KEYS>(both, dropout, row, (first_column & ~8) + fragment_column(), mark);
+        RandomBits<OF_KEYS, 8>().mark(both, dropout, row, (first_column & ~8) + fragment_column());
 #pragma unroll
         for (int e = 0; e < 4; e++) weights[e] = first_column & 8 ? both[4 + e] : both[e];
       } else {
-        for_each_pair<OF_KEYS>(weights, dropout, row, first_column + fragment_column(), mark);
+        RandomBits<OF_KEYS, FRAGMENT>().mark(weights, dropout, row, first_column + fragment_column());
       }
     }
   }

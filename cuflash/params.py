@@ -108,6 +108,7 @@ PARAMS = np.dtype(
         ("softmax_scale", "f8"),
         ("softcap", "f8"),
         ("dropout_rescale", "f8"),
+        ("ds_unit", "f8"),
         ("dropout_limits", "u4"),
         *((name, "i4") for name in INTEGERS),
     ],
@@ -155,6 +156,8 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
     p["dropout_rescale"] = problem.dropout_rescale
+    # A thread has a kept weight twice, which costs no selection.
+    p["ds_unit"] = problem.dropout_rescale / 2 if problem.dropout_p else 1.0
     p["dropout_limits"] = problem.dropout_threshold * _BOTH_HALVES
     for name in _SIZES:
         p[name] = getattr(problem, name)

@@ -89,6 +89,8 @@ class Config(HopperConfig):
     from_last: bool
     held_steps: int
     pair: int
+    early_draws: int
+    late_wait: bool
     early_powers: int  # of a thread, before it waits for the last product with values
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
     has_mask_tiles: bool  # TMA brings the mask; else its rows are read from global memory

@@ -45,6 +45,7 @@ _REGISTERS_OF_WIDEST = (32, 208, 64)  # with dropout or a mask beside another op
 _REGISTERS_OF_BIAS, _REGISTERS_OF_CAPPED = (32, 216, 64), (24, 216, 64)
 # The loading warp asks arrays for hidden keys; of NARROW all three.
 _REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
+_GROUP_OF_DRAWS = 16  # queries
 _PANEL = SWIZZLE_BYTES // HALF_BYTES
 # Of dq where they have an order: an addition waits for the last but one. With a diagonal few wait, and one is enough.
 _DQ_SUMS = 2
@@ -108,6 +109,8 @@ class Config(HopperConfig):
     pair: int  # thread blocks that compute dq by turns
     dq_sums: int  # of a tile of queries, which take additions by turns where they have an order
     dq_registers: int
+    early_draws: int  # groups of 16 queries whose random bits are drawn before their weights are known
+    holds_draws: bool  # behind the start of the products
     deterministic: bool  # sums of dq have an order
     stores_first: bool  # the first part of a sum of dq is stored, so that nobody clears it
     has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
@@ -132,6 +135,8 @@ class Config(HopperConfig):
             producer_registers=0,
             consumer_registers=0,
             dq_registers=0,
+            early_draws=0,
+            holds_draws=False,
             query_stages=sum_stages,
             dout_stages=stages,
             key_stages=1,
@@ -216,6 +221,8 @@ def backward_config(
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
         dq_registers=dq_registers,
+        early_draws=_early_draws(row, flags),
+        holds_draws=False,
         deterministic=deterministic,
         stores_first=deterministic or row.entry == NARROW,
         ping_pong=row.entry == NARROW,
@@ -228,6 +235,14 @@ def backward_config(
     )
 
 
+def _early_draws(row: Row, flags: tuple[str, ...]) -> int:
+    """As many as registers hold."""
+    groups = row.block_m // _GROUP_OF_DRAWS
+    if row.entry == WIDE and row.head_dim > 128 and beside_window(flags) > {"has_dropout"}:
+        return 0
+    return groups - 2 if row.block_m > ROWS_OF_WARPGROUP and "has_window" in flags else groups
+
+
 def _options(problem: AttentionProblem) -> set[str]:
     return beside_window(flags_of(problem))
 
@@ -235,9 +250,11 @@ def _options(problem: AttentionProblem) -> set[str]:
 def _row(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Row | None:
     options = _options(problem)
     rows: tuple[Row, ...] = WITH_OPTIONS
-    if not options and not problem.deterministic and _has_short_walks(problem):
+    # Where sums have an order, registers hold no random bits.
+    drops = options == {"has_dropout"} and not problem.deterministic
+    if (drops or not (options or problem.deterministic)) and _has_short_walks(problem):
         rows = _WITH_SHORT_WALKS
-    elif options <= {"has_alibi"}:
+    elif options <= {"has_alibi"} or drops:
         rows = BACKWARD
     elif options == {"has_block_mask"}:
         rows = WITH_ONE_OPTION if problem.deterministic else _WITH_SHORT_WALKS
@@ -345,9 +362,10 @@ def _of_scores() -> Iterator[tuple[Config, str]]:
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
             yield backward_config(row, dtype, None, flags, deterministic), dtype
     for row, dtype in product(BACKWARD, DTYPES):
-        yield backward_config(row, dtype, None, ("has_window", "has_alibi")), dtype
+        for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
+            yield backward_config(row, dtype, None, flags), dtype
     for row, dtype in product(_WITH_SHORT_WALKS, DTYPES):
-        for flags in (("has_window",), ("has_window", "has_block_mask")):
+        for flags in (("has_window",), ("has_window", "has_block_mask"), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype
     for row, dtype, deterministic in product(WITH_ONE_OPTION, DTYPES, (False, True)):
         if row in _WITH_BIAS_TILES:

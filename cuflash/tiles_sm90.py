@@ -22,6 +22,8 @@ class Tile:
     from_last: bool = False
     held_steps: int = 0  # of queries, in registers
     pair: int = 1  # blocks of a tile
+    early_draws: int = 0  # groups of 16 keys whose random bits are drawn while the products are computed
+    late_wait: bool = False  # powers and draws come before the wait for the last product with values
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ FORWARD = (
         Tile(256, 64, exact=True),
         Tile(256, 64, exact=True),
         Tile(192, 128),
-        Tile(128, 128),
+        Tile(192, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
@@ -85,7 +87,7 @@ FORWARD = (
         Tile(128, 128, early_eighths=2),
         Tile(128, 128, early_eighths=2),
         Tile(128, 128),
-        Tile(128, 112),
+        Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
@@ -115,7 +117,7 @@ FORWARD = (
         Tile(128, 128, early_eighths=2),
         Tile(128, 128, early_eighths=2),
         Tile(128, 96),
-        Tile(128, 96),
+        Tile(128, 128),
         Tile(128, 96),
         Tile(128, 96),
         Tile(128, 32),
@@ -128,7 +130,7 @@ FORWARD = (
         Tile(128, 112),
         Tile(128, 112),
         Tile(128, 80),
-        Tile(128, 80),
+        Tile(128, 96),
         Tile(128, 64),
         Tile(128, 64),
         Tile(128, 32),
@@ -141,7 +143,7 @@ FORWARD = (
         Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
         Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
         Tile(128, 48),
-        Tile(128, 32),
+        Tile(128, 64),
         Tile(128, 32),
         Tile(128, 32),
         Tile(64, 32, ping_pong=False),

@@ -233,7 +233,8 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         bool masked = step.masked >> warpgroup & 1;
         const bool last = step.last >> warpgroup & 1;
         const LseValues<> lse(shared.lse[rings.q.stage]);
-        const RandomBits random = scores.random_bits();
+        GradientFragment::Random<EARLY_DRAWS> random;
+        scores.draw_ahead<HOLDS_DRAWS>(random);
         const BlockBits bits(p, step.slots, warpgroup, masked);
         const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
         ptx::wgmma_wait_group<1>();
@@ -248,7 +249,14 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
           mask.clear_hidden(x);
           masked = true;
         }
-        scores.mark_dropped(x, random);
+        GradientFragment same = scores;
+        if constexpr (HAS_DROPOUT &&
+                      EARLY_DRAWS < decltype(random)::GROUPS) {  // or the others would be drawn early, too
+          u32 first_row = step.first_row;
+          ptx::forget(first_row);
+          same.row = first_row + fragment_column();
+        }
+        same.mark_dropped(x, random);
         keep(x);  // under the second product
         const QueryValues delta(shared.delta[rings.dout.stage]);
         pack_kept(weights, x);
@@ -256,7 +264,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         keep(dp);
         if (last) rings.v.release();
 #pragma unroll
-        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient(p, dp[e], x[e], delta[e]);
+        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
         if (masked) clear_hidden(dp, x);
         uncap(dp, x, lse, scores, factors);
         pack(ds, dp);
@@ -324,7 +332,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
     dq_ring.acquire();  // results pass through the room of dq, the warp's own part of it
     auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
     if (p.dk.data != nullptr) {
-      const float factor[2] = {scale, scale};
+      // Converted again beside dropout: registers are scarce.
+      const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
+      const float factor[2] = {own_scale, own_scale};
       write_rows(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk, factor,
                  staging);
     }

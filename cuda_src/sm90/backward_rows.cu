@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (lse == -infinity()) sum = 0;
       const i64 number = static_cast<i64>(tile) * BLOCK_M + row;
       p.row_lse[number] = lse == -infinity() ? infinity() : lse * LSE_BASE;
-      p.row_delta[number] = sum;
+      p.row_delta[number] = sum / ds_unit(p);
       if (p.delta.data != nullptr && s.batch >= 0 && own_row < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
     }
     __syncwarp();
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     }
     return;
   }
-  float scale = static_cast<float>(p.softmax_scale);
+  float scale = static_cast<float>(p.softmax_scale) * ds_unit(p);
   ptx::keep(scale);
   for (int i = warpgroup;; i += CONSUMERS) {
     ring.stage = i % SUM_STAGES;

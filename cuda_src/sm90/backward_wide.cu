@@ -14,8 +14,6 @@ constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
 constexpr int DK_REGISTERS = 65536 / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
 // Options beside a dv that takes most registers: lse is read where it lies, so that queries are released late.
 constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
-// Random bits are drawn under the scores' product where registers hold them.
-constexpr bool DRAWS_EARLY = !(TIGHT && NUM_OPTIONS > HAS_DROPOUT);
 
 struct SharedStorage {
   alignas(1024) unsigned char k[PAIR * K_BYTES];
@@ -134,7 +132,8 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       bool masked = step.masked != 0;
       last = step.last;
       const LseValues<TIGHT> lse(shared.lse[rings.q.stage]);
-      const RandomBits random = DRAWS_EARLY ? scores.random_bits() : RandomBits();
+      GradientFragment::Random<EARLY_DRAWS> random;
+      scores.draw_ahead<HOLDS_DRAWS>(random);
       const BlockBits bits(p, step.slots, 0, masked);
       const MaskBits mask(p, work.sequence, step.head, step.first_row, work.tile * BLOCK_N + warp_row());
       ptx::wgmma_wait_group<0>();
@@ -151,11 +150,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
         ptx::forget(first_row);
         same.row = first_row + fragment_column();
       }
-      if constexpr (DRAWS_EARLY) {
-        same.mark_dropped(x, random);
-      } else {
-        same.mark_dropped(x);
-      }
+      same.mark_dropped(x, random);
       const auto release = [&] {
         __syncwarp();
         rings.q.release();
@@ -239,7 +234,7 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           float& x = dp[4 * i + e];
-          x = score_gradient(p, x, weights.x[e], delta[4 * i + e]);
+          x = score_gradient<!WRITES_DBIAS>(p, x, weights.x[e], delta[4 * i + e]);
         }
       }
       if (masked) {
@@ -274,7 +269,7 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
     }
   }
   rings.ds.acquire();
-  dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale),
+  dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale) * ds_unit(p),
            shared.ds + rings.ds.stage * DS_BYTES + rank() * DS_PANEL_BYTES + own_warp() * DS_PANEL_BYTES / WARPS);
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
 }

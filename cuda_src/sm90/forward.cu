@@ -17,12 +17,13 @@ DEVICE auto softmax_of(const UnitFragment& scores) {
   }
 }
 
-constexpr bool SCALE_ONCE = !HAS_OPTIONS || (HAS_BIAS && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
+constexpr bool SCALE_ONCE = !HAS_OPTIONS || ((HAS_BIAS || HAS_DROPOUT) && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
 // Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
 // Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
+static_assert(!LATE_WAIT || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0. out_map has boxes of
@@ -180,8 +181,10 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
       };
       // What there is to do while the products are computed.
+      UnitFragment::Random random;
       const auto prepare = [&](int first_key, bool masked) {
         if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
+        scores.draw_ahead(random, row, first_key);
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
@@ -260,7 +263,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           // This branch keeps powers before the wait, too.
           if (BOUNDED_SCORES && last) rings.q.release();
           grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
-          scores.drop(x, row, first_key);
+          scores.drop(x, random, row, first_key);
+          if (LATE_WAIT && last) rings.q.release();  // a branch, or the wait would stand before powers and draws
           finish_values();
           if (!first) rings.v.release();
           pack(weights, x);
@@ -317,7 +321,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           if (BOUNDED_SCORES && last) rings.q.release();
           if (FROM_LAST && masked) unsettled = 2;
           softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
-          scores.drop(x, row, first_key);
+          scores.drop(x, random, row, first_key);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);
           while (!last) {
@@ -338,7 +342,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         turns.take();
         add_product<BLOCK_N>(out, weights, rings.v.buffer());
         turns.pass();
-        if (!EARLY_QUERIES && !BOUNDED_SCORES) rings.q.release();
+        if (!EARLY_QUERIES && !BOUNDED_SCORES && !LATE_WAIT) rings.q.release();
         softmax.finish(sink, inverse, lse);
         ptx::wgmma_wait_group<0>();
         keep(out);

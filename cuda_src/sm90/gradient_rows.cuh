@@ -9,6 +9,10 @@ static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_C
 static_assert(DQ_BY_QUERIES || (DQ_PARTS * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "parts of columns");
 constexpr int DQ_PART = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PARTS * DQ_PART;  // elements
 
+// Gradients of scores and delta stand in this unit, which dk and dq are multiplied by at the end: with dropout that
+// saves a product for each element. Where they are written as dbias they stand for themselves.
+DEVICE float ds_unit(const AttentionParams& p) { return WRITES_DBIAS ? 1 : static_cast<float>(p.ds_unit); }
+
 struct alignas(16) FourFloats {
   float x[4];
 };

@@ -221,12 +221,15 @@ struct UnitFragment : ScoreFragment {
     }
   }
 
-  DEVICE void drop(float (&weights)[BLOCK_N / 2], int row, int first_key) const {
-    if constexpr (SCARCE && HAS_DROPOUT) {
-      ScoreFragment(p, s, head).drop(weights, row, first_key);
-    } else {
-      ScoreFragment::drop(weights, row, first_key);
+  // Dropout's random bits of the first EARLY_DRAWS groups of 16 keys, to be drawn while products are computed.
+  using Random = RandomBits<false, BLOCK_N / 2, HAS_DROPOUT ? EARLY_DRAWS : 0>;
+  DEVICE void draw_ahead(Random& random, int row, int first_key) const {
+    if constexpr (HAS_DROPOUT && EARLY_DRAWS > 0) {
+      random.template draw_ahead<true>(own_dropout(), row, first_key + fragment_column());
     }
+  }
+  DEVICE void drop(float (&weights)[BLOCK_N / 2], Random& random, int row, int first_key) const {
+    if constexpr (HAS_DROPOUT) random.drop(weights, own_dropout(), row, first_key + fragment_column());
   }
 
  private:
@@ -239,6 +242,7 @@ struct UnitFragment : ScoreFragment {
   static constexpr bool SCARCE = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
 
   DEVICE Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
+  DEVICE Dropout own_dropout() const { return SCARCE ? Dropout(p, s, head) : dropout; }
 
   using Range = Mask::Range;
 
