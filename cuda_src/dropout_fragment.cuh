@@ -30,7 +30,7 @@ DEVICE void draw_by_keys(u32 (&bits)[4], const Dropout& dropout, int j, int i) {
 template <bool OF_KEYS, int N, int EARLY = 0>
 struct RandomBits {
   static constexpr int GROUPS = N / 8;
-  static_assert(N % 8 == 0 && EARLY <= GROUPS, "whole groups");
+  static_assert(EARLY <= GROUPS, "no more groups than the fragment has");
   u32 words[EARLY > 0 ? EARLY : 1][4];
 
   static DEVICE void draw(u32 (&bits)[4], const Dropout& dropout, int row, int column, int group) {
@@ -52,9 +52,11 @@ struct RandomBits {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) draw(words[i], dropout, row, column, i);
   }
-  // Calls apply(low, high, word) for pairs of elements.
+  // Calls apply(low, high, word) for pairs of elements. The assertion stands here because kernels of narrower fragments
+  // name the type, in branches that they leave out.
   template <class Apply>
   DEVICE void for_each_pair(Accum (&x)[N], const Dropout& dropout, int row, int column, Apply apply) {
+    static_assert(N % 8 == 0, "whole groups");
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       u32(&bits)[4] = words[i < EARLY ? i : 0];
