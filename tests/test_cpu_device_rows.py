@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
 from cuflash import plan, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide
-from cuflash.plan import KernelConfig
+from cuflash.plan import FLAGS, KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -54,6 +54,18 @@ def all_rows() -> Iterator[Row]:
                     yield Row(own, limit, has_wgmma, config, dtype)
 
 
+def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """What has to run in the quick tier: of each kernel its architectures, dtypes, options, head dims and variants."""
+    row: Row = params["row"]
+    entry = row.config.entry
+    yield entry, row.capability
+    yield entry, row.dtype
+    yield entry, row.config.head_dim, row.config.head_dim_v
+    yield from ((entry, flag) for flag in FLAGS if getattr(row.config, flag))
+    yield from ((entry, *variant) for variant in rows.variants(row.config))
+
+
+@pytest.mark.features(of=of_row)
 @pytest.mark.parametrize(
     "row", list(all_rows()), ids=lambda row: rows.name_of("sm_{}{}".format(*row.capability), row.config)
 )
