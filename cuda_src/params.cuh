@@ -1,5 +1,5 @@
-// Numbers, what a launch hands to a kernel (cuflash/params.py), and which sequence and rows a thread block works on:
-// padded and packed look the same from there on. Before all stand constants, `Element` (of q, k, v) and `Accum`.
+// Numbers, what a launch hands to a kernel (cuflash/gpu/params.py), and which sequence and rows a thread block works
+// on: padded and packed look the same from there on. Before all stand constants, `Element` (of q, k, v) and `Accum`.
 
 using u8 = unsigned char;
 using u32 = unsigned int;
@@ -7,9 +7,9 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 // Elements that one 16-byte access moves.
-constexpr int VECTOR = 16 / sizeof(Element);
+constexpr int VECTOR = ALIGNMENT / sizeof(Element);
 
-struct alignas(16) Vector {
+struct alignas(ALIGNMENT) Vector {
   Element e[VECTOR];
 };
 
@@ -41,7 +41,6 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr Accum LOG2_E = 1.4426950408889634;
 
@@ -78,7 +77,7 @@ struct Rows {
 
   DEVICE Rows(const Element* data, i64 stride, int num_rows, int num_columns)
       : data(data), stride(stride), num_rows(num_rows), num_columns(num_columns) {
-    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
+    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % ALIGNMENT == 0;
   }
 
   DEVICE Vector read(int row, int column) const {
@@ -100,64 +99,11 @@ struct ScoreTensor {
   i64 num_rows, num_columns;                                 // index limits; 2^31 - 1 on a broadcast axis
 };
 
+// The members are described in cuflash/gpu/params.py, and emitted from there.
 struct AttentionParams {
-  Tensor<const Element> q;     // (batch, seqlen_q, num_heads_q, head_dim)
-  Tensor<const Element> k;     // (batch, seqlen_k, num_heads_kv, head_dim)
-  Tensor<const Element> v;     // (batch, seqlen_k, num_heads_kv, head_dim_v)
-  Tensor<Element> out;         // (batch, seqlen_q, num_heads_q, head_dim_v)
-  Tensor<const Element> dout;  // like out
-  Tensor<Element> dq;          // like q
-  Tensor<Element> dk;          // like k
-  Tensor<Element> dv;          // like v
-  Tensor<Accum> lse;           // (batch, num_heads_q, seqlen_q), natural logarithm
-  Tensor<const Accum> dlse;    // like lse, or null
-  Tensor<Accum> delta;         // like lse: rowsum(dout * out) - dlse
-  Tensor<Accum> dslope_rows;   // like lse: each row's part of the slopes' gradient, or null
-  Tensor<Accum> out_parts;     // (batch * splits, ..) like out: results over parts of the keys, or null
-  Tensor<Accum> lse_parts;     // like lse, for them
-  ScoreTensor<const BiasElement> bias;
-  ScoreTensor<BiasElement> dbias;
-  ScoreTensor<const u8> mask;
-  Accum* dbias_parts;         // (splits, *dbias) contiguous, or null with one split
-  Accum* dsink;               // (num_heads_q,)
-  Accum* dalibi_slopes;       // (batch | 1, num_heads_q)
-  const Accum* alibi_slopes;  // (batch | 1, num_heads_q)
-  const Accum* sink;          // (num_heads_q,), or null
-  const int* q_lengths;       // (batch,), or null
-  const int* kv_lengths;      // (batch,), or null
-  const int* cu_seqlens_q;    // (batch + 1,), or null: not packed
-  const int* cu_seqlens_k;    // (batch + 1,), or null
-  const u64* dropout_seed;    // one element, or null: dropout_key
-  const int* block_list;      // visited tiles of each row or column of tiles: (.., num_lists, list_capacity)
-  const int* block_count;     // (.., num_lists)
-  const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
-  const u32* block_bits;      // (num_partial, 64, 2)
-  const u32* fragment_bits;   // (num_partial, 128): the same in the order of fragments
-  u32* tile_counter;  // tiles that persistent thread blocks took (sm90/schedule.cuh), or null; 0 between launches
-  Accum* dq_sum;      // dq in the order of its additions (sm*/gradient_rows.cuh)
-  u8* work_space;     // float32 operands in float16 parts (sm90/split_layout.cuh)
-  Accum* row_lse;     // (.., num_query_tiles, BLOCK_M)
-  Accum* row_delta;   // (.., num_query_tiles, BLOCK_M)
-  int* dq_turns;      // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
-  int* rows_done;     // by each thread block of the kernel that writes row_lse and row_delta; or null
-  u64 dropout_key;
-  i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
-  double softmax_scale, softcap;
-  double dropout_rescale;  // of kept weights: 65536 / (65536 - T)
-  double ds_unit;          // in which Hopper's backward has gradients of scores (sm90/gradient_rows.cuh)
-  u32 dropout_limits;      // T = floor(p * 65536) in either half
-  int batch, seqlen_q, seqlen_k;
-  int num_heads_q, num_heads_kv, head_dim, head_dim_v;
-  int window_left, window_right;
-  int alibi_batch_stride, dalibi_batch_stride;                // 0 if all sequences share the slopes
-  int dbias_batches, dbias_heads, dbias_rows, dbias_columns;  // shape of dbias
-  int num_lists, list_capacity;                               // of block_list
-  int slot_rows, slot_columns;                                // of block_slots
-  int num_tiles;                                              // tiles (packed: tile slots) of one head
-  int num_query_tiles;                                        // the same of queries where num_tiles are of keys
-  int splits;                                                 // of the loop behind one tile of dbias, or of the keys
-  int heads_together;  // the last heads, whose longest tiles come first (sm90/*schedule.cuh)
+#include "AttentionParams.members"
 };
+#include "AttentionParams.layout"
 
 struct Sequence {
   int batch;         // index of the sequence; -1 for packed rows outside every sequence

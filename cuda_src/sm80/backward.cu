@@ -2,7 +2,7 @@
 // see them. Scores are transposed: weights and their gradients stay in registers as left factors of dv and dk.
 // QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
-#include "../gradient_fragment.cuh"
+#include "../fragment/gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);

@@ -1,6 +1,6 @@
 // dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
-#include "../score_gradient.cuh"
-#include "../softmax.cuh"
+#include "../fragment/score_gradient.cuh"
+#include "../fragment/softmax.cuh"
 
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
@@ -181,4 +181,4 @@ struct BiasTile {
   }
 };
 
-#include "../bias_walk.cuh"
+#include "../around/bias_range.cuh"

@@ -2,8 +2,8 @@
 // warps have the same, each some of a tile's keys and columns of the result, and exchange weights and maxima.
 //
 // What stands before says how: Weights, pack, multiply_*, write_results, and what `direct` of tile.cuh has.
-#include "../score_fragment.cuh"
-#include "../softmax_fragment.cuh"
+#include "../fragment/score_fragment.cuh"
+#include "../fragment/softmax_fragment.cuh"
 
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;

@@ -1,5 +1,5 @@
 // The sum of dq: tiles of BLOCK_M queries in the order of the fragments that are added.
-#include "../sm90/ptx.cuh"
+#include "../ptx/sm90.cuh"
 #include "tile.cuh"
 
 // A warp has DQ_FRAGMENTS * 16 queries and some of the columns.

@@ -1,8 +1,8 @@
 // Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. Blocks stay
 // with rows, FRAGMENTS * 16 a warp: for dq BLOCK_M queries, for dk and dv BLOCK_N keys. They walk columns, the others.
 // What stands before says how to multiply.
-#include "../score_gradient.cuh"
-#include "../softmax_fragment.cuh"
+#include "../fragment/score_gradient.cuh"
+#include "../fragment/softmax_fragment.cuh"
 
 // KEY_WARPS warps have the same rows, each a part of the columns.
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;

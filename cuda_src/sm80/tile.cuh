@@ -1,7 +1,7 @@
 // Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products; which of
 // queries are walked.
-#include "../fragment.cuh"
-#include "../mask.cuh"
+#include "../fragment/fragment.cuh"
+#include "../rules/mask.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
 constexpr int STEP = 16;  // depth of a product

@@ -1,14 +1,14 @@
 // Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory. Which are hidden one
 // by one shows in all warpgroups' scores, at a cost: a tile is done again, carefully, if its result is not finite.
-#include "../mask.cuh"
-#include "products.cuh"
+#include "../rules/mask.cuh"
+#include "wgmma.cuh"
 
 // The two buffers take turns.
 struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last warpgroups of two teams (forward_loader.cuh) have tiles of keys of their own.
+// The last warpgroups of two teams (forward/loader.cuh) have tiles of keys of their own.
 constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
 constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
 DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }

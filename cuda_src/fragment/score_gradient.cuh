@@ -1,0 +1,112 @@
+// Scores and their gradients on a fragment of queries x keys or, OF_KEYS, the reverse.
+#include "../rules/mask.cuh"
+#include "fragment.cuh"
+#include "../rules/score.cuh"
+#include "dropout_fragment.cuh"
+
+constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
+
+struct ScoreGradient {
+  Score score;
+  Mask mask;
+  Dropout dropout;
+
+  DEVICE ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
+      : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
+
+  DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
+    // Walked queries beyond the last one may be those of the next packed sequence.
+    return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
+           !mask.columns_inside(first_query, queries, first_key, keys);
+  }
+
+  // Of element e; `row` and `column` are the thread's first.
+  static DEVICE int query(int row, int column, int e) {
+    return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
+  }
+  static DEVICE int key(int row, int column, int e) {
+    return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
+  }
+
+  // Turns products into scores, -inf where hidden; `biases` are read already, or null.
+  DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
+    const int column = first_column + fragment_column();
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      const Accum* own_bias = biases == nullptr ? nullptr : biases + e;
+      if constexpr (!PLAIN_SCORES) x[e] = score.value(x[e], query(row, column, e), key(row, column, e), own_bias);
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Mask::Range range = OF_KEYS ? mask.rows(row + 8 * r) : mask.columns(row + 8 * r);
+      const int begin = range.begin - column, end = range.end - column;
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        if (row_offset(e) != 8 * r) continue;
+        const int i = query(row, column, e), j = key(row, column, e), at = column_offset(e);
+        bool hidden = (HAS_WINDOW && at < begin) || at >= end || (!OF_KEYS && i >= mask.len_q);
+        if constexpr (HAS_MASK) hidden |= !mask.in_mask(i, j);
+        if constexpr (HAS_BLOCK_MASK) hidden |= !mask.in_block(i, j);
+        x[e] = hidden ? -infinity() : x[e];
+      }
+    }
+  }
+
+  DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
+    if constexpr (HAS_DROPOUT) {
+      if constexpr (FRAGMENT == 4) {  // eight columns, the first or the next of a call's
+        Accum both[8] = {weights[0], weights[1], weights[2], weights[3],
+                         weights[0], weights[1], weights[2], weights[3]};
+        RandomBits<OF_KEYS, 8>().mark(both, dropout, row, (first_column & ~8) + fragment_column());
+#pragma unroll
+        for (int e = 0; e < 4; e++) weights[e] = first_column & 8 ? both[4 + e] : both[e];
+      } else {
+        RandomBits<OF_KEYS, FRAGMENT>().mark(weights, dropout, row, first_column + fragment_column());
+      }
+    }
+  }
+
+  DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
+    const int column = first_column + fragment_column();
+#pragma unroll
+    for (int e = 0; e < FRAGMENT; e++) {
+      dslope[e / 2 % 2] -= ds[e] * score.distance(query(row, column, e), key(row, column, e));
+    }
+  }
+};
+
+DEVICE bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
+DEVICE bool is_negative(double x) { return __double_as_longlong(x) < 0; }
+
+// From the gradient of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be NaN.
+DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
+  if constexpr (HAS_DROPOUT) {
+    dp = is_negative(weight) ? 0 : dp * dropout_rescale;
+    weight = larger(weight, -weight);
+  }
+  return weight == 0 ? 0 : weight * (dp - delta);
+}
+
+using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
+
+// What a thread block walks: the tiles of keys that its queries see, or, OF_KEYS, the family's QueryWalk.
+struct KeyWalk {
+  Blocks blocks;
+  int head;
+
+  DEVICE KeyWalk(const AttentionParams& p, const Work& work)
+      : blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N)), head(work.head) {}
+  DEVICE bool done() const { return blocks.done(); }
+  DEVICE void advance() { blocks.advance(); }
+};
+
+template <bool>
+struct Kind {
+  using Walk = KeyWalk;
+};
+template <>
+struct Kind<true> {
+  using Walk = QueryWalk;
+};
+using Walk = Kind<OF_KEYS>::Walk;
