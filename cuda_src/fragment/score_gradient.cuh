@@ -53,17 +53,17 @@ struct ScoreGradient {
     }
   }
 
-  DEVICE void mark_dropped(Accum (&weights)[FRAGMENT], int row, int first_column) const {
-    if constexpr (HAS_DROPOUT) {
-      if constexpr (FRAGMENT == 4) {  // eight columns, the first or the next of a call's
-        Accum both[8] = {weights[0], weights[1], weights[2], weights[3],
-                         weights[0], weights[1], weights[2], weights[3]};
-        RandomBits<OF_KEYS, 8>().mark(both, dropout, row, (first_column & ~8) + fragment_column());
+  // This is a template, so that the branch which is not taken is not compiled.
+  template <int N>
+  DEVICE void mark_dropped(Accum (&weights)[N], int row, int first_column) const {
+    if constexpr (!HAS_DROPOUT) return;
+    if constexpr (N == 4) {  // eight columns, the first or the next of a call's
+      Accum both[8] = {weights[0], weights[1], weights[2], weights[3], weights[0], weights[1], weights[2], weights[3]};
+      RandomBits<OF_KEYS, 8>().mark(both, dropout, row, (first_column & ~8) + fragment_column());
 #pragma unroll
-        for (int e = 0; e < 4; e++) weights[e] = first_column & 8 ? both[4 + e] : both[e];
-      } else {
-        RandomBits<OF_KEYS, FRAGMENT>().mark(weights, dropout, row, first_column + fragment_column());
-      }
+      for (int e = 0; e < 4; e++) weights[e] = first_column & 8 ? both[4 + e] : both[e];
+    } else {
+      RandomBits<OF_KEYS, N>().mark(weights, dropout, row, first_column + fragment_column());
     }
   }
 

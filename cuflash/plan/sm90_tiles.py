@@ -71,7 +71,7 @@ FORWARD = (
         Tile(256, 64, exact=True),
         Tile(256, 64, exact=True),
         Tile(192, 128),
-        Tile(192, 128),
+        Tile(128, 128),
         Tile(128, 128),
         Tile(128, 128),
         Tile(128, 64),
