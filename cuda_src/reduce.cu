@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
 // reduce_slopes sums the gradient of the slopes over its rows. One block computes one (slope batch, head).
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
-  // a stride of 0 in the slopes themselves would not tell: they may still have one gradient for each sequence
+  // A stride of 0 in the slopes themselves would not tell: they may still have one gradient for each sequence.
   const bool shared_slopes = p.dalibi_batch_stride == 0;
   const SequenceRows all(p);
   i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const Attent
   if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
 }
 
-// reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
+// Reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
   const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;

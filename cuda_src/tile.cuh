@@ -271,7 +271,7 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
     if (row >= limit) continue;
 #pragma unroll
     for (int g = 0; g < COLUMNS / GROUP; g++) {
-      // columns are owned in the order in which Chunk stores them
+      // Columns are owned in the order in which Chunk stores them.
       const int column = stored_at<COLUMNS>(thread_column(), g * GROUP);
       Store values;
 #pragma unroll

@@ -12,7 +12,7 @@ constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
 constexpr u32 TILES_IN_TURN = 1024;
 // Of a step, where queries and gradients of scores have two buffers.
 constexpr bool ONE_BARRIER = STAGES == 2;
-// dq waits for its addition where the queries of its step were, and the next go there later.
+// Dq waits for its addition where the queries of its step were, and the next go there later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
 // A tile is a block of a mask's store, whose slot comes with the queries: that saves registers.
 constexpr bool BRINGS_SLOT =

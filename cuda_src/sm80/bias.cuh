@@ -1,4 +1,4 @@
-// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
+// Dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
 #include "../score_gradient.cuh"
 #include "../softmax.cuh"
 
@@ -64,7 +64,7 @@ struct BiasTile {
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
-  // x += rows columns^T by chunks [begin, end); `load` begins to bring one, in the place of that before.
+  // X += rows columns^T by chunks [begin, end); `load` begins to bring one, in the place of that before.
   template <class X, class R, class C, class Load>
   DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const Load& load) const {
 #pragma unroll 1

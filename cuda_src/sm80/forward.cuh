@@ -80,7 +80,7 @@ DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
 }
 
-// out += weights values: weights of own keys are in registers, those of other warps in `shared`.
+// Out += weights values: weights of own keys are in registers, those of other warps in `shared`.
 template <class W, class T, int N>
 DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS], const T& shared,
                             const ValueTile& values) {

@@ -11,7 +11,7 @@ constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
 static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
 static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-// dv needs no gradients of scores.
+// Dv needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
 // Float64's warps that share rows have room to trade in, and bring one operand while they multiply the other.
 constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),

@@ -73,7 +73,7 @@ DEVICE void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-// float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g, columns 2 t and 2 t + 1.
+// Float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g, columns 2 t and 2 t + 1.
 DEVICE void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
                : "+d"(d[0]), "+d"(d[1])
@@ -91,7 +91,7 @@ DEVICE void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (
 
 // ---- Numbers
 
-// a * b with subnormal factors and results, which -ftz takes from the operator.
+// A * b with subnormal factors and results, which -ftz takes from the operator.
 DEVICE float multiply(float a, float b) {
   float y;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -132,13 +132,13 @@ DEVICE float ex2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// log2 x; absolute error 2^-22 around 1, else relative 2^-22.
+// Log2 x; absolute error 2^-22 around 1, else relative 2^-22.
 DEVICE float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// tanh x; relative error 2^-11. sm_75.
+// Tanh x; relative error 2^-11. sm_75.
 DEVICE float tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

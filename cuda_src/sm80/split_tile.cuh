@@ -112,7 +112,7 @@ struct Units {
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32) would not keep are left out.
+// X += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32) would not keep are left out.
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
 DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
                             const SplitTile<1, ROWS, COLUMNS>& b) {
@@ -180,7 +180,7 @@ DEVICE void pack(SplitFragment<2 * N>& weights, const float (&x)[N]) {
   weights.set(x);
 }
 
-// x += weights b. TF32's sums, of one part, may stay where they are; others take two of either.
+// X += weights b. TF32's sums, of one part, may stay where they are; others take two of either.
 template <int ROWS, int COLUMNS, int FRAGMENTS, int N>
 DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
                             const SplitTile<1, ROWS, COLUMNS>& b, int = 0) {

@@ -128,7 +128,7 @@ struct Tile {
     for (int v = 0; v < PER_ROW; v++) store(address + offset(row, v), Vector{});
   }
 
-  // row: a multiple of 16.
+  // Row: a multiple of 16.
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
@@ -179,7 +179,7 @@ struct Multiplied<float> {
   using Type = __half;
 };
 
-// d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator, or all four of one.
+// D += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator, or all four of one.
 template <int N>
 DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
 #pragma unroll
@@ -194,7 +194,7 @@ DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)
   }
 }
 
-// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b ahead.
+// X += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b ahead.
 template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
 DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
   constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;
@@ -216,7 +216,7 @@ DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Rig
   }
 }
 
-// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, where registers
+// X += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, where registers
 // allow.
 template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
@@ -234,7 +234,7 @@ DEVICE void copy_words(u32 (&to)[4], const u32* from) {
   for (int i = 0; i < 4; i++) to[i] = from[i];
 }
 
-// x += weights b, columns from `column` on: weights are packed accumulators.
+// X += weights b, columns from `column` on: weights are packed accumulators.
 template <class B, int FRAGMENTS, int M, int N>
 DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M], const B& b, int column = 0) {
   multiply_ahead<M / 4>(
@@ -242,7 +242,7 @@ DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAG
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from `column` on.
+// X += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);
@@ -251,7 +251,7 @@ DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const
       [&](u32(&to)[4], int block, int step) { rows.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a^T b for columns of a from `row` on (the rows of x) and columns of b from `column` on.
+// X += a^T b for columns of a from `row` on (the rows of x) and columns of b from `column` on.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b, int column) {
   multiply_ahead<A::NUM_ROWS / STEP>(

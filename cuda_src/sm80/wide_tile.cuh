@@ -9,7 +9,7 @@ constexpr int BLOCK_VECTORS = WIDTH / VECTOR, SPAN_BLOCKS = 8 / BLOCK_VECTORS;
 using Left = double[4];
 using Right = double[2];
 
-// sum += a b, 16 x 8 times 8 x 8.
+// Sum += a b, 16 x 8 times 8 x 8.
 DEVICE void multiply(double (&sum)[4], const Left& a, const Right& b) {
   if constexpr (WHOLE_PRODUCTS) {
     ptx::mma_m16n8k8_f64(sum, a, b);
@@ -47,7 +47,7 @@ DEVICE double2 read_pair(const T& tile, int row, int block) {
   return read_shared<double2>(moved<T>(tile.address + T::offset(lane() / 4, lane() % 4), row, block));
 }
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Of eight columns two sums, as a product waits for its sum.
+// X += a b^T: FRAGMENTS * 16 rows of a, all of b. Of eight columns two sums, as a product waits for its sum.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int SUMS = N == 4 ? 2 : 1;
@@ -99,7 +99,7 @@ DEVICE void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
   for (int e = 0; e < N; e++) weights.steps[e / 4][e % 2 * 2 + e / 2 % 2] = x[e];
 }
 
-// x += weights b, whose rows are a right factor in that order.
+// X += weights b, whose rows are a right factor in that order.
 template <class B, int FRAGMENTS, int COLUMNS, int N>
 DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b,
                             int begin = 0) {

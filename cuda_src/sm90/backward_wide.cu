@@ -297,7 +297,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
   }
 }
 
-// dq.
+// Dq.
 DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                         u32& steps) {
   if (work.unseen) return;

@@ -17,7 +17,7 @@ struct BoundedSoftmax {
   // MORE_ROOM is added to the room that FragmentSoftmax gives a row: products far below 0 are not quiet either, so
   // quiet products are fewer.
   static constexpr float MORE_ROOM = 2;
-  // the value of `quiet` before the row's first tile has a sum: no product is quiet
+  // The value of `quiet` before the row's first tile has a sum: no product is quiet.
   static constexpr float UNSETTLED = -3e38f;
   const AttentionParams& p;
   float quiet[2];        // the largest product of row r that is small and leaves the row's reference as it is
@@ -120,7 +120,7 @@ struct BoundedSoftmax {
       return false;
     }
 #pragma unroll
-    // without this, terms of both ways would be computed ahead of the branch
+    // Without this, terms of both ways would be computed ahead of the branch.
     for (float& product : x) ptx::forget(product);
     const Curve curve(p);
     const float sign = curve.factor < 0 ? -1 : 1;

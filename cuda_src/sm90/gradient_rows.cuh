@@ -2,7 +2,7 @@
 // added to it.
 #include "products.cuh"
 
-// dq of a tile is computed in parts of 64 queries and DQ_COLUMNS columns: parts of queries, or of columns.
+// Dq of a tile is computed in parts of 64 queries and DQ_COLUMNS columns: parts of queries, or of columns.
 constexpr bool DQ_BY_QUERIES = BLOCK_M > ROWS_OF_WARPGROUP;
 static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),
               "parts of queries");
@@ -49,7 +49,7 @@ DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
   }
 }
 
-// dq of one head is written while tiles of keys of others are under way.
+// Dq of one head is written while tiles of keys of others are under way.
 constexpr bool DQ_BY_HEADS = PING_PONG;
 // How many have come to the end of a tile of keys, DQ_PARTS to each, of the KV head whose queries have this tile.
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {

@@ -11,7 +11,7 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// With two teams (forward_loader.cuh) the last ALONE warpgroups compute tiles of their own.
+// The last ALONE warpgroups, where there are two teams (forward_loader.cuh), compute tiles of their own.
 constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
 constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
 DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }

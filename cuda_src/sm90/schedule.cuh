@@ -133,7 +133,7 @@ struct Ring {
 // the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on named
 // barriers.
 struct Turns {
-  // named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'
+  // Named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'.
   static constexpr int FIRST_BARRIER = 1;
   int own, next;
 

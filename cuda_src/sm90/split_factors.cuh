@@ -14,7 +14,7 @@ DEVICE float top_over(float unit) {
   return __uint_as_float(__float_as_uint(TOP) + __float_as_uint(1.0f) - __float_as_uint(unit));
 }
 
-// x *= factors of its columns, which lie in shared memory, times `constant`. With subnormals.
+// X *= factors of its columns, which lie in shared memory, times `constant`. With subnormals.
 template <int N>
 DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant) {
 #pragma unroll

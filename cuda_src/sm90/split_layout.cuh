@@ -1,4 +1,4 @@
-// float32 operands in float16 parts: x = (high + middle + low) * factor of its row (docs/kernels.md). Padded and packed
+// Float32 operands in float16 parts: x = (high + middle + low) * factor of its row (docs/kernels.md). Padded and packed
 // inputs look alike from here on.
 #include "../params.cuh"
 
@@ -24,7 +24,7 @@ struct SplitOperands {
   SplitTensor q, k, v, dout;
   i64 lse, delta;  // where they begin, in bytes
 
-  // inf where a query has no weights.
+  // Inf where a query has no weights.
   DEVICE float* lse_at(u8* space, i64 image, i64 row) const {
     return reinterpret_cast<float*>(space + lse) + image * dout.factor_rows + row;
   }

@@ -16,7 +16,7 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
   ring.advance();
 }
 
-// x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
+// X = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
 // rows of a tile b, both DEPTH columns wide, of which `steps` steps from `begin` on count.
 template <int DEPTH, int ROWS, int N>
 DEVICE void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, int begin, int steps, bool accumulate) {
@@ -131,7 +131,7 @@ DEVICE void multiply(float (&sum)[PANEL / 2], const SplitFragment<N>& weights, u
   ptx::wgmma_commit_group();
 }
 
-// out = out * factor[row] + sum for one panel of out.
+// Out = out * factor[row] + sum for one panel of out.
 template <int N>
 DEVICE void add_panel(float (&out)[N], const float (&sum)[PANEL / 2], const float (&factor)[2], int panel) {
 #pragma unroll
