@@ -266,9 +266,8 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
           masked = true;
         }
         GradientFragment same = scores;
-        if constexpr (HAS_DROPOUT &&
-                      // Without this, the other draws would be made early, too.
-                      EARLY_DRAWS < decltype(random)::GROUPS) {
+        // Without this branch the draws that are not made ahead would be made early, too.
+        if constexpr (HAS_DROPOUT && EARLY_DRAWS < decltype(random)::GROUPS) {
           u32 first_row = step.first_row;
           ptx::forget(first_row);
           same.row = first_row + fragment_column();

@@ -62,8 +62,8 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // turns and added carry no data: they tell that a step's place in the order has come, and that its dq is on its way.
-  // Their buffers are those of the steps, and are free again with them.
+  // The rings turns and added carry no data: they tell that a step's place in the order has come, and that its dq is on
+  // its way. Their buffers are those of the steps, and are free again with them.
   Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
