@@ -7,7 +7,7 @@
 
 // A tile of queries consists of STRIPS times 64 rows, one warpgroup each. With a block mask there may be two teams of
 // warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the other computes
-// other tiles or, if it is a single warpgroup, the 64-row strips of other tiles. Neither team waits for the other, so a
+// other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the other, so a
 // tile begins and ends while the other team multiplies.
 constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
 static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
@@ -22,11 +22,12 @@ constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
 
 // Team divides the tiles between two teams, so that both end together.
 struct Team {
-  // The second team has OTHERS of each TILES tiles; with a third of them its strips would end last.
+  // The second team has OTHERS of each TILES tiles; with a third of them it would end last.
   static constexpr u32 TILES = 16, OTHERS = 5;
   int number;
 
-  // units() is how many of `tiles`, or of their strips, the team has; tile() is the tile of a unit.
+  // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
+  // unit.
   DEVICE u32 units(u32 tiles) const {
     if (ALONE > 1) return (tiles + 1 - number) / 2;
     const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
@@ -42,7 +43,7 @@ struct Team {
 // PartialWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are
 // split (split-KV, as in Flash-Decoding): each split is an attention of its own, and reduce.cu merges them.
 struct PartialWork : Work {
-  int share;  // which split of the tile's keys; with teams, the 64-row strip of its queries that it begins with
+  int share;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
   DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
   DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
@@ -132,7 +133,7 @@ struct GivenWork : PartialWork {
 constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
 
 // GivenBlocks iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread says
-// with each tile which one it is, whether it is the last, and what is hidden or to be masked for each strip of 64
+// with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
 // queries.
 constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
 struct GivenBlocks {
@@ -207,7 +208,7 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
                                                 : 16];
   GivenWork work[WORK_STAGES];
   Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
-  // What the loading thread says of each tile of keys (GivenBlocks)
+  // GivenBlocks: which tile of keys a stage holds, and what is hidden or to be masked
   int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];
   GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
   int spoiled[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it

@@ -1,7 +1,7 @@
 // The layout of float32 operands as float16 parts, x = (high + middle + low) * factor of its row, which lets float16
-// tensor cores compute with float32's error (docs/kernels.md, "Float32 on units for 16 bits"). split_rows.cu writes the
-// parts into work space, and the kernels split_forward.cu, split_backward.cu and sm80/split_tile.cuh read them. Padded
-// and packed inputs look alike from here on.
+// tensor cores compute with float32's error (docs/kernels.md). split_rows.cu writes the parts into work space, and the
+// kernels split_forward.cu, split_backward.cu and sm80/split_tile.cuh read them. Padded and packed inputs look alike
+// from here on.
 #include "../params.cuh"
 
 constexpr int SPLIT_PANEL = 64;  // columns that lie together in memory, as in a panel of shared memory

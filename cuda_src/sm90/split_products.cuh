@@ -1,6 +1,6 @@
-// wgmma products of operands in float16 parts (docs/kernels.md, "Float32 on units for 16 bits"). The tensor cores cut
-// sums off instead of rounding them; so the small products come first, and sums over many tiles are made outside of the
-// tensor cores. split_forward.cu and split_backward.cu use it; sm80/split_tile.cuh is the counterpart by mma.sync.
+// Products by wgmma of operands in float16 parts (docs/kernels.md). The tensor cores cut sums off instead of rounding
+// them; so the small products come first, and sums over many tiles are made outside of the tensor cores.
+// split_forward.cu and split_backward.cu use it; sm80/split_tile.cuh is the counterpart by mma.sync.
 #include "products.cuh"
 #include "split_factors.cuh"
 

@@ -109,7 +109,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
       for (int e = 0; e < VECTOR; e++) {
         half.e[e] = __float2half_rn(rest.e[e]);
         const float left = rest.e[e] - __half2float(half.e[e]);
-        rest.e[e] = left == left ? left : 0;  // what is not finite is so in the first part alone
+        rest.e[e] = left == left ? left : 0;  // infinity and NaN stand in the first part alone
       }
       *reinterpret_cast<uint2*>(to.halves_at(space, image, part, panel, row) + column % SPLIT_PANEL) = half.vector;
     }
