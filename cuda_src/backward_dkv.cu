@@ -19,6 +19,7 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_M];                         // queries of the tile that see some key
 };
 
+// backward_dkv computes one tile of keys of one KV head: the grid has a block for each tile of each of them.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
 
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
   const i64 batch = batch_of(p, s);
 
   Buffers<BUFFER> buffers(shared.buffers);
-  Accum dk[ROWS][DK_COLUMNS / SIDE], dv[ROWS][DV_COLUMNS / SIDE];
+  Accum dk[ROWS][DK_COLUMNS / SIDE], dv[ROWS][DV_COLUMNS / SIDE];  // the thread's elements of (BLOCK_N, head_dim)
   clear(dk);
   clear(dv);
 
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dkv(const 
 
       DoutChunk dout_chunk;
       QueryChunk query_chunk;
-      Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
+      Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P^T after dropout, and dS^T: (BLOCK_N, BLOCK_M)
       SoftcapTile<ROWS, COLUMNS> softcap;
       const auto next_tile = [&] {
         if (!blocks.done()) tile.fetch(score_chunks, first_key, blocks.block * BLOCK_M);

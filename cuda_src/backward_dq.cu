@@ -14,6 +14,7 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_N];                     // keys of the tile that some query sees
 };
 
+// backward_dq computes one tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
 
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   const GradientTile<false> tile(p, s, head, head_kv);
 
   Buffers<BUFFER> buffers(shared.buffers);
-  Accum dq[ROWS][OUT_COLUMNS], dslope[ROWS];
+  Accum dq[ROWS][OUT_COLUMNS], dslope[ROWS];  // the thread's elements of dq (BLOCK_M, HEAD_DIM)
   clear(dq);
 #pragma unroll
   for (int r = 0; r < ROWS; r++) dslope[r] = 0;
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
     };
 
     KeyChunk key_chunk;
-    Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
+    Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P after dropout, and dS: (BLOCK_M, BLOCK_N)
     SoftcapTile<ROWS, COLUMNS> softcap;
     // 1. S = Q K^T, dP = dO V^T; from them P and dS.
     tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {

@@ -99,6 +99,7 @@ struct BiasWalk {
   }
 };
 
+// backward_bias computes one tile of dbias, or one split of its work: the grid has p.splits blocks for each tile.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_bias(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);

@@ -15,6 +15,7 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_N];                          // keys of the tile that some query sees
 };
 
+// forward computes one tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
 
@@ -34,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[head];
 
   Buffers<BUFFER> buffers(shared.buffers);
-  OnlineSoftmax<ROWS, SIDE> softmax(sink, thread_column() == 0);
-  Accum out[ROWS][OUT_COLUMNS];
+  OnlineSoftmax<ROWS, SIDE> softmax(sink, thread_column() == 0);  // the thread's rows of m and l
+  Accum out[ROWS][OUT_COLUMNS];                                   // the thread's elements of O (BLOCK_M, HEAD_DIM_V)
   clear(out);
 
   ScoreChunks score_chunks;
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
     blocks.advance();
 
     ValueChunk value_chunk;
-    Accum x[ROWS][COLUMNS];  // products, then scores, then weights
+    Accum x[ROWS][COLUMNS];  // the thread's elements of S (BLOCK_M, BLOCK_N): products, then scores, then weights
     clear(x);
     // 1. S = Q K^T, while the first values are fetched.
     multiply_transposed(x, buffers, score_chunks, q, first_row, k, first_key,

@@ -63,6 +63,7 @@ struct Mask {
 
   DEVICE bool inside(int i, int j) const { return i < len_q && j < len_k; }
 
+  // visible() is the definition of the mask: whether query i sees key j.
   DEVICE bool visible(int i, int j) const {
     if (!inside(i, j)) return false;
     if constexpr (HAS_WINDOW) {
@@ -76,6 +77,7 @@ struct Mask {
     return true;
   }
 
+  // in_mask() and in_block() tell what the dense mask and the block mask say of (i, j).
   DEVICE bool in_mask(int i, int j) const {
     return mask[smaller(i, mask_last_row) * mask_row_stride + smaller(j, mask_last_column) * mask_column_stride] != 0;
   }
@@ -181,6 +183,7 @@ struct Blocks {
     }
   }
 
+  // take() reads the current entry of the list.
   DEVICE void take() {
     block = left > 0 ? *list >> 1 : end;
     partial = left > 0 && (*list & 1);

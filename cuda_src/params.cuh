@@ -87,6 +87,7 @@ struct Rows {
     vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
   }
 
+  // read() reads VECTOR elements from (row, column) on.
   DEVICE Vector read(int row, int column) const {
     Vector x;
     const Element* from = data + row * stride + column;
@@ -107,6 +108,8 @@ struct ScoreTensor {
   i64 num_rows, num_columns;                                 // sizes of the last two axes; 2^31 - 1 on a broadcast axis
 };
 
+// AttentionParams is all that the host passes to a kernel. Its layout is asserted against the NumPy dtype that packs
+// it. Arrays are in the caller's memory with the caller's strides; a comment gives each one's shape.
 struct AttentionParams {
   Tensor<const Element> q;     // (batch, seqlen_q, num_heads_q, head_dim)
   Tensor<const Element> k;     // (batch, seqlen_k, num_heads_kv, head_dim)
@@ -202,6 +205,7 @@ DEVICE int used_length(const int* lengths, int batch, int rows) {
   return lengths == nullptr ? rows : clamped(lengths[batch], rows);
 }
 
+// sequence_of() finds where sequence `batch` lies and how many of its rows are in use.
 DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
   Sequence s;
   s.batch = batch;

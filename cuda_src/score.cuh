@@ -57,6 +57,7 @@ struct Score {
     return static_cast<Accum>(d < 0 ? -d : d);
   }
 
+  // bias_at() is the bias of element (i, j).
   DEVICE Accum bias_at(int i, int j) const {
     return to_accum(
         bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
@@ -83,6 +84,7 @@ template <int N>
 struct SoftcapDerivative {
   Accum x[HAS_SOFTCAP ? N : 1];
 
+  // take() finds the derivatives before the products become scores.
   DEVICE void take(const Score& score, const Accum (&products)[N]) {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll

@@ -20,6 +20,7 @@ struct FragmentOptions {
   Pair biases[HAS_BIAS_PAIRS ? BLOCK_N / 4 : 1];  // the bias of the thread's elements 2 i and 2 i + 1
 };
 
+// ScoreFragment turns a warp's products into scores, for one (sequence, query head).
 struct ScoreFragment {
   Score score;
   Mask mask;
@@ -105,11 +106,13 @@ struct ScoreFragment {
            (reinterpret_cast<u64>(score.bias + first_key) | bias_stride() * sizeof(BiasElement)) % sizeof(uint4) == 0;
   }
   DEVICE i64 bias_stride() const { return score.bias_last_row == 0 ? 0 : score.bias_row_stride; }
+  // bias_rows() is the bias of a tile of keys as rows that are loaded like an operand.
   DEVICE Rows bias_rows(int first_key) const {
     return Rows(reinterpret_cast<const Element*>(score.bias + first_key), bias_stride(), mask.len_q,
                 smaller(score.bias_last_column + 1 - first_key, BLOCK_N));
   }
 
+  // fetch_biases() starts to read the biases of a thread's elements, in pairs where they are neighbours in memory.
   DEVICE void fetch_biases(FragmentOptions& options, int row, int column) const {
     using Pair = FragmentOptions::Pair;
     const bool in_pairs =

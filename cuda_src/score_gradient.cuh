@@ -9,6 +9,7 @@
 
 constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
+// ScoreGradient recomputes a warp's scores, for one (sequence, query head).
 struct ScoreGradient {
   Score score;
   Mask mask;
@@ -17,6 +18,7 @@ struct ScoreGradient {
   DEVICE ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
+  // needs_mask() tells whether some element of a tile may be hidden.
   DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
     // Queries beyond the last one in use may be those of the next packed sequence, where tiles of queries are visited.
     return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||

@@ -129,6 +129,7 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
   keys.clear_row(threadIdx.x);
 }
 
+// backward_sm80 computes dk and dv (or one of them) of a tile of keys of one KV head, and adds this tile's share to dq.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
@@ -151,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const KeyTile keys{ptx::shared_address(shared.k)}, own_keys = keys.from_row(warp_key);
   const ValueTile values{ptx::shared_address(shared.v)}, own_values = values.from_row(warp_key);
   const ScoreTile shared_weights{ptx::shared_address(shared.weights)};
+  // The warp's keys x its columns.
   float dk[COMPUTES_DK ? FRAGMENTS : 1][DK_COLUMNS / 2], dv[COMPUTES_DV ? FRAGMENTS : 1][DV_COLUMNS / 2];
 #pragma unroll
   for (auto& x : dk) clear(x);

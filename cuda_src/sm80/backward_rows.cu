@@ -22,6 +22,7 @@ DEVICE void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
   }
 }
 
+// backward_sm80_rows prepares a tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(const AttentionParams p) {
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   }
 }
 
+// backward_sm80_dq converts a tile of dq: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_dq(const AttentionParams p) {
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;

@@ -30,6 +30,7 @@ struct SharedStorage {
 struct Loaded {
   int batch = -1, head = 0, first = 0;
 
+  // changes_to() tells whether other rows must be loaded, and notes them.
   DEVICE bool changes_to(int new_batch, int new_head, int new_first) {
     const bool changes = new_batch != batch || new_head != head || new_first != first;
     batch = new_batch, head = new_head, first = new_first;
@@ -62,7 +63,7 @@ DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int c
 struct BiasTile {
   SharedStorage& shared;
   Loaded own_queries, own_keys;
-  Accum sum[FRAGMENTS][FRAGMENT];
+  Accum sum[FRAGMENTS][FRAGMENT];  // the thread's elements of the warp's FRAGMENTS * 16 rows
 
   DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
-// FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries; each
-// then has some of a tile's keys and of the result's columns, and they exchange weights and maxima. That serves wide
-// heads, whose results would not fit the registers of one warp.
+// FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
+// heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
+// and maxima.
 // The text before this file (half_tile.cuh, wide_tile.cuh or split_tile.cuh) says how to multiply: it defines Weights,
 // pack, multiply_*, write_results, and what namespace `direct` of tile.cuh has. sm90/forward.cu is the counterpart for
 // Hopper.
@@ -224,7 +224,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     }
     commit_copies();
     FragmentOptions options[FRAGMENTS];
-    Accum x[FRAGMENTS][WARP_KEYS / 2];
+    Accum x[FRAGMENTS][WARP_KEYS / 2];  // S, then P: the warp's queries x its keys
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       if constexpr (FETCHES_AHEAD) scores.fetch(options[f], first_row + 16 * f + fragment_row(), first_key);
@@ -343,6 +343,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   return true;
 }
 
+// forward_sm80 computes a tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);

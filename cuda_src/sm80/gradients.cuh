@@ -99,6 +99,7 @@ DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accu
   }
 }
 
+// gradients_sm80 computes the gradients of one tile of rows: the grid has a block for each tile of each head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     gradients_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
@@ -172,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       commit_copies();
     }
 
-    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];
+    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];  // S, then P; and dP, then dS: the warp's rows x its columns
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
     if constexpr (IN_TURN) {

@@ -42,6 +42,7 @@ struct SplitTile {
   u32 address;
 
   DEVICE Panel panel(int part, int number) const { return {address + (part * PANELS + number) * Panel::BYTES}; }
+  // load() fills the tile with rows [first_row, first_row + ROWS); rows before `begin` count as 0.
   DEVICE void load(const OperandRows& rows, int first_row, int begin = 0) const {
     if constexpr (KEY_WARPS > 1) {  // the rows may not be a multiple of the warps
 #pragma unroll 1

@@ -25,6 +25,7 @@ template <int PENDING = 0>  // the number of commits that may still be under way
 DEVICE void wait_for_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<PENDING>();
 }
+// finish_copies() waits for the copies of all threads.
 DEVICE void finish_copies() {
   wait_for_copies();
   __syncthreads();
@@ -42,6 +43,7 @@ struct Tile {
   static_assert(PER_ROW % SPAN == 0, "whole spans");
   u32 address;
 
+  // swizzle() is what a row's vectors are permuted by, and offset() the place of a vector in bytes.
   static DEVICE u32 swizzle(int row) {
     // Reads of float64 factors (wide_tile.cuh) differ: the first bit of the row moves a vector by four.
     if constexpr (sizeof(Element) == 8 && SPAN == 8) return (row & 6) ^ (row & 1) * 4;
@@ -335,6 +337,7 @@ template <int ROWS, int COLUMNS, bool FOLDS = false>
 using ValuedTile = Tile<ROWS, COLUMNS, FOLDS>;  // a tile of values or dout
 
 using OperandRows = Rows;
+// rows_of() is an operand's rows of one (sequence, head).
 DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;

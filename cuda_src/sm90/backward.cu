@@ -110,8 +110,8 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// ADDS_STEPS: an addition that waits for its place in the order takes longer than a step, so two warps take steps
-// alternately, and each adds all parts of its steps.
+// ADDS_STEPS: an addition that waits for its place in the order takes longer than a step. So with two buffers two warps
+// take steps alternately, and each adds all parts of its steps (add_steps()).
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
 static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
 
@@ -195,7 +195,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
     const Sequence& s = work.sequence;
     // first_key() is read from shared memory again where it is used: registers are scarce.
     const auto first_key = [&] { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; };
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];  // the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V)
 #pragma unroll
     for (float& x : dk) x = 0;
 #pragma unroll
@@ -229,8 +229,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       // step_on() is the main loop's body; it returns whether it was the last step. The first step has a copy of its
       // own, which keeps products out of branches.
       const auto step_on = [&](bool first) {
+        // S^T, then P^T; dP^T, then dS^T: (64, BLOCK_M); dQ: (64, DQ_COLUMNS).
         float x[FRAGMENT], dp[FRAGMENT], dq[DQ_COLUMNS / 2];
-        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];
+        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
         const DsRing ready = rings.ds.behind();
@@ -378,6 +379,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
   turns.finish();
 }
 
+// backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,

@@ -18,6 +18,7 @@ constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;
 constexpr u32 TILE_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
+// SharedStorage is the shared memory of the first kernel.
 struct SharedStorage {
   alignas(1024) unsigned char tiles[ROW_STAGES][2][TILE_BYTES];  // (ROW_STAGES, dout or out, PANELS_V, BLOCK_M, 64)
   RingBarriers<ROW_STAGES> barriers;
@@ -77,6 +78,7 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
   tell(loaded);
 }
 
+// backward_sm90_rows prepares tiles of queries: persistent blocks are dealt tiles in turn.
 extern "C" __global__ void __launch_bounds__(THREADS)
     backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
                        const __grid_constant__ ptx::TensorMap out_map) {
@@ -151,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
 constexpr int CHUNK = 16;  // parts of sums that a thread block takes at a time
 
+// SumStorage is the shared memory of the second kernel.
 struct SumStorage {
   alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, part)
   // The number of the part, and a bit for each of its sums that something was added to.
@@ -204,6 +207,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
   for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
 }
 
+// backward_sm90_dq converts parts of dq: persistent blocks take chunks of parts.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __grid_constant__ AttentionParams p) {
   using SharedStorage = SumStorage;
   VIEW_SHARED_STORAGE(shared);
@@ -231,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     ring.wait();
     const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
     if (number == NO_SUM) break;
-    float4 dq[DQ_COLUMNS / 8];
+    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the part (64, DQ_COLUMNS)
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
     // The buffer may hold nothing.

@@ -390,6 +390,7 @@ DEVICE void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings
   }
 }
 
+// backward_sm90_wide is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,

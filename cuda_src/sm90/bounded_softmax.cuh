@@ -5,6 +5,7 @@
 #include "../softmax_fragment.cuh"
 #include "products.cuh"
 
+// BoundedSoftmax is the state of a thread's two rows, as FragmentSoftmax is for other scores.
 struct BoundedSoftmax {
   // Below SMALL tanh(x) is x (1 + CUBIC x^2), within 2^-11 as the instruction is; the special-function unit that
   // computes the instruction is left to the powers of two. The slope at 0 is exactly 1, because an error that the

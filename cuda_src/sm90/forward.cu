@@ -115,8 +115,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     auto softmax = softmax_of(scores);
+    // The thread's fragment of O (64, HEAD_DIM_V), and numbers of its two rows.
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
-    u32 weights[BLOCK_N / 4];
+    u32 weights[BLOCK_N / 4];  // P (64, BLOCK_N) in 16 bits
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
@@ -251,7 +252,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       // step() is the main loop's body: it computes the scores of the next tile of keys while the tensor cores also
       // multiply the last weights with their values, if there are any (`first`: there are none).
       const auto step = [&](bool masked, bool first) {
-        float x[BLOCK_N / 2], shift[2] = {0, 0};
+        float x[BLOCK_N / 2], shift[2] = {0, 0};  // S, then P: the thread's fragment of (64, BLOCK_N)
         const int first_key = blocks.block * BLOCK_N;
         // 1. Wait for the keys, and for this warpgroup's place in the order.
         if (masked) scores.fetch(bits, slots());
@@ -423,6 +424,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
   if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
 }
 
+// forward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,

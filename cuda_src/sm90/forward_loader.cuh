@@ -152,6 +152,8 @@ struct GivenBlocks {
   static DEVICE bool in_order(int before, int behind) { return FROM_LAST ? before > behind : before < behind; }
   DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
+  // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
+  // thread says.
   template <class KeyRing>
   DEVICE void take(const KeyRing& keys, const int (*entries)[SAID_STRIPS], int strip) {
     if constexpr (HAS_BLOCK_MASK) {
@@ -199,6 +201,7 @@ struct Staging {
 template <>
 struct Staging<0> {};
 
+// SharedStorage is a thread block's shared memory, or a team's.
 struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base because an empty base takes no room
   alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];  // (QUERY_STAGES, PANELS, BLOCK_M, 64)
   alignas(1024) unsigned char k[STAGES * K_BYTES];        // (STAGES, PANELS, BLOCK_N, 64)

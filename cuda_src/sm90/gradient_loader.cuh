@@ -16,11 +16,13 @@ struct CountedRows {
   DEVICE bool all(int rows) const { return begin <= 0 && end >= rows; }
 };
 
+// counted_queries() are the queries of a tile that are in use.
 DEVICE CountedRows counted_queries(const AttentionParams& p, const Sequence& s, int first_row) {
   const bool to_the_end = p.cu_seqlens_q == nullptr && s.len_q == p.seqlen_q;
   return {0, to_the_end ? BLOCK_M : s.len_q - first_row};
 }
 
+// counted_keys() are the keys of a tile that lengths and window leave to some query.
 DEVICE CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int first_key) {
   int begin = 0, end = s.len_k;
   if constexpr (HAS_WINDOW) {
@@ -119,6 +121,7 @@ struct DqStep {
 constexpr int DQ_STEPS = 8;  // more than the tiles of queries that are computed at a time
 constexpr i64 NO_DQ = -1;
 
+// NoCheck is the default: no rows are looked for.
 struct NoCheck {
   static constexpr bool needed = false;
   DEVICE void operator()(u32) const {}

@@ -152,6 +152,7 @@ struct BiasToLoad {
   }
 };
 
+// bias_to_load() is what is loaded with a tile of queries: the bias where TMA loads it.
 template <class SharedStorage>
 DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, u32 stage, const ptx::TensorMap* map,
                          int batch, int head, int row, int key) {

@@ -134,6 +134,7 @@ DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
 DEVICE void mbarrier_arrive_cluster(unsigned cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
+// bulk_copy_cluster() copies to shared memory of another block, and completes bytes of a barrier there.
 DEVICE void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes, unsigned cluster_mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    cluster_shared),

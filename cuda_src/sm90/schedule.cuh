@@ -7,6 +7,7 @@
 
 constexpr int WARPGROUP = 128;
 
+// sync_cluster() is a barrier of all threads of the cluster.
 DEVICE void sync_cluster() {
   __syncwarp();
   ptx::cluster_arrive();

@@ -181,7 +181,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
               : scores.needs_mask(walk.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
       walk.advance();
 
-      float x[COLUMNS / 2], y[COLUMNS / 2];
+      float x[COLUMNS / 2], y[COLUMNS / 2];  // S, then P; and dP, then dS: the thread's fragment of (64, COLUMNS)
       SumApart<COLUMNS> apart;
       // 1. Start S = Q K^T (or its transpose) and dP = dO V^T.
       rings.columns.wait();
@@ -302,6 +302,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
   }
 }
 
+// split_backward is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_backward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands,
                    const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,

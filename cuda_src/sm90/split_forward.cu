@@ -181,6 +181,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     };
     const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
     SplitSoftmax softmax(scale, factors_of_rows);
+    // The thread's fragment of O (64, HEAD_DIM_V), of one panel's product, and numbers of its two rows.
     float out[HEAD_DIM_V / 2], tile[PANEL / 2], rescale[2], inverse[2], lse[2];
     SplitFragment<BLOCK_N> weights;
 #pragma unroll
@@ -305,6 +306,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
   turns.finish();
 }
 
+// split_forward is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,
                   const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,

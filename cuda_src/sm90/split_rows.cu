@@ -116,6 +116,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
   }
 }
 
+// split_rows splits rows of one operand: blockIdx.x counts groups of rows over all batch_heads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;

@@ -150,6 +150,7 @@ struct UnitScore {
   }
 };
 
+// UnitFragment turns a warpgroup's products into scores in units, for one (sequence, query head).
 struct UnitFragment : ScoreFragment {
   // p, s and head are kept because pointers and strides of bias and masks are computed anew for each tile: registers
   // are scarce.
