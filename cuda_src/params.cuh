@@ -108,8 +108,9 @@ struct ScoreTensor {
   i64 num_rows, num_columns;                                 // sizes of the last two axes; 2^31 - 1 on a broadcast axis
 };
 
-// AttentionParams is all that the host passes to a kernel. Its layout is asserted against the NumPy dtype that packs
-// it. Arrays are in the caller's memory with the caller's strides; a comment gives each one's shape.
+// AttentionParams is what the host passes to a kernel by value; only tensor maps for TMA are arguments of their own.
+// Its layout is asserted against the NumPy dtype that packs it. Arrays are in the caller's memory with the caller's
+// strides; a comment gives each one's shape.
 struct AttentionParams {
   Tensor<const Element> q;     // (batch, seqlen_q, num_heads_q, head_dim)
   Tensor<const Element> k;     // (batch, seqlen_k, num_heads_kv, head_dim)

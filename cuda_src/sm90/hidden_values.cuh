@@ -1,8 +1,8 @@
 // This header keeps values of hidden keys out of results: they must not count, but 0 * NaN would, so their rows become
 // 0 in shared memory. Keys outside lengths and window are known beforehand. Which keys are hidden one by one shows only
-// in the scores of all warpgroups together, and finding it out in every tile costs time. So a tile of queries is
-// computed without looking, and if its result is not finite it is computed once more, as a recheck (`careful` in the
-// code) that finds the hidden keys.
+// in the scores of all warpgroups together, and finding it out in every tile costs time. So forward.cu computes a tile
+// of queries without looking, and if its result is not finite computes it once more, as a recheck (`careful` in the
+// code) that finds the hidden keys. split_forward.cu and split_backward.cu look in every masked tile.
 #include "../mask.cuh"
 #include "products.cuh"
 

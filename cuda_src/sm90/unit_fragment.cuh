@@ -1,6 +1,6 @@
 // Score, mask and dropout of Hopper's forward kernel: ScoreFragment (score_fragment.cuh) with scores in units, in the
 // order in which the products leave time. What does not depend on the products, such as the bits of masks and dropout,
-// is found while they are computed. ALiBi alone is computed by the tensor cores.
+// is found while they are computed. ALiBi without other options is computed by the tensor cores.
 #include "../score_fragment.cuh"
 #include "products.cuh"
 
