@@ -1,16 +1,19 @@
-// A block owns a tile of dbias and walks the scores that it was added to, or a part of them. What stands before has
-// BiasTile.
+// This header has the kernel for the gradient of a bias. A thread block owns a tile of dbias (BLOCK_M, BLOCK_N), or one
+// split of its work, and visits every tile of scores that this tile was added to: broadcast axes of the bias are summed
+// over. The text before it defines BiasTile and SharedStorage: portable/backward_bias.cu without tensor cores,
+// sm80/bias.cuh with them. Splits leave partial sums, which around/reduce.cu adds in order.
 #include "../rules/mask.cuh"
 
-constexpr int SUMS_STRIDE = BLOCK_N + 1;  // rows in different banks
+constexpr int SUMS_STRIDE = BLOCK_N + 1;  // an odd stride puts rows into different banks
 static_assert(BLOCK_M * SUMS_STRIDE * sizeof(Accum) <= sizeof(SharedStorage::tiles), "the sums take their place");
 static_assert(BLOCK_M <= NUM_THREADS && NUM_THREADS % BLOCK_N == 0, "a thread has a row or a column");
 
-// An axis of dbias in tiles of `block`, and the tiles of scores behind its own one: all of them where it is broadcast.
+// Axis is one axis of dbias in tiles of `block`, and the tiles of scores behind its own tile: all of them where the
+// axis is broadcast, else one.
 struct Axis {
-  int walk, tile, step;
+  int walk, tile, step;  // the number of tiles of scores, the own tile of dbias, the current tile of scores
 
-  // Its tile is the last digit of a block's number.
+  // The constructor takes the tile from the last digit of a block's number, whose digits are those of the axes.
   DEVICE Axis(int size, int scores, int block, u32& number) : step(0) {
     const bool broadcast = size == 1 && scores != 1;
     const int tiles = broadcast ? 1 : ceil_div(size, block);
@@ -18,24 +21,26 @@ struct Axis {
     tile = number % tiles;
     number /= tiles;
   }
-  // Likewise its step.
+  // begin() takes the first step likewise, from the last digit of a number of steps.
   DEVICE void begin(i64& steps) {
     step = static_cast<int>(steps % walk);
     steps /= walk;
   }
-  // False where it begins anew.
+  // advance() returns false where the axis begins anew, so that the next axis advances.
   DEVICE bool advance() {
     step = step + 1 < walk ? step + 1 : 0;
     return step != 0;
   }
-  DEVICE int at() const { return tile + step; }
+  DEVICE int at() const { return tile + step; }  // the tile of scores
 };
 
+// BiasWalk iterates over the tiles of scores that belong to the thread block: keys are the fastest axis, then queries,
+// heads and sequences.
 struct BiasWalk {
   const AttentionParams& p;
-  u32 split;
+  u32 split;  // which share of the tiles of scores is this block's
   Axis columns, rows, heads, batches;
-  i64 left;
+  i64 left;  // tiles of scores that are left, the current one included
   Sequence sequence;
 
   DEVICE explicit BiasWalk(const AttentionParams& p)
@@ -46,7 +51,7 @@ struct BiasWalk {
         heads(p.dbias_heads, p.num_heads_q, 1, split),
         batches(p.dbias_batches, p.batch, 1, split) {
     left = static_cast<i64>(batches.walk) * heads.walk * rows.walk * columns.walk;
-    if (p.splits > 1) {  // whose divisions take as long as a step
+    if (p.splits > 1) {  // one split alone begins at 0, and skips these divisions, which take as long as a step
       i64 steps = left * split / p.splits;
       left = left * (split + 1) / p.splits - steps;
       columns.begin(steps);
@@ -66,6 +71,7 @@ struct BiasWalk {
   DEVICE int first_row() const { return rows.at() * BLOCK_M; }
   DEVICE int first_key() const { return columns.at() * BLOCK_N; }
 
+  // is_hidden() tells whether the whole tile is hidden, so that its gradient is 0.
   DEVICE bool is_hidden() const {
     const Mask mask(p, sequence, head());
     bool hidden = HAS_BLOCK_MASK;
@@ -78,7 +84,7 @@ struct BiasWalk {
     return hidden || mask.wholly_outside(first_row(), BLOCK_M, first_key(), BLOCK_N);
   }
 
-  // Element (row, column) of the tile. A broadcast axis has one, at index 0.
+  // write() stores element (row, column) of the tile. A broadcast axis has one element, at index 0.
   DEVICE void write(int row, int column, Accum value) const {
     row += rows.tile * BLOCK_M;
     column += columns.tile * BLOCK_N;
@@ -93,9 +99,11 @@ struct BiasWalk {
   }
 };
 
+// backward_bias computes one tile of dbias, or one split of its work: the grid has p.splits blocks for each tile.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_bias(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
+  // 1. The gradients of all tiles of scores are summed in registers.
   BiasTile tile(shared);
   BiasWalk walk(p);
   for (; walk.left > 0; walk.advance()) {
@@ -103,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
 
   __syncthreads();
+  // 2. The sums go to shared memory, where broadcast axes are summed within the tile.
   auto* sums = reinterpret_cast<Accum*>(shared.tiles);
   tile.store(sums, SUMS_STRIDE);
   __syncthreads();
@@ -119,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     __syncthreads();
   }
+  // 3. All threads write the tile, or this split's part of it.
   const int column = threadIdx.x % BLOCK_N;
 #pragma unroll 4
   for (int row = threadIdx.x / BLOCK_N; row < BLOCK_M; row += NUM_THREADS / BLOCK_N) {

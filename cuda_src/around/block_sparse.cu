@@ -1,13 +1,16 @@
-// Block-sparse masks on the device: a bool array becomes the canonical store (cuflash/masks/store.py), and the store
-// lists of tiles, without atomics.
+// These kernels prepare block-sparse masks on the device, without atomics, so that results repeat their bits. A bool
+// array becomes the canonical store (cuflash/masks/store.py): a grid of slots, each hidden, visible or the number of a
+// 64 x 64 block of bits. From the store come the lists of tiles that attention kernels visit (rules/mask.cuh), and the
+// bits in the order of fragments. The order of launches is classify_blocks, number_blocks, pack_blocks, order_bits,
+// then list_tiles for each tile size.
 
 namespace {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int WORDS = CANONICAL / WARP;  // 32-bit words in one row of a block
-constexpr int UNNUMBERED = 0;            // a partial block
-constexpr int ROWS_PER_VOTE = 8;
-constexpr int SCAN_ITEMS = 8;  // slots that one thread numbers per round
+constexpr int WORDS = CANONICAL / WARP;  // 32-bit words in one row of a canonical block
+constexpr int UNNUMBERED = 0;            // the slot of a partial block that has no number yet
+constexpr int ROWS_PER_VOTE = 8;         // rows that a warp reads between two votes on whether it may stop
+constexpr int SCAN_ITEMS = 8;            // slots that one thread numbers in each round
 static_assert(CANONICAL % WARP == 0 && SCAN_THREADS % WARP == 0);
 
 __device__ long long warp_in_grid() { return (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP; }
@@ -15,16 +18,17 @@ __device__ int lane_in_warp() { return threadIdx.x % WARP; }
 __device__ unsigned lanes_below(int lane) { return (1u << lane) - 1; }
 __device__ int blocks_in(int seqlen) { return (seqlen + CANONICAL - 1) / CANONICAL; }
 
-// A bool array whose element (i / cell_rows, j / cell_columns) says whether (i, j) is visible; strides in bytes.
+// Source is a bool array (batch, heads, rows of cells, columns of cells) whose element (i / cell_rows, j /
+// cell_columns) says whether (i, j) is visible; strides are in bytes.
 struct Source {
   const unsigned char* data;
   long long stride_b, stride_h, stride_i, stride_j;
   int heads, cell_rows, cell_columns, seqlen_q, seqlen_k;
 };
 
-// Of a canonical block; each lane has one column in every word.
+// BlockReader reads one canonical block with a warp; each lane has one column in every word.
 struct BlockReader {
-  const unsigned char* column[WORDS];  // null beyond the array
+  const unsigned char* column[WORDS];  // the lane's column in each word at row 0 of the array; null beyond the array
   long long stride_i;
   int cell_rows, first_row, rows;
 
@@ -50,14 +54,17 @@ struct BlockReader {
   }
 };
 
+// Tile is what a mask shows of a tile.
 enum class Tile { hidden, partial, full };
 
+// Census gathers whether anything seen so far was visible, and whether anything was hidden.
 struct Census {
   bool visible = false, hidden = false;
   __device__ bool partial() const { return visible && hidden; }
 };
 
-// Adds rows and columns of a partial block, counted from its corner.
+// count_bits() adds rows [row0, row1) and columns [column0, column1) of a partial block, counted from the block's
+// corner.
 __device__ void count_bits(Census& census, const unsigned* block, int row0, int row1, int column0, int column1) {
   for (int word = 0; word < WORDS; ++word) {
     const int from = max(column0 - word * WARP, 0), to = min(column1 - word * WARP, WARP);
@@ -71,7 +78,8 @@ __device__ void count_bits(Census& census, const unsigned* block, int row0, int 
   }
 }
 
-// Of rows [i0, i1) x columns [j0, j1), all in the array; slots of one (batch, head).
+// tile_state() tells what the mask shows of rows [i0, i1) x columns [j0, j1), all in the array; `slots` (blocks_q,
+// blocks_k) are those of one (batch, head).
 __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
   Census census;
   for (int bi = i0 / CANONICAL; bi * CANONICAL < i1; ++bi) {
@@ -94,7 +102,8 @@ __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k,
 
 }  // namespace
 
-// Sets each slot to HIDDEN, VISIBLE or UNNUMBERED.
+// classify_blocks sets each slot (batch, heads, blocks_q, blocks_k) to HIDDEN, VISIBLE or UNNUMBERED. One warp reads
+// one block.
 extern "C" __global__ void classify_blocks(const unsigned char* data, long long stride_b, long long stride_h,
                                            long long stride_i, long long stride_j, int heads, int cell_rows,
                                            int cell_columns, int seqlen_q, int seqlen_k, long long num_blocks,
@@ -119,7 +128,7 @@ extern "C" __global__ void classify_blocks(const unsigned char* data, long long 
   if (lane_in_warp() == 0) slots[block] = all.partial() ? UNNUMBERED : all.visible ? VISIBLE : HIDDEN;
 }
 
-// Numbers the partial blocks in the order of their slots. One thread block.
+// number_blocks numbers the partial blocks in the order of their slots, by a scan. It runs as one thread block.
 extern "C" __global__ void number_blocks(long long num_blocks, int* slots, int* num_partial) {
   __shared__ int in_warp[SCAN_THREADS / WARP];
   const int warp = threadIdx.x / WARP, lane = lane_in_warp();
@@ -149,6 +158,7 @@ extern "C" __global__ void number_blocks(long long num_blocks, int* slots, int* 
   if (threadIdx.x == 0) *num_partial = numbered;
 }
 
+// pack_blocks writes the bits of the partial blocks, (num_partial, 64, WORDS). One warp packs one block.
 extern "C" __global__ void pack_blocks(const unsigned char* data, long long stride_b, long long stride_h,
                                        long long stride_i, long long stride_j, int heads, int cell_rows,
                                        int cell_columns, int seqlen_q, int seqlen_k, long long num_blocks,
@@ -160,7 +170,7 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
   const BlockReader reader(
       {data, stride_b, stride_h, stride_i, stride_j, heads, cell_rows, cell_columns, seqlen_q, seqlen_k}, block);
   for (int first = 0; first < CANONICAL; first += WARP) {
-    unsigned own[WORDS];  // of row first + lane
+    unsigned own[WORDS];  // the words of row first + lane
     for (int row = 0; row < WARP; ++row) {
       for (int word = 0; word < WORDS; ++word) {
         const bool visible = reader.in_array(first + row, word) && reader.visible(first + row, word);
@@ -173,8 +183,9 @@ extern "C" __global__ void pack_blocks(const unsigned char* data, long long stri
   }
 }
 
-// The bits of the partial blocks in the order of fragments: a word for each thread of four warps, a bit for each
-// element of its fragment of 64 queries x 64 keys or, where tiles stay with keys, the reverse. One warp per 32 words.
+// order_bits rewrites the bits of the partial blocks in the order of fragments, (num_partial, 128): a word for each
+// thread of four warps, a bit for each element of its fragment of 64 queries x 64 keys or, for kernels that keep a tile
+// of keys, the reverse. One warp writes 32 words.
 extern "C" __global__ void order_bits(const unsigned* bits, long long num_partial, int rows_are_queries,
                                       unsigned* fragment_bits) {
   constexpr int WARPS = CANONICAL / 16;
@@ -191,7 +202,9 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
   fragment_bits[warp * WARP + lane] = own;
 }
 
-// TileLists of cuflash/masks/store.py; an image is a (batch, head).
+// list_tiles writes TileLists of cuflash/masks/store.py: for each row of tiles the tiles of keys that it visits,
+// row_index (images, num_m, num_n) and row_count (images, num_m), and for each column those of queries, col_index
+// (images, num_n, num_m) and col_count (images, num_n). An image is a (batch, head). One warp writes one list.
 extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int images, int seqlen_q, int seqlen_k,
                                       int block_m, int block_n, int num_m, int num_n, int* row_index, int* row_count,
                                       int* col_index, int* col_count) {

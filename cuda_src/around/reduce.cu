@@ -1,9 +1,12 @@
-// Sums beside the passes over tiles, each in a fixed order.
+// Small kernels around the passes over tiles: delta before backward, the gradients of sink, slopes and bias behind it,
+// and the merge of attentions over splits of the keys (Flash-Decoding's reduction). Every sum has a fixed order, so
+// results repeat their bits. They serve all families and every GPU.
 #include "../fragment/softmax.cuh"
 
-constexpr int WARPS = THREADS / WARP;  // where a warp computes a row of a head
+constexpr int WARPS = THREADS / WARP;  // rows that a thread block computes, where each warp has a row of one head
 
-// Complete in thread 0. float64, so that the sum of a long column loses nothing.
+// sum_of_block() adds x over the thread block; the sum is complete in thread 0. It is in float64, so that the sum of a
+// long column loses nothing.
 DEVICE double sum_of_block(double x) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = x;
@@ -15,7 +18,7 @@ DEVICE double sum_of_block(double x) {
   return sums[0];
 }
 
-// Packed rows outside every sequence hold anything.
+// SequenceRows are the packed rows that belong to sequences; rows outside every sequence may hold anything.
 struct SequenceRows {
   i64 begin, end;
 
@@ -26,7 +29,7 @@ struct SequenceRows {
   }
 };
 
-// dsink = -sum of the sink's weight times delta. One block a head.
+// reduce_sink computes dsink = -sum of the sink's weight times delta, over all rows. One block computes one head.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
   const int head = blockIdx.x;
   const Accum sink = p.sink[head];
@@ -36,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
   for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
     const i64 batch = index / rows, row = own.begin + index % rows;
     const Accum lse = *p.lse.at(batch, row, head);
-    // Padded rows hold anything; their delta is 0.
+    // Padded rows may hold anything; their delta is 0.
     const Accum delta = *p.delta.at(batch, row, head);
     if (delta != 0) sum -= static_cast<double>(weight(sink, lse)) * static_cast<double>(delta);
   }
@@ -44,10 +47,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
   if (threadIdx.x == 0) p.dsink[head] = static_cast<Accum>(sum);
 }
 
-// Gradient of the slopes from its rows. One block a (slope batch, head).
+// reduce_slopes sums the gradient of the slopes over its rows. One block computes one (slope batch, head).
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
-  const bool shared_slopes = p.dalibi_batch_stride == 0;  // slopes of stride 0 may still be one of each sequence
+  // A stride of 0 in the slopes themselves would not tell: they may still have one gradient for each sequence.
+  const bool shared_slopes = p.dalibi_batch_stride == 0;
   const SequenceRows all(p);
   i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
   if (p.cu_seqlens_q != nullptr) {
@@ -68,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const Attent
   if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
 }
 
-// dbias from its parts. One thread an element.
+// Reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
   const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
@@ -84,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
                row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
 }
 
-// delta = rowsum(dout * out) - dlse: FlashAttention-2, Algorithm 2, line 4.
+// delta computes delta = rowsum(dout * out) - dlse: FlashAttention-2 (Dao 2023), Algorithm 2, line 4. One warp computes
+// one row.
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const Sequence& s = work.sequence;
@@ -93,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
   const i64 batch = batch_of(p, s);
   const i64 at = s.row_q + row;
 
-  // Padded rows and rows that saw nothing may hold anything.
+  // Padded rows and rows that saw nothing may hold anything; their delta is 0.
   Accum sum = 0;
   if (row < s.len_q && *p.lse.at(batch, at, head) != -infinity()) {
     const Element* dout = p.dout.at(batch, at, head);
@@ -106,14 +111,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
   if (lane == 0) *p.delta.at(batch, at, head) = sum;
 }
 
-// One attention from its parts over disjoint keys (Dao et al. 2022, section 3.1). One block a row, one thread a column.
+// merge_parts makes one attention of its splits over disjoint keys (Dao et al. 2022, section 3.1). One block computes
+// one row, one thread one column. It serves few rows with many splits (decoding); merge_rows serves many rows.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
   const Work work = work_of<false>(p, 1, p.num_heads_q, false);
   const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
   const i64 batch = work.sequence.batch, first_part = batch * p.splits;
   const bool inside = column < p.head_dim_v;
 
-  // Of as many parts as a warp has lanes, all on their way at once.
+  // read_outs() reads the thread's column of as many splits as a warp has lanes, so that all reads are under way at
+  // once.
   Accum outs[WARP];
   const auto read_outs = [&](int first) {
 #pragma unroll
@@ -129,11 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   Accum top = -infinity();
   for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
   top = max_of_row<WARP>(top);
-  if (top == -infinity()) top = 0;  // nothing seen, or only NaN, which maxima pass over
+  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
   Accum total = 0, sum = 0;
   for (int first = 0; first < p.splits; first += WARP) {
     if (first > 0) read_outs(first);
-    const Accum own = weight(lse_of(first + lane), top);  // each lane's is another part
+    const Accum own = weight(lse_of(first + lane), top);  // each lane has the weight of another split
     total += own;
 #pragma unroll
     for (int i = 0; i < WARP; i++) sum += __shfl_sync(ALL_LANES, own, i) * outs[i];
@@ -143,16 +150,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
 }
 
-// The same where rows are many and their parts few: one warp a row. Of the columns, each lane has every 32nd.
+// merge_rows does the same where rows are many and their splits at most 32: one warp computes one row, and each lane
+// has every 32nd column.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const AttentionParams p) {
-  constexpr int AT_ONCE = 4;  // columns of a lane
+  constexpr int AT_ONCE = 4;  // columns that a lane sums at a time
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
   if (row >= p.seqlen_q) return;
   const i64 batch = work.sequence.batch, first_part = batch * p.splits;
   const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_part + lane, row, head) : -infinity();
   Accum top = max_of_row<WARP>(own_lse);
-  if (top == -infinity()) top = 0;  // nothing seen, or only NaN, which maxima pass over
+  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
   const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
   for (int first = lane; first - lane < p.head_dim_v; first += AT_ONCE * WARP) {
     Accum sum[AT_ONCE] = {};

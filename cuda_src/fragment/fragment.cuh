@@ -1,14 +1,19 @@
-// Where the elements of a warp's accumulators stand: 16 rows of mma.sync, or of the 64 of wgmma.
-// Element e of N / 2 is row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the thread's.
+// This header says where the elements of a warp's accumulator stand, and moves such fragments to memory. mma.sync and
+// wgmma share the layout: 16 rows for mma.sync, or 16 of the 64 rows of wgmma for each of its warps. A thread holds N /
+// 2 elements of a 16 x N fragment; element e is at row 8 * (e / 2 % 2) and column 8 * (e / 4) + e % 2, counted from the
+// thread's first. The kernels in sm80/ and sm90/ build on it; the portable kernels have portable/tile.cuh instead.
 #include "../params.cuh"
 #include "../ptx/sm80.cuh"
 
 DEVICE int lane() { return threadIdx.x % WARP; }
+// fragment_row() and fragment_column() are the place of the thread's element 0; row_offset() and column_offset() lead
+// from there to element e.
 DEVICE int fragment_row() { return lane() / 4; }
 DEVICE int fragment_column() { return lane() % 4 * 2; }
 DEVICE constexpr int row_offset(int e) { return e / 2 % 2 * 8; }
 DEVICE constexpr int column_offset(int e) { return e / 4 * 8 + e % 2; }
 
+// packed() rounds two numbers to 16 bits and puts them into one word, `low` into its low half.
 DEVICE u32 packed(__nv_bfloat16, float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const u32*>(&pair);
@@ -18,14 +23,14 @@ DEVICE u32 packed(__half, float low, float high) {
   return *reinterpret_cast<const u32*>(&pair);
 }
 
-// An accumulator as the left factor of the next product.
+// pack() makes an accumulator the left factor of the next product: the layouts agree, so only the precision changes.
 template <int N>
 DEVICE void pack(u32 (&pairs)[N / 2], const float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) pairs[i] = packed(Element(), x[2 * i], x[2 * i + 1]);
 }
 
-// Marks the keys that some query sees: x are scores.
+// mark_seen() sets seen[key] for each key of the fragment that some query sees; x are scores, -inf where hidden.
 template <int N>
 DEVICE void mark_seen(u8* seen, const Accum (&x)[N]) {
 #pragma unroll
@@ -36,7 +41,7 @@ DEVICE void mark_seen(u8* seen, const Accum (&x)[N]) {
   }
 }
 
-// Transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
+// transpose_quad() transposes 4 x 4 words within a quad: lane t gets word t of each lane, in the order of the lanes.
 DEVICE void transpose_quad(u32 (&w)[4]) {
   const bool high = lane() & 2, odd = lane() & 1;
   const u32 sent_0 = high ? w[0] : w[2], sent_1 = high ? w[1] : w[3];
@@ -52,7 +57,8 @@ DEVICE void transpose_quad(u32 (&w)[4]) {
   w[3] = high ? pair[1] : far_pair[1];
 }
 
-// Writes out * factor[row] for the thread's rows `row` and row + 8 of `data`; rows in [len, rows) are padding and 0.
+// write_fragment() writes out * factor[row] for the thread's rows `row` and row + 8 of `data` (rows, head_dim). Rows in
+// [len, rows) are padding and become 0.
 template <int N>
 DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                            const float (&out)[N], const float (&factor)[2]) {
@@ -71,14 +77,14 @@ DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int 
 #pragma unroll
       for (int block = 0; block < 4; block++) {
         const int e = (group * 4 + block) * 4 + 2 * r;
-        // Padding is chosen, not multiplied: it may be NaN.
+        // Padding is selected rather than multiplied by 0, because it may be NaN.
         piece.words[block] = i < len ? packed(Element(), out[e] * factor[r], out[e + 1] * factor[r]) : 0;
       }
       transpose_quad(piece.words);
       const int column = group * 32 + lane() % 4 * VECTOR;
       if (i >= rows) continue;
       if (vectors && column + VECTOR <= head_dim) {
-        // In one store: the compiler would make four of an assignment.
+        // One intrinsic makes one store; the compiler would make four of an assignment.
         __stcs(reinterpret_cast<uint4*>(target + column),
                make_uint4(piece.words[0], piece.words[1], piece.words[2], piece.words[3]));
       } else {
@@ -91,7 +97,7 @@ DEVICE void write_fragment(Element* data, i64 row_stride, int row, int len, int 
   }
 }
 
-// The weights that dropout kept stand for all.
+// rescale_kept() scales results by 1 / (1 - p), because the weights that dropout kept stand for all.
 DEVICE void rescale_kept(const AttentionParams& p, Accum (&inverse)[2]) {
   if constexpr (HAS_DROPOUT) {
     inverse[0] *= static_cast<Accum>(p.dropout_rescale);
@@ -99,11 +105,11 @@ DEVICE void rescale_kept(const AttentionParams& p, Accum (&inverse)[2]) {
   }
 }
 
-// ---- In float32 or float64. Only the last factor may lead to subnormals, or out of range.
+// ---- Results in float32 or float64. Only the last factor may lead to subnormals, or out of range.
 DEVICE float times_last(float x, float factor) { return ptx::multiply(x, factor); }
 DEVICE double times_last(double x, double factor) { return x * factor; }
 
-// As write_fragment, times unit[row].
+// write_wide_fragment() is write_fragment for float32 and float64, with the results times unit[row] as well.
 template <int N>
 DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len, int rows, int head_dim,
                                 const Accum (&out)[N], const Accum (&factor)[2], const Accum (&unit)[2]) {
@@ -132,14 +138,14 @@ DEVICE void write_wide_fragment(Element* data, i64 row_stride, int row, int len,
   }
 }
 
-// The same for a sum whose rows have units.
+// write_in_units() writes a fragment of a sum whose rows have units of their own.
 template <class Units, class... Arguments>
 DEVICE void write_in_units(const Units& units, Arguments&&... arguments) {
   const Accum unit[2] = {units.at(0), units.at(1)};
   write_wide_fragment(arguments..., unit);
 }
 
-// Nothing is staged.
+// write_results() writes the fragments of a warp, one below the other. Nothing is staged in shared memory.
 template <class Units, class T, int FRAGMENTS, int N>
 DEVICE void write_results(const Units (&units)[FRAGMENTS], const T&, int, Element* data, i64 row_stride, int row,
                           int len, int rows, int head_dim, const Accum (&out)[FRAGMENTS][N]) {

@@ -1,18 +1,22 @@
-// Weights and gradients of scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries.
+// Weights and gradients of scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, for the gradient kernels
+// that compute scores transposed (S^T = K Q^T): sm90/backward/backward.cu, sm90/backward/wide.cu and sm80/backward.cu.
+// Transposed, P^T and dS^T are already the left factors of dV = P^T dO and dK = dS^T Q in the registers where they
+// arise. The mathematics is FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"
 #include "dropout_fragment.cuh"
 
-constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements of a thread
-// lse is in base 2 except beside a bias (softmax_fragment.cuh).
+constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements that a thread holds
+// LSE_BASE brings lse to base 2; with a bias it stays natural, for finfo.min would overflow
+// (fragment/softmax_fragment.cuh).
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
-// Of a fragment's queries, in registers.
+// QueryValues holds one number for each query of the thread's elements (lse or delta) in registers.
 struct QueryValues {
-  float x[FRAGMENT / 2];
+  float x[FRAGMENT / 2];  // the values of queries fragment_column() + 8 i and the one behind it
 
   DEVICE QueryValues(const float* values) {
 #pragma unroll
@@ -24,7 +28,7 @@ struct QueryValues {
   DEVICE float operator[](int e) const { return x[e / 4 * 2 + e % 2]; }
 };
 
-// The same where they lie, which takes no registers.
+// QueryValuesInPlace reads the same numbers from shared memory each time, which takes no registers.
 struct QueryValuesInPlace {
   const float* values;
 
@@ -32,16 +36,17 @@ struct QueryValuesInPlace {
   DEVICE float operator[](int e) const { return values[fragment_column() + column_offset(e)]; }
 };
 
-// What else hides elements of a fragment: nothing.
+// NoMoreBits is the default of `Bits`: nothing but lengths, window and mask hides elements.
 struct NoMoreBits {
   static constexpr bool HIDES = false;
 };
 
-// 16 keys from first_key on and queries from first_row on. Options are read where they are used: registers are scarce.
+// GradientFragment is 16 keys from first_key on and FRAGMENT_QUERIES queries from first_row on. Its options are read
+// from the parameters where they are used, because registers are scarce.
 struct GradientFragment {
   const AttentionParams& p;
   const Sequence& s;
-  int head, row, key;  // the thread's first
+  int head, row, key;  // head, and the thread's first query and key
   float scale;
 
   DEVICE GradientFragment(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key,
@@ -56,8 +61,8 @@ struct GradientFragment {
     return score;
   }
 
-  // Turns products into weights; hidden ones are 0. lse: inf where a query saw nothing. SCORES: x has scores already,
-  // in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
+  // weigh() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x holds
+  // scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
   DEVICE void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1, const Bits& bits = {}) const {
     static_assert(!HAS_BLOCK_MASK || Bits::HIDES, "the caller has them");
@@ -76,7 +81,7 @@ struct GradientFragment {
       }
     }
     if constexpr (Bits::HIDES) {
-      // Before the powers: a branch behind them would keep the compiler from packing weights between them.
+      // Hiding comes before the powers: a branch behind them would keep the compiler from packing weights between them.
       if (masked) {
         if (bits.ranged()) hide<!OTHER_BITS>(x);
         bits.hide(x);
@@ -88,7 +93,8 @@ struct GradientFragment {
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
 
-  // Sets the signs of weights that dropout drops.
+  // draw_ahead() draws the random bits of the first EARLY groups of queries; mark_dropped() draws the others, and sets
+  // the signs of the weights that dropout drops.
   template <int EARLY>
   using Random = RandomBits<true, FRAGMENT, HAS_DROPOUT ? EARLY : 0>;
   template <bool HELD, int EARLY>
@@ -105,6 +111,7 @@ struct GradientFragment {
   }
 
  private:
+  // hide() sets scores to -inf where lengths, window or, with BITS, the dense mask hide them.
   template <bool BITS>
   DEVICE void hide(float (&x)[FRAGMENT]) const {
     const Mask mask(p, s, head);
@@ -125,19 +132,20 @@ struct GradientFragment {
   }
 };
 
-// From the gradient of its weight, dp. A dropped weight has its sign bit set. IN_UNITS: the result and delta are
-// divided by p.ds_unit.
+// score_gradient() is dS of an element, from dP (`dp`) and its weight. A dropped weight has its sign bit set. IN_UNITS:
+// the result and delta are divided by p.ds_unit.
 template <bool IN_UNITS = false>
 DEVICE float score_gradient(const AttentionParams& p, float dp, float weight, float delta) {
   if constexpr (HAS_DROPOUT) {
-    // The sum is a kept weight twice, without a selection, which takes as long as two sums.
+    // The sum is twice a kept weight and 0 for a dropped one. It avoids a selection, which takes as long as two sums.
     const float kept = weight + fabsf(weight), unit = IN_UNITS ? 1 : static_cast<float>(p.ds_unit);
     return __fmaf_rn(kept, dp * unit, -delta * fabsf(weight));
   }
   return weight * (dp - delta);
 }
 
-// A hidden element's gradient may be NaN. A step that hides nothing need not test.
+// clear_hidden() makes gradients 0 where the weight is: a hidden element's gradient may be NaN. A step that hides
+// nothing need not call it.
 DEVICE void clear_hidden(float& ds, float weight) { ds = weight == 0 ? 0 : ds; }
 template <int N>
 DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
@@ -145,7 +153,7 @@ DEVICE void clear_hidden(float (&ds)[N], const float (&weights)[N]) {
   for (int e = 0; e < N; e++) clear_hidden(ds[e], weights[e]);
 }
 
-// Weights as a left factor, 0 where dropped.
+// pack_kept() packs weights as a left factor, 0 where dropped.
 DEVICE void pack_kept(u32 (&words)[FRAGMENT / 2], const float (&x)[FRAGMENT]) {
 #pragma unroll
   for (int i = 0; i < FRAGMENT / 2; i++) {

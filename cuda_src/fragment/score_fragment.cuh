@@ -1,5 +1,7 @@
-// Score, mask and dropout on a warp's fragment of 16 queries and N * 2 keys, BLOCK_N or a part of them. `row` is the
-// thread's first query.
+// Score, mask and dropout on a warp's fragment of 16 queries and N * 2 keys: all BLOCK_N keys of a tile, or a part of
+// them. The forward kernels of sm80/ use it as it is, and sm90/forward/scores.cuh extends it for Hopper. `row` is
+// always the thread's first query. fragment/score_gradient.cuh and fragment/gradient_fragment.cuh are its counterparts
+// for gradients.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"
@@ -7,15 +9,17 @@
 
 constexpr bool HAS_BIAS_PAIRS = HAS_BIAS && sizeof(Element) == 2;
 
-// Of a mask and a bias, to be read while products are computed.
+// FragmentOptions holds what a thread reads of a mask and a bias. It is fetched while products are computed, so that
+// the memory's latency is hidden.
 struct FragmentOptions {
   struct alignas(2 * sizeof(BiasElement)) Pair {
     BiasElement x[2];
   };
-  uint4 mask[2];  // of rows `row` and row + 8, 16 columns, each lane of a quad its own
-  Pair biases[HAS_BIAS_PAIRS ? BLOCK_N / 4 : 1];
+  uint4 mask[2];  // rows `row` and row + 8; each lane of a quad has 16 columns of its own
+  Pair biases[HAS_BIAS_PAIRS ? BLOCK_N / 4 : 1];  // the bias of the thread's elements 2 i and 2 i + 1
 };
 
+// ScoreFragment turns a warp's products into scores, for one (sequence, query head).
 struct ScoreFragment {
   Score score;
   Mask mask;
@@ -24,11 +28,13 @@ struct ScoreFragment {
   DEVICE ScoreFragment(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
-  // For queries [first_row, first_row + rows).
+  // needs_mask() tells whether some element of the current tile may be hidden from queries [first_row, first_row +
+  // rows).
   DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows, int keys = BLOCK_N) const {
     return HAS_MASK || HAS_BIAS || blocks.partial || !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
   }
 
+  // fetch() starts to read the options of a tile.
   DEVICE void fetch(FragmentOptions& options, int row, int first_key) const {
     if constexpr (HAS_BIAS_PAIRS) fetch_biases(options, row, first_key + fragment_column());
     if constexpr (HAS_MASK) {
@@ -40,7 +46,8 @@ struct ScoreFragment {
     }
   }
 
-  // Turns products into scores, -inf where hidden; unless careful, hidden keys that are not finite may show.
+  // apply() turns products into scores, -inf where hidden. `careful` marks the recheck of a tile: without it hidden
+  // keys that are not finite may show as NaN, which makes the caller compute the tile again.
   template <int N>
   DEVICE void apply(Accum (&x)[N], const AttentionParams& p, int row, int first_key, bool masked, bool careful,
                     const FragmentOptions& options) const {
@@ -84,6 +91,7 @@ struct ScoreFragment {
     }
   }
 
+  // drop() sets the weights that dropout drops to 0.
   template <int N>
   DEVICE void drop(Accum (&weights)[N], int row, int first_key) const {
     if constexpr (HAS_DROPOUT) {
@@ -91,17 +99,19 @@ struct ScoreFragment {
     }
   }
 
-  // Whether its rows are vectors in a tile of keys, and these.
+  // bias_in_vectors() tells whether the rows of the bias are aligned vectors, and reach over this tile of keys.
   DEVICE bool bias_in_vectors(int first_key) const {
     return score.bias_column_stride == 1 && score.bias_last_column >= smaller(first_key + BLOCK_N, mask.len_k) - 1 &&
            (reinterpret_cast<u64>(score.bias + first_key) | bias_stride() * sizeof(BiasElement)) % sizeof(uint4) == 0;
   }
   DEVICE i64 bias_stride() const { return score.bias_last_row == 0 ? 0 : score.bias_row_stride; }
+  // bias_rows() is the bias of a tile of keys as rows that are loaded like an operand.
   DEVICE Rows bias_rows(int first_key) const {
     return Rows(reinterpret_cast<const Element*>(score.bias + first_key), bias_stride(), mask.len_q,
                 smaller(score.bias_last_column + 1 - first_key, BLOCK_N));
   }
 
+  // fetch_biases() starts to read the biases of a thread's elements, in pairs where they are neighbours in memory.
   DEVICE void fetch_biases(FragmentOptions& options, int row, int column) const {
     using Pair = FragmentOptions::Pair;
     const bool in_pairs =
@@ -126,11 +136,11 @@ struct ScoreFragment {
   }
 
  private:
-  // Each lane of a quad makes bits of its columns.
+  // hide() applies a dense mask. Each lane of a quad makes the bits of 16 columns, and the lanes exchange them.
   template <int N>
   DEVICE void hide(Accum (&x)[N], const uint4 (&bytes)[2], int row, int first_key) const {
     const int j = first_key + lane() % 4 * 16;
-    u32 own = 0;  // 16 of each row
+    u32 own = 0;  // 16 bits of each of the thread's two rows
     if (mask.in_vectors(j)) {
       own = bits_of(bytes[0], bytes[1]);
     } else {

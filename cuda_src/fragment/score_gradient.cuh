@@ -1,4 +1,7 @@
-// Scores and their gradients on a fragment of queries x keys or, OF_KEYS, the reverse.
+// Scores and their gradients on a warp's fragment, for sm80/gradients.cuh, sm80/bias.cuh and split/sm90_backward.cu:
+// the fragment is queries x keys or, if OF_KEYS, keys x queries. fragment/gradient_fragment.cuh is the counterpart for
+// the 16-bit kernels whose fragments are always keys x queries. The mathematics is FlashAttention-2 (Dao 2023),
+// Algorithm 2, lines 10 to 14.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"
@@ -6,6 +9,7 @@
 
 constexpr int FRAGMENT_COLUMNS = (OF_KEYS ? BLOCK_M : BLOCK_N) / KEY_WARPS, FRAGMENT = FRAGMENT_COLUMNS / 2;
 
+// ScoreGradient recomputes a warp's scores, for one (sequence, query head).
 struct ScoreGradient {
   Score score;
   Mask mask;
@@ -14,13 +18,14 @@ struct ScoreGradient {
   DEVICE ScoreGradient(const AttentionParams& p, const Sequence& s, int head)
       : score(p, s, head), mask(p, s, head), dropout(p, s, head) {}
 
+  // needs_mask() tells whether some element of a tile may be hidden.
   DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
-    // Walked queries beyond the last one may be those of the next packed sequence.
+    // Queries beyond the last one in use may be those of the next packed sequence, where tiles of queries are visited.
     return HAS_MASK || HAS_BIAS || partial || (OF_KEYS && first_query + queries > mask.len_q) ||
            !mask.columns_inside(first_query, queries, first_key, keys);
   }
 
-  // Of element e; `row` and `column` are the thread's first.
+  // query() and key() are the place of element e; `row` and `column` are those of the thread's first element.
   static DEVICE int query(int row, int column, int e) {
     return OF_KEYS ? column + column_offset(e) : row + row_offset(e);
   }
@@ -28,7 +33,8 @@ struct ScoreGradient {
     return OF_KEYS ? row + row_offset(e) : column + column_offset(e);
   }
 
-  // Turns products into scores, -inf where hidden; `biases` are read already, or null.
+  // apply() turns products into scores, -inf where hidden; `biases` are the biases of the elements where they were read
+  // already, or null.
   DEVICE void apply(Accum (&x)[FRAGMENT], int row, int first_column, bool masked, const Accum* biases = nullptr) const {
     const int column = first_column + fragment_column();
 #pragma unroll
@@ -53,11 +59,12 @@ struct ScoreGradient {
     }
   }
 
-  // This is a template, so that the branch which is not taken is not compiled.
+  // mark_dropped() sets the sign of the weights that dropout drops.
+  // It is a template, so that the branch which is not taken is not compiled.
   template <int N>
   DEVICE void mark_dropped(Accum (&weights)[N], int row, int first_column) const {
     if constexpr (!HAS_DROPOUT) return;
-    if constexpr (N == 4) {  // eight columns, the first or the next of a call's
+    if constexpr (N == 4) {  // the fragment is 8 of the 16 columns that one call of the generator decides on
       Accum both[8] = {weights[0], weights[1], weights[2], weights[3], weights[0], weights[1], weights[2], weights[3]};
       RandomBits<OF_KEYS, 8>().mark(both, dropout, row, (first_column & ~8) + fragment_column());
 #pragma unroll
@@ -67,6 +74,7 @@ struct ScoreGradient {
     }
   }
 
+  // add_slopes() adds what the fragment contributes to the gradient of ALiBi's slope, for each of the thread's rows.
   DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
     const int column = first_column + fragment_column();
 #pragma unroll
@@ -76,10 +84,11 @@ struct ScoreGradient {
   }
 };
 
-DEVICE bool is_negative(float x) { return __float_as_int(x) < 0; }  // -0 too
+DEVICE bool is_negative(float x) { return __float_as_int(x) < 0; }  // also true for -0
 DEVICE bool is_negative(double x) { return __double_as_longlong(x) < 0; }
 
-// From the gradient of its weight, dp. A dropped weight has its sign set; a hidden element's dp may be NaN.
+// score_gradient() is dS of an element, from dP (`dp`) and its weight. A dropped weight has its sign set; a hidden
+// element's dP may be NaN, and its weight is 0.
 DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_rescale) {
   if constexpr (HAS_DROPOUT) {
     dp = is_negative(weight) ? 0 : dp * dropout_rescale;
@@ -90,7 +99,8 @@ DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_r
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
-// What a thread block walks: the tiles of keys that its queries see, or, OF_KEYS, the family's QueryWalk.
+// KeyWalk iterates over the tiles of keys that a thread block's queries see. Where thread blocks keep keys (OF_KEYS),
+// the family's QueryWalk iterates over tiles of queries instead; `Walk` is the one of this kernel.
 struct KeyWalk {
   Blocks blocks;
   int head;

@@ -1,7 +1,10 @@
-// The online softmax of FlashAttention-2 (Dao 2023, section 3.1), in natural units: beside finfo.min (s - m) must not
-// overflow before it is scaled to base 2.
+// The online softmax of FlashAttention-2 (Dao 2023, section 3.1), for the portable kernels: a running maximum and a
+// running sum for each row, and the row reductions that other kernels use too. Scores stay in natural units until the
+// maximum is subtracted: with a bias of finfo.min, s - m must not overflow before it is scaled to base 2.
+// fragment/softmax_fragment.cuh has the form for tensor cores.
 #include "../params.cuh"
 
+// reduce_row() combines x over groups of THREADS neighbouring lanes; each lane gets the result.
 template <int THREADS, class Operation>
 DEVICE Accum reduce_row(Accum x, Operation operation) {
 #pragma unroll
@@ -18,15 +21,17 @@ DEVICE Accum max_of_row(Accum x) {
   return reduce_row<THREADS>(x, [](Accum a, Accum b) { return larger(a, b); });
 }
 
-// The weight of score s in a row whose maximum (or lse) is `reference`.
+// weight() is exp(s - reference): the weight of score s in a row whose maximum (or lse) is `reference`.
 DEVICE Accum weight(Accum s, Accum reference) { return exp_2((s - reference) * LOG2_E); }
 
-// ROWS rows, each shared by THREADS threads, which keep parts of the sum.
+// OnlineSoftmax keeps the state of ROWS rows, each shared by THREADS threads. Each thread holds the sum of its own
+// columns; finish() adds them up.
 template <int ROWS, int THREADS>
 struct OnlineSoftmax {
   Accum maximum[ROWS], sum[ROWS];
 
-  // A sink is a score that was seen before all others and has no value row; one thread of a row counts it.
+  // A sink is a score that counts as seen before all others and has no value row; one thread of a row counts its
+  // weight.
   DEVICE OnlineSoftmax(Accum sink, bool counts_sink) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -35,7 +40,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights; rescale[r] is what earlier results of row r are to be multiplied with.
+  // step() turns the scores of one tile into weights; rescale[r] is the factor for the earlier results of row r.
   template <int COLUMNS>
   DEVICE void step(Accum (&s)[ROWS][COLUMNS], Accum (&rescale)[ROWS]) {
 #pragma unroll
@@ -57,7 +62,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural log-sum-exp.
+  // finish() completes the sums. inverse[r] normalises row r (0 where it saw nothing), lse[r] is its natural
+  // log-sum-exp.
   DEVICE void finish(Accum (&inverse)[ROWS], Accum (&lse)[ROWS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {

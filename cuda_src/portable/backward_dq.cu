@@ -1,4 +1,6 @@
-// dq, and each row's part of the slopes' gradient: a block walks the keys that BLOCK_M queries see.
+// The gradient of q without tensor cores, and each row's part of the slopes' gradient: FlashAttention-2 (Dao 2023),
+// Algorithm 2, with one owner for every sum. A thread block keeps BLOCK_M queries and loops over the tiles of keys that
+// they see, so dq needs no atomic additions and repeats its bits. portable/backward_dkv.cu is the pass that keeps keys.
 #include "gradient_tile.cuh"
 
 constexpr int ROWS = BLOCK_M / SIDE, COLUMNS = BLOCK_N / SIDE, OUT_COLUMNS = HEAD_DIM / SIDE;
@@ -7,11 +9,12 @@ using KeyChunk = Chunk<HEAD_DIM, BLOCK_N>;
 constexpr int BUFFER = ScoreChunks::SIZE > KeyChunk::SIZE ? ScoreChunks::SIZE : KeyChunk::SIZE;
 
 struct alignas(16) SharedStorage {
-  Accum buffers[2 * BUFFER];
-  Accum ds[BLOCK_N * (BLOCK_M + PAD)];
-  u8 seen[BLOCK_N];
+  Accum buffers[2 * BUFFER];            // operands of the products, double-buffered
+  Accum ds[BLOCK_N * (BLOCK_M + PAD)];  // dS, transposed: (BLOCK_N, BLOCK_M + PAD)
+  u8 seen[BLOCK_N];                     // keys of the tile that some query sees
 };
 
+// backward_dq computes one tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
 
@@ -24,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   const GradientTile<false> tile(p, s, head, head_kv);
 
   Buffers<BUFFER> buffers(shared.buffers);
-  Accum dq[ROWS][OUT_COLUMNS], dslope[ROWS];
+  Accum dq[ROWS][OUT_COLUMNS], dslope[ROWS];  // the thread's elements of dq (BLOCK_M, HEAD_DIM)
   clear(dq);
 #pragma unroll
   for (int r = 0; r < ROWS; r++) dslope[r] = 0;
@@ -35,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   while (!blocks.done()) {
     const int first_key = blocks.block * BLOCK_N;
     const bool masked = needs_mask(tile.mask, blocks, first_row, BLOCK_M, first_key, BLOCK_N);
-    // Without dq there is no barrier between a tile and the next, and nobody reads it.
+    // Where dq is not wanted there is no barrier between a tile and the next, and nobody reads `seen`.
     if (masked && p.dq.data != nullptr && threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
     blocks.advance();
     const auto next_tile = [&] {
@@ -43,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
     };
 
     KeyChunk key_chunk;
-    Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];
+    Accum dropped[ROWS][COLUMNS], ds[ROWS][COLUMNS];  // P after dropout, and dS: (BLOCK_M, BLOCK_N)
     SoftcapTile<ROWS, COLUMNS> softcap;
+    // 1. S = Q K^T, dP = dO V^T; from them P and dS.
     tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, masked, shared.seen, [&] {
       if (p.dq.data != nullptr) {
         key_chunk.fetch(tile.k, first_key, 0);
@@ -52,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
         next_tile();
       }
     });
+    // 2. Each row sums what it adds to the slope's gradient.
     if constexpr (HAS_ALIBI) {
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
@@ -63,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
       }
     }
     if (p.dq.data == nullptr) continue;
+    // 3. dQ += dS K, while the next tile is fetched.
     softcap.apply(ds);
     write_transposed(shared.ds, ds);
     if (masked) __syncthreads();
@@ -70,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
                            next_tile);
   }
 
+  // 4. The epilogue writes the rows' shares of the slopes' gradient, and dq times the scale.
   if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {

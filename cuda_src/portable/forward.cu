@@ -1,4 +1,6 @@
-// Forward attention without tensor cores: FlashAttention-2 (Dao 2023), Algorithm 1.
+// Forward attention without tensor cores, for every GPU and dtype: FlashAttention-2 (Dao 2023), Algorithm 1. A thread
+// block keeps BLOCK_M queries of one head and loops over the tiles of BLOCK_N keys that they see. It is the kernel to
+// read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores.
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 
@@ -8,11 +10,12 @@ using ValueChunk = Chunk<HEAD_DIM_V, BLOCK_N>;
 constexpr int BUFFER = ScoreChunks::SIZE > ValueChunk::SIZE ? ScoreChunks::SIZE : ValueChunk::SIZE;
 
 struct alignas(16) SharedStorage {
-  Accum buffers[2 * BUFFER];
-  Accum weights[BLOCK_N * (BLOCK_M + PAD)];
-  u8 seen[BLOCK_N];
+  Accum buffers[2 * BUFFER];                 // operands of the products, double-buffered
+  Accum weights[BLOCK_N * (BLOCK_M + PAD)];  // P, transposed: (BLOCK_N, BLOCK_M + PAD)
+  u8 seen[BLOCK_N];                          // keys of the tile that some query sees
 };
 
+// forward computes one tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
 
@@ -32,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
   const Accum sink = p.sink == nullptr ? -infinity() : p.sink[head];
 
   Buffers<BUFFER> buffers(shared.buffers);
-  OnlineSoftmax<ROWS, SIDE> softmax(sink, thread_column() == 0);
-  Accum out[ROWS][OUT_COLUMNS];
+  OnlineSoftmax<ROWS, SIDE> softmax(sink, thread_column() == 0);  // the thread's rows of m and l
+  Accum out[ROWS][OUT_COLUMNS];                                   // the thread's elements of O (BLOCK_M, HEAD_DIM_V)
   clear(out);
 
   ScoreChunks score_chunks;
@@ -46,12 +49,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
     blocks.advance();
 
     ValueChunk value_chunk;
-    Accum x[ROWS][COLUMNS];  // products, then scores, then weights
+    Accum x[ROWS][COLUMNS];  // the thread's elements of S (BLOCK_M, BLOCK_N): products, then scores, then weights
     clear(x);
+    // 1. S = Q K^T, while the first values are fetched.
     multiply_transposed(x, buffers, score_chunks, q, first_row, k, first_key,
                         [&] { value_chunk.fetch(v, first_key, 0); });
+    // 2. Products become scores, -inf where hidden.
     score_tile<false>(x, score, mask, first_row, first_key, masked, shared.seen);
 
+    // 3. The online softmax turns scores into weights P and rescales what was summed before.
     Accum rescale[ROWS];
     softmax.step(x, rescale);
 #pragma unroll
@@ -59,11 +65,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
 #pragma unroll
       for (int c = 0; c < OUT_COLUMNS; c++) out[r][c] *= rescale[r];
     }
+    // 4. Dropout sets weights to 0; the row sums above count them all.
     if constexpr (HAS_DROPOUT) {
       for_each_kept<false, ROWS, COLUMNS>(dropout, first_row, first_key, [&](int r, int c, bool kept) {
         if (!kept) x[r][c] = 0;
       });
     }
+    // 5. O += P V, while the next queries and keys are fetched.
     write_transposed(shared.weights, x);
     if (masked) __syncthreads();
     multiply_rows<BLOCK_N>(out, buffers, shared.weights, value_chunk, v, first_key, masked ? shared.seen : nullptr,
@@ -72,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
                            });
   }
 
+  // 6. The epilogue normalises O and writes it with lse.
   Accum inverse[ROWS], lse[ROWS];
   softmax.finish(inverse, lse);
 #pragma unroll

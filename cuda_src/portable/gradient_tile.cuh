@@ -1,7 +1,10 @@
-// Weights P and gradients dS of one tile: FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
+// Weights P and gradients dS of one tile for the portable gradient kernels: FlashAttention-2 (Dao 2023), Algorithm 2,
+// lines 10 to 14. portable/backward_dq.cu, portable/backward_dkv.cu and portable/backward_bias.cu differ only in which
+// tiles they visit and which sums they keep; dropout and softcap's derivative are applied here.
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 
+// SoftcapTile holds the derivative of softcap at the products of a tile (ROWS, COLUMNS).
 template <int ROWS, int COLUMNS>
 struct SoftcapTile {
   SoftcapDerivative<COLUMNS> rows[HAS_SOFTCAP ? ROWS : 1];
@@ -16,16 +19,17 @@ struct SoftcapTile {
   }
 };
 
-// One (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles of keys x queries, else queries x keys.
+// GradientTile is one (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles are keys x queries,
+// else queries x keys.
 template <bool TRANSPOSED>
 struct GradientTile {
-  Rows q, k, v, dout;
+  Rows q, k, v, dout;  // (len_q, head_dim), (len_k, head_dim), (len_k, head_dim_v), (len_q, head_dim_v)
   Score score;
   Mask mask;
-  const AttentionParams& p;  // what dropout needs is read again: registers are scarce
+  const AttentionParams& p;  // kept because what dropout needs is read again: registers are scarce
   const Sequence& s;
   int head;
-  const Accum *lse, *delta;
+  const Accum *lse, *delta;  // (len_q,) each
   i64 lse_stride, delta_stride;
   int len_q;
 
@@ -53,8 +57,9 @@ struct GradientTile {
     chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
   }
 
-  // dropped: P after dropout, not rescaled, for dv. ds: gradient of the scores; that of products by `softcap`. seen:
-  // cleared before, and complete behind the next barrier if masked. `fetch` came before, `next` starts what follows.
+  // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
+  // `ds` becomes the gradient of the scores, from which `softcap` makes that of the products. `seen` is cleared before,
+  // and complete behind the next barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
   template <int SIZE, int ROWS, int COLUMNS, class Next>
   DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
                       Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
@@ -68,7 +73,7 @@ struct GradientTile {
 
     softcap.take(score, dropped);
     score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);
-    // Of a query: its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
+    // Each query has its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
     constexpr int QUERIES = TRANSPOSED ? COLUMNS : ROWS;
     Accum reference[QUERIES], own_delta[QUERIES];
 #pragma unroll

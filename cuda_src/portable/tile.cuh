@@ -1,35 +1,39 @@
-// Tiles of the portable kernels: products by plain multiply-adds, with operands streamed through two buffers. A block
-// is 16 x 16 threads. In a tile of R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in
-// pairs {i, i ^ 8}, which is what a call of dropout's generator decides on at once (dropout.cuh).
+// Tiles of the portable kernels, which use no tensor cores and run on every GPU and dtype: products by plain
+// multiply-adds, with operands streamed through two buffers in shared memory. A block is 16 x 16 threads. In a tile of
+// R x C elements thread (r, c) owns R/16 rows and C/16 columns. Their indices come in pairs {i, i ^ 8}, which is what a
+// call of dropout's generator decides on at once (rules/dropout.cuh). portable/forward.cu and
+// portable/gradient_tile.cuh build on it.
 #include "../rules/mask.cuh"
 #include "../rules/score.cuh"
 #include "../rules/dropout.cuh"
 
 constexpr int NUM_THREADS = SIDE * SIDE;
-// Keeps the transposing stores below two-way bank conflicts and rows aligned to 16 bytes.
+// PAD keeps the transposing stores below two-way bank conflicts and rows aligned to 16 bytes.
 constexpr int PAD = ALIGNMENT / sizeof(Accum);
-// Whether a tile's part of a result is summed by itself: errors grow with the terms of a sum.
+// SUMS_TILES: the products of a tile are summed by themselves before they are added to the result, as errors grow with
+// the number of terms of a sum.
 constexpr bool SUMS_TILES = SUM_COLUMNS > 0;
 
 DEVICE int thread_row() { return threadIdx.x / SIDE; }
 DEVICE int thread_column() { return threadIdx.x % SIDE; }
 
-// Of element e of thread t's PER = SIZE / 16.
+// owned_index() is the row (or column) of the tile that is element e of the PER = SIZE / 16 that thread t owns.
 template <int PER>
 DEVICE int owned_index(int t, int e) {
-  constexpr int HALF = PER / 2;      // consecutive elements on either side of bit 3
-  constexpr int SHARING = 8 / HALF;  // threads that share a group of 16
+  constexpr int HALF = PER / 2;      // consecutive elements on either side of bit 3 of the index
+  constexpr int SHARING = 8 / HALF;  // threads that share a group of 16 indices
   return t / SHARING * 16 + e / HALF * 8 + t % SHARING * HALF + e % HALF;
 }
 
-// Where shared memory keeps it: groups of four per thread, so that 16 threads read 256 bytes in a row.
+// stored_at() is the place of that element in shared memory: groups of four for each thread, so that 16 threads read
+// 256 bytes in a row.
 template <int PER>
 DEVICE int stored_at(int t, int e) {
   constexpr int GROUP = PER < 4 ? PER : 4;
   return e / GROUP * (GROUP * SIDE) + t * GROUP + e % GROUP;
 }
 
-// Of the tile's index: the inverse of owned_index first.
+// stored_index() is the place of the tile's row (or column) `index`: the inverse of owned_index, then stored_at.
 template <int PER>
 DEVICE int stored_index(int index) {
   constexpr int HALF = PER / 2, SHARING = 8 / HALF;
@@ -41,6 +45,7 @@ struct alignas(N * sizeof(Accum) < 16 ? N * sizeof(Accum) : 16) Group {
   Accum x[N];
 };
 
+// read_owned() reads the elements that thread t owns of a row in that order.
 template <int PER>
 DEVICE void read_owned(Accum (&x)[PER], const Accum* row, int t) {
   constexpr int GROUP = PER < 4 ? PER : 4;
@@ -61,7 +66,7 @@ DEVICE void clear(Accum (&x)[ROWS][COLUMNS]) {
   }
 }
 
-// x[r][c] += sum over k < DEPTH of a[k][r] * b[k][c]
+// multiply_chunk() computes x[r][c] += sum over k < DEPTH of a[k][r] * b[k][c].
 template <int DEPTH, int ROWS, int COLUMNS>
 DEVICE void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stride, const Accum* b, int b_stride) {
 #pragma unroll UNROLL
@@ -77,7 +82,8 @@ DEVICE void multiply_chunk(Accum (&x)[ROWS][COLUMNS], const Accum* a, int a_stri
   }
 }
 
-// A chunk of BLOCK_K columns of N rows on its way to shared memory, where it lies transposed: [k][stored row].
+// TransposedChunk is a chunk of BLOCK_K columns of N rows on its way to shared memory, where it lies transposed:
+// (BLOCK_K, N + PAD) as [k][stored row]. fetch() reads it into registers, commit() writes it to shared memory.
 template <int N>
 struct TransposedChunk {
   static constexpr int STRIDE = N + PAD;
@@ -108,9 +114,9 @@ struct TransposedChunk {
   }
 };
 
-// A chunk of rows of N columns, as it lies: BLOCK_K, or as many elements of the columns that are summed at once. Rows
-// are in the order in which write_transposed leaves the other factor: row k of the tile's product is the key (or query)
-// with owned_index(k % 16, k / 16).
+// Chunk is a chunk of rows of N columns, which lies in shared memory as it does in global memory: BLOCK_K rows, or as
+// many elements of those columns that are summed at once. Its rows come in the order in which write_transposed leaves
+// the other factor: row k of the tile's product is the key (or query) with owned_index(k % 16, k / 16).
 template <int N, int DEPTH>
 struct Chunk {
   static constexpr int COLUMNS = SUMS_TILES && N > SUM_COLUMNS ? SUM_COLUMNS : N;
@@ -132,7 +138,7 @@ struct Chunk {
     }
   }
 
-  // Rows that no element of the tile sees count as 0, also where they hold NaN.
+  // commit() writes the chunk; rows that no element of the tile sees count as 0, also where they hold NaN.
   DEVICE void commit(Accum* to, int k, const u8* seen) const {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
@@ -145,7 +151,8 @@ struct Chunk {
   }
 };
 
-// As the left factor of multiply_rows: [column in the order of Chunk][stored row].
+// write_transposed() writes a tile as the left factor of multiply_rows: (COLUMNS * 16, ROWS * 16 + PAD) as [column in
+// the order of Chunk][stored row].
 template <int ROWS, int COLUMNS>
 DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
   constexpr int GROUP = ROWS < 4 ? ROWS : 4;
@@ -162,7 +169,8 @@ DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
   }
 }
 
-// One barrier a chunk is enough: whoever fills a buffer has passed that behind its last use.
+// Buffers alternates between two buffers. One barrier a chunk is enough: whoever fills a buffer has passed the barrier
+// behind its last use.
 template <int SIZE>
 struct Buffers {
   Accum* base;
@@ -172,7 +180,7 @@ struct Buffers {
   DEVICE Accum* next() { return base + (turn ^= 1) * SIZE; }
 };
 
-// Both operands of multiply_transposed on their way.
+// ChunkPair is both operands of multiply_transposed on their way to shared memory.
 template <int A, int B>
 struct ChunkPair {
   static constexpr int SIZE = BLOCK_K * (TransposedChunk<A>::STRIDE + TransposedChunk<B>::STRIDE);
@@ -185,8 +193,8 @@ struct ChunkPair {
   }
 };
 
-// x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]. The first chunk is fetched; `next` starts what is
-// needed behind this product, when the last one has arrived.
+// multiply_transposed() computes x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]. The caller has fetched
+// the first chunk; `next` starts to fetch what is needed behind this product, when the last chunk has arrived.
 template <int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
                                 ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a, const Rows& b,
@@ -208,8 +216,9 @@ DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffer
   }
 }
 
-// x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed left it. First chunk and
-// `next` as above.
+// multiply_rows() computes x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed
+// left it. The first chunk and `next` are as in multiply_transposed; rows of b that are not `seen` count as 0 (null:
+// all are seen).
 template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
 DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
                           Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b, const u8* seen, Next next) {
@@ -245,7 +254,8 @@ DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, con
   }
 }
 
-// Writes x * factor as rows [first, first + 16 * ROWS) of a tensor; rows from `used` to `limit` become 0.
+// write_rows() writes x * factor as rows [first, first + 16 * ROWS) of `data` (limit, num_columns); rows from `used` to
+// `limit` become 0.
 template <int ROWS, int COLUMNS>
 DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
                        const Accum (&x)[ROWS][COLUMNS], const Accum (&factor)[ROWS]) {
@@ -261,7 +271,8 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
     if (row >= limit) continue;
 #pragma unroll
     for (int g = 0; g < COLUMNS / GROUP; g++) {
-      const int column = stored_at<COLUMNS>(thread_column(), g * GROUP);  // as Chunk stores them
+      // Columns are owned in the order in which Chunk stores them.
+      const int column = stored_at<COLUMNS>(thread_column(), g * GROUP);
       Store values;
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {
@@ -280,8 +291,8 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
   }
 }
 
-// Turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked tile
-// seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
+// score_tile() turns products into scores, -inf where hidden. TRANSPOSED: rows are keys, columns queries. In a masked
+// tile seen[column] becomes 1 where some row sees it; the caller has cleared it and synchronises before it is read.
 template <bool TRANSPOSED, int ROWS, int COLUMNS>
 DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask& mask, int first_row, int first_column,
                        bool masked, u8* seen) {
@@ -304,16 +315,17 @@ DEVICE void score_tile(Accum (&x)[ROWS][COLUMNS], const Score& score, const Mask
   }
 }
 
-// A bias may hide by -inf.
+// needs_mask() tells whether elements of the current tile need a test. A tile with a bias does, because a bias may hide
+// by -inf.
 DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int j, int n) {
   return HAS_MASK || HAS_BIAS || blocks.partial || !mask.wholly_inside(i, m, j, n);
 }
 
-// Calls drop(row, column, whether it is kept) for the thread's elements of a tile.
+// for_each_kept() calls drop(row, column, whether it is kept) for the thread's elements of a tile.
 template <bool TRANSPOSED, int ROWS, int COLUMNS, class Drop>
 DEVICE void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
   constexpr int KEYS = TRANSPOSED ? ROWS : COLUMNS, QUERIES = TRANSPOSED ? COLUMNS : ROWS;
-  constexpr bool PAIRS = KEYS > 2;  // of keys j and j + 1, or one alone of either
+  constexpr bool PAIRS = KEYS > 2;  // a thread owns both keys j and j + 1 of a word, or only one of them
 #pragma unroll
   for (int q = 0; q < QUERIES / 2; q++) {
 #pragma unroll

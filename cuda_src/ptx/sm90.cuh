@@ -1,24 +1,26 @@
-// PTX of compute capability 9.0a, like that of 8.0.
+// Instructions of compute capability 9.0a (Hopper), one function each, after the PTX ISA: mbarriers, TMA, clusters,
+// wgmma and setmaxnreg. ptx/sm80.cuh has those that Ampere has too. Everything in sm90/ reaches the hardware through
+// these functions, so that tests can put an emulation on the CPU in their place.
 #include "sm80.cuh"
 
 namespace ptx {
 
-// What the host encodes of a tensor for TMA.
+// TensorMap is the descriptor of a tensor for TMA, which the host encodes (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// Describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8 rows (1024 bytes,
-// so aligned). K contiguous: leading is unused, stride the bytes from 8 rows to the next; add 32 bytes a step of 16
-// in k. M or N contiguous (the transposing products): leading is the bytes from 64 columns to the next, stride those
-// from 8 rows of k to the next.
+// wgmma_descriptor() describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8
+// rows (1024 bytes, so aligned). K contiguous: `leading` is unused, and `stride` is the bytes from 8 rows to the next;
+// a step of 16 in k adds 32 bytes. M or N contiguous (the transposing products): `leading` is the bytes from 64 columns
+// to the next, `stride` those from 8 rows of k to the next.
 DEVICE unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
   return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
          static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
          1ull << 62;
 }
-// The same without a swizzle, K contiguous, in atoms of 8 rows of 16 bytes: leading is the bytes from 8 of k to the
-// next 8, stride those from 8 rows to the next.
+// wgmma_atoms_descriptor() describes a matrix without a swizzle, K contiguous, in atoms of 8 rows of 16 bytes:
+// `leading` is the bytes from 8 of k to the next 8, `stride` those from 8 rows to the next.
 DEVICE unsigned long long wgmma_atoms_descriptor(unsigned address, unsigned leading, unsigned stride) {
   return wgmma_descriptor(address, leading, stride) & ~(1ull << 62);
 }
@@ -31,20 +33,22 @@ namespace ptx {
 
 // ---- Barriers in shared memory. A phase ends when its arrivals and the bytes announced for it have all come.
 
-// Makes `mbarrier` (8 aligned bytes) one of `arrivals` arrivals a phase; the running phase has parity 0.
+// mbarrier_init() makes `mbarrier` (8 aligned bytes) a barrier of `arrivals` arrivals a phase; the running phase has
+// parity 0.
 DEVICE void mbarrier_init(unsigned mbarrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
-// Makes barriers visible to the cluster and to TMA; a block or cluster barrier follows.
+// fence_mbarrier_init() makes initialised barriers visible to the cluster and to TMA; a block or cluster barrier
+// follows.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void mbarrier_arrive(unsigned mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
-// Announces bytes of this phase, and arrives.
+// mbarrier_arrive_expect() announces bytes that belong to this phase, and arrives.
 DEVICE void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// Whether the phase of this parity has ended; may wait a while before it says no.
+// mbarrier_try_wait() tells whether the phase of this parity has ended; it may wait a while before it says no.
 DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
   unsigned done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -54,20 +58,21 @@ DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
   return done;
 }
 
-// Makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after a barrier.
+// fence_async_shared() makes this thread's ordinary accesses to shared memory visible to TMA and wgmma that come after
+// a barrier.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Kernels that begin before the one before them has ended
+// ---- Programmatic dependent launch: a kernel begins before the one before it has ended.
 
-// Waits until all that it wrote is there.
+// wait_for_kernel_before() waits until all that the kernel before wrote is visible.
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel may begin when all thread blocks have come here.
+// let_next_kernel_begin() lets the next kernel begin once all thread blocks have called it.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- TMA: tiles of a tensor of 4 dimensions; the innermost coordinate comes first. One thread issues.
 
-// tma_load: the box at the coordinates into shared memory; elements out of bounds are zeros and count as bytes.
-// tma_store: out of shared memory, elements out of bounds are dropped.
+// tma_load() copies the box at the coordinates into shared memory; elements out of bounds become zeros and count as
+// bytes. tma_store() copies it out of shared memory; elements out of bounds are dropped.
 DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
@@ -75,7 +80,7 @@ DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, i
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// To each block of a cluster whose bit is set.
+// tma_load_multicast() copies the box to each thread block of the cluster whose bit is set in `blocks`.
 DEVICE void tma_load_multicast(unsigned shared, const TensorMap* map, unsigned mbarrier, unsigned short blocks, int c0,
                                int c1, int c2, int c3) {
   asm volatile(
@@ -90,7 +95,7 @@ DEVICE void tma_store(const TensorMap* map, unsigned shared, int c0, int c1, int
                : "memory");
 }
 
-// Flat copies: addresses and sizes are multiples of 16 bytes.
+// The bulk functions copy flat memory: addresses and sizes are multiples of 16 bytes.
 DEVICE void bulk_load(unsigned shared, const void* global, unsigned bytes, unsigned mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(mbarrier)
@@ -105,8 +110,9 @@ DEVICE void bulk_reduce_add_f32(float* global, unsigned shared, unsigned bytes) 
                "r"(bytes)
                : "memory");
 }
-// Stores and reductions of this thread since the last commit make a group. _read: until the sources of all but PENDING
-// groups are read, else until they are written.
+// bulk_commit_group() makes a group of this thread's stores and reductions since the last commit.
+// bulk_wait_group_read() waits until the sources of all but PENDING groups are read, bulk_wait_group() until they are
+// written.
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void bulk_wait_group() {
@@ -117,17 +123,18 @@ DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// To 16 aligned bytes, each float atomically.
+// add_f32_x4() adds to 16 aligned bytes, each float atomically.
 DEVICE void add_f32_x4(float* global, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
 
-// ---- Clusters of thread blocks
+// ---- Clusters of thread blocks: an address in another block's shared memory comes from cluster_address().
 
 DEVICE void mbarrier_arrive_cluster(unsigned cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
+// bulk_copy_cluster() copies to shared memory of another block, and completes bytes of a barrier there.
 DEVICE void bulk_copy_cluster(unsigned cluster_shared, unsigned shared, unsigned bytes, unsigned cluster_mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    cluster_shared),
@@ -160,7 +167,7 @@ DEVICE void stmatrix_x4_trans(unsigned address, unsigned a0, unsigned a1, unsign
                : "memory");
 }
 
-// ---- Registers a thread of this warpgroup may use from now on: a multiple of 8 in 24..240.
+// ---- setmaxnreg: the registers that a thread of this warpgroup may use from now on, a multiple of 8 in 24..240.
 
 template <int REGISTERS>
 DEVICE void set_registers_fewer() {
@@ -174,23 +181,23 @@ DEVICE void set_registers_more() {
 // ---- Matrix products of a warpgroup: d = (accumulate ? d : 0) + a b, a 64 x 16, b 16 x N, 16-bit elements.
 // Asynchronous: d, the registers of a and the shared memory of both stay untouched from the wgmma to the wait.
 
-// Orders earlier accesses to d and a's registers before the wgmma that follow.
+// wgmma_fence() orders earlier accesses to d and to the registers of a before the wgmma that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Keeps the compiler from moving accesses to registers across it.
+// keep() keeps the compiler from moving accesses to a register across this point.
 DEVICE void keep(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void keep(unsigned& x) { asm volatile("" : "+r"(x)::"memory"); }
-// Nor does it know x any longer: what follows from it is computed again.
+// forget() makes the compiler forget what it knows of x, so that whatever follows from x is computed again.
 DEVICE void forget(unsigned& x) { asm volatile("" : "+r"(x)); }
 DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 
-// wgmma_ss: a and b by descriptors. TRANS_A, TRANS_B: 1 where M (N) is contiguous in memory instead of K.
-// wgmma_rs: a in registers, in warp w rows 16 w to 16 w + 15, laid out as for mma_m16n8k16.
-// d: N / 2 registers, which pick N; d[4 i .. 4 i + 3] are columns 8 i to 8 i + 7, laid out likewise.
+// wgmma_ss() takes a and b by descriptors; TRANS_A and TRANS_B are 1 where M (N) is contiguous in memory instead of K.
+// wgmma_rs() takes a in registers: warp w has rows 16 w to 16 w + 15, laid out as for mma_m16n8k16. `d` has N / 2
+// registers, and their number picks N; d[4 i .. 4 i + 3] are columns 8 i to 8 i + 7, laid out likewise.
 #define CUFLASH_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUFLASH_NAMES_16 CUFLASH_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUFLASH_NAMES_24 CUFLASH_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"

@@ -1,19 +1,22 @@
-// From q.k to the score of an element, and back.
+// This header turns a product q.k into a score and finds the score's derivative: scale, softcap (Gemma 2's tanh), bias
+// and ALiBi (Press et al. 2022), in that order. It works on one element at a time, so every family of kernels uses it;
+// kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
 #include "../params.cuh"
 #include "../ptx/sm80.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
-// With an error of 2^-11. Beside other options it spills.
+// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
+// used, because there it spills registers.
 constexpr bool QUICK_TANH =
     sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT || HAS_BLOCK_MASK);
 #else
 constexpr bool QUICK_TANH = false;
 #endif
 
-// Of one (sequence, query head).
+// Score holds what one (sequence, query head) needs to turn products into scores.
 struct Score {
   Accum scale, softcap, slope;
-  const BiasElement* bias;  // at (batch, head)
+  const BiasElement* bias;  // (seqlen_q, seqlen_k) at this (batch, head); a broadcast axis has stride 0
   i64 bias_row_stride, bias_column_stride;
   int bias_last_row, bias_last_column;
   int diagonal;
@@ -22,7 +25,7 @@ struct Score {
     scale = static_cast<Accum>(p.softmax_scale);
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
-    // Rows outside every sequence have no slopes, and without sequences there is no array of them.
+    // Rows outside every sequence have no slope, and without sequences there is no array of slopes to read.
     if constexpr (HAS_ALIBI) slope = s.batch < 0 ? Accum(0) : p.alibi_slopes[s.batch * p.alibi_batch_stride + head];
     if constexpr (HAS_BIAS) {
       bias = p.bias.data + s.batch_or_0() * p.bias.batch_stride + head * p.bias.head_stride;
@@ -33,12 +36,13 @@ struct Score {
     }
   }
 
+  // capped() is tanh(scale * product / softcap): the score in units of softcap.
   DEVICE Accum capped(Accum product) const {
     if constexpr (QUICK_TANH) return ptx::tanh(static_cast<float>(product * (scale / softcap)));
     return tanh_of(product * scale / softcap);
   }
 
-  // d(score) / d(scale * q.k).
+  // derivative() is d(score) / d(scale * q.k).
   DEVICE Accum derivative(Accum product) const {
     if constexpr (HAS_SOFTCAP) {
       const Accum t = capped(product);
@@ -47,18 +51,21 @@ struct Score {
     return 1;
   }
 
+  // distance() is how far key j is from the diagonal of query i, which ALiBi multiplies by its slope.
   DEVICE Accum distance(int i, int j) const {
     const int d = i + diagonal - j;
     return static_cast<Accum>(d < 0 ? -d : d);
   }
 
+  // bias_at() is the bias of element (i, j).
   DEVICE Accum bias_at(int i, int j) const {
     return to_accum(
         bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
   }
 
-  // Element (i, j) must lie inside its sequence. A bias of -inf hides, also where the product is NaN; one that is
-  // not read yet is null. Else (not STRICT) the result is NaN where that is.
+  // value() is the score of element (i, j), which must lie inside its sequence. `own_bias` is the bias where it was
+  // read already; null makes this function read it. STRICT: a bias of -inf hides the element even where the product is
+  // NaN; otherwise the result is NaN where the product is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
@@ -72,18 +79,20 @@ struct Score {
   }
 };
 
-// Of N products; without softcap it takes no registers.
+// SoftcapDerivative holds the derivative of softcap at N products; without softcap it takes no registers.
 template <int N>
 struct SoftcapDerivative {
   Accum x[HAS_SOFTCAP ? N : 1];
 
+  // take() finds the derivatives before the products become scores.
   DEVICE void take(const Score& score, const Accum (&products)[N]) {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; e++) x[e] = score.derivative(products[e]);
     }
   }
-  // A hidden element has ds = 0, and its derivative may be NaN.
+  // apply() turns gradients of scores into those of products. A hidden element has ds = 0, and its derivative may be
+  // NaN.
   DEVICE void apply(Accum (&ds)[N]) const {
     if constexpr (HAS_SOFTCAP) {
 #pragma unroll

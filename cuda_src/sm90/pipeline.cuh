@@ -1,24 +1,30 @@
-// Rings of buffers in shared memory between the warp that loads them and the warpgroups that use them, the turns that
-// the warpgroups take at the tensor cores, and which tiles a persistent thread block computes.
+// How the warps of a persistent Hopper kernel work together: circular buffers in shared memory between the warp that
+// loads and the warpgroups that compute (CUTLASS's PipelineTmaAsync), the order in which warpgroups use the tensor
+// cores (ping-pong), and the scheduler that gives thread blocks their tiles. The forward kernels use all of it;
+// backward/schedule.cuh adds the backward kernels' scheduler.
 #include "../fragment/fragment.cuh"
 #include "../ptx/sm90.cuh"
 
+// sync_cluster() is a barrier of all threads of the cluster.
 DEVICE void sync_cluster() {
   __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
 }
 
+// wait_for() waits until the phase of this parity has ended.
 DEVICE void wait_for(u32 mbarrier, u32 parity) {
   while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
   }
 }
 
+// RingBarriers are the mbarriers of a circular buffer: full[stage] ends a phase when a buffer is filled, empty[stage]
+// when all consumers have released it.
 template <int STAGES>
 struct RingBarriers {
   u64 full[STAGES], empty[STAGES];
 
-  // Every warp of the consumers releases a buffer by itself, and every warp that writes one publishes it.
+  // Each consumer warp releases a buffer by itself, and each warp that writes one publishes it.
   DEVICE void init(int consumer_warps, int producers = 1) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
@@ -28,12 +34,13 @@ struct RingBarriers {
   }
 };
 
-// One side's walk around a ring; both sides visit the buffers in the same order. HURRIED: two buffers change without a
-// comparison, where steps wait for it. BLOCKS fill each other's.
+// Ring is one side's position in a circular buffer of STAGES buffers of BYTES; both sides visit the buffers in the same
+// order. HURRIED: with two buffers the stage changes without a comparison, which helps where steps wait for it. BLOCKS:
+// so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
 template <int STAGES, u32 BYTES, bool HURRIED = false, u32 BLOCKS = 1>
 struct Ring {
   static constexpr u32 SIZE = BYTES;
-  u32 buffers, full_barriers, empty_barriers;
+  u32 buffers, full_barriers, empty_barriers;  // shared addresses of stage 0
   u32 stage = 0, phase = 0;
 
   DEVICE Ring(const void* data, const RingBarriers<STAGES>& barriers)
@@ -57,7 +64,8 @@ struct Ring {
     phase ^= 1;
   }
 
-  // To where another ring stands that takes as many steps, if it has as many buffers: one place less to keep.
+  // follow() moves to where another ring stands that takes as many steps, if it has as many buffers: that is one
+  // position less to keep in registers.
   template <int OTHER_STAGES, u32 OTHER_BYTES>
   DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
     if constexpr (OTHER_STAGES == STAGES) {
@@ -66,26 +74,29 @@ struct Ring {
     }
   }
 
-  // Seen from `to` as the other one is from `from`.
+  // move() makes this ring the other one, with addresses counted from `to` instead of `from`.
   DEVICE void move(const Ring& other, u32 from, u32 to) {
     buffers = to + (other.buffers - from);
     full_barriers = to + (other.full_barriers - from);
     empty_barriers = to + (other.empty_barriers - from);
   }
 
+  // behind() is the position one step earlier.
   DEVICE Ring behind() const {
     Ring ring = *this;
     ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
+  // following() is the position one step later.
   DEVICE Ring following() const {
     Ring next = *this;
     next.advance();
     return next;
   }
 
-  // The loading thread.
+  // The producer's side: acquire() waits until the buffer is free, expect() announces its bytes, and publish() hands it
+  // over.
   DEVICE void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
   DEVICE void expect(u32 elsewhere = 0) const { ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere); }
   DEVICE void publish() {
@@ -93,19 +104,19 @@ struct Ring {
     advance();
   }
 
-  // A warp of several that write a buffer together, for TMA or wgmma too.
+  // publish_part() hands over what one of several warps wrote, for TMA or wgmma too.
   DEVICE void publish_part() {
     ptx::fence_async_shared();
     publish_written();
   }
-  // For ordinary loads alone.
+  // publish_written() does so for consumers that only use ordinary loads.
   DEVICE void publish_written() {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(full());
     advance();
   }
 
-  // The using warps.
+  // The consumers' side: each warp waits until the buffer is full, and releases it.
   DEVICE void wait() const { wait_for(full(), phase); }
   DEVICE void release() {
     if constexpr (BLOCKS == 1) {
@@ -117,36 +128,40 @@ struct Ring {
   }
 };
 
-// Ping-pong (FlashAttention-3, section 3.1): the warpgroups issue their products in turn, so that the softmax of one
-// runs under the products of another.
+// Turns is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so that
+// the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on named
+// barriers.
 struct Turns {
-  static constexpr int FIRST_BARRIER = 1;  // ids FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1
+  // Named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'.
+  static constexpr int FIRST_BARRIER = 1;
   int own, next;
 
   DEVICE Turns(int warpgroup)
       : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
     if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
   }
+  // take() waits for this warpgroup's place in the order; pass() lets the next warpgroup go.
   DEVICE void take() const {
     if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
   }
   DEVICE void pass() const {
     if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
   }
-  // Takes the turn that is left over.
+  // finish() takes the place in the order that is left over at the end.
   DEVICE void finish() const {
     if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
   }
 };
 
-// Heads of all sequences; packed sequences are one.
+// num_images() is the number of batch_heads; packed sequences count as one.
 DEVICE u32 num_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
-// Tiles of one head are neighbours, so that blocks that run together share keys in L2. With a window or a block mask,
-// which may be one, the last queries, whose rows are the longest, come first, in the last heads in all of these heads
-// before the next: blocks end together.
+// work_at() is the scheduler's map from an index to a tile of queries. Tiles of one head are neighbours, so that blocks
+// that run together share keys in L2. With a window, or with a block mask, which may be one, the last queries, whose
+// rows are the longest, come first. In the last heads they come first in all of these heads before the next tile, so
+// that blocks end together.
 DEVICE Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, image = index / num_tiles;
@@ -163,13 +178,15 @@ DEVICE Work work_at(const AttentionParams& p, u32 index) {
   return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};
 }
 
-// Thread blocks take tiles in order as they become free. Every tile is followed by one ticket, so the last of `total`
-// tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt. Each of two teams has its
-// own.
+// take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so
+// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out in
+// turn. Each of two teams has a counter of its own.
 DEVICE u32 take_ticket(const AttentionParams& p, int team = 0) {
   return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter + team, 1u);
 }
 
+// index_of_ticket() is the index of the tile that a ticket stands for; `takers` thread blocks began with tiles 0 to
+// takers - 1.
 DEVICE u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total, u32 takers = gridDim.x,
                            int team = 0) {
   if (p.tile_counter == nullptr) return index + takers;
@@ -183,4 +200,4 @@ DEVICE u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers
 
 constexpr int WORK_STAGES = 2;
 using WorkRing = Ring<WORK_STAGES, sizeof(Work)>;
-constexpr int NO_TILE = -1;
+constexpr int NO_TILE = -1;  // in place of a tile's number: there are no more tiles

@@ -1,16 +1,17 @@
-// The matrix products of a warpgroup. Tiles lie as TMA writes them: panels of 64 columns, each with its rows one after
-// the other in the 128-byte swizzle.
+// The matrix products of a warpgroup by wgmma, and how a warp's results reach global memory. Operands lie in shared
+// memory as TMA writes them: a tile is panels of 64 columns, each with its rows one after the other in the 128-byte
+// swizzle. All kernels of sm90/ on 16 bits use it; split/sm90_products.cuh adds the products of float32 in parts.
 #include "pipeline.cuh"
 
-constexpr int STEP = 16;  // K of wgmma
+constexpr int STEP = 16;  // depth of one product: K of wgmma
 constexpr u32 ROW_BYTES = SWIZZLE_BYTES, ATOM_BYTES = SMEM_ALIGNMENT;
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (HEAD_DIM_V + PANEL - 1) / PANEL;
 constexpr u32 Q_BYTES = BLOCK_M * ROW_BYTES * PANELS;
 constexpr u32 K_BYTES = BLOCK_N * ROW_BYTES * PANELS, V_BYTES = BLOCK_N * ROW_BYTES * PANELS_V;
 
-// Uniform, and known to be.
+// own_warpgroup() is the warpgroup's number. The shuffle tells the compiler that it is uniform.
 DEVICE int own_warpgroup() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
-// Of the warp, in its warpgroup.
+// warp_row() is the warp's first row of the 64 of its warpgroup.
 DEVICE int warp_row() { return threadIdx.x % WARPGROUP / WARP * 16; }
 
 template <class T, int N>
@@ -19,7 +20,8 @@ DEVICE void keep(T (&x)[N]) {
   for (int e = 0; e < N; e++) ptx::keep(x[e]);
 }
 
-// Descriptors of tiles at shared addresses; an offset in bytes is added as offset / 16.
+// rows_descriptor() describes a tile at a shared address by its rows; an offset in bytes is added to it as offset / 16.
+// step_offset() is that offset, in bytes, for a step of 16 columns.
 DEVICE u64 rows_descriptor(u32 address) { return ptx::wgmma_descriptor(address, 16, ATOM_BYTES); }
 DEVICE constexpr u32 step_offset(int step, int rows) { return step / 4 * rows * ROW_BYTES + step % 4 * 32; }
 
@@ -27,8 +29,8 @@ struct NothingMore {
   DEVICE void operator()() const {}
 };
 
-// Starts x = a b^T over DEPTH, and what `more` starts to be added; the panels of a and b have ROWS_A and ROWS_B rows.
-// The first HELD steps of a are fragments.
+// multiply_by_rows() starts x = a b^T over DEPTH, and adds what `more` starts; the panels of a and b have ROWS_A and
+// ROWS_B rows. The first HELD steps of a are fragments in registers.
 template <int DEPTH, int ROWS_A, int ROWS_B, int HELD = 0, int N, class More = NothingMore>
 DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}, const u32 (*held)[4] = nullptr) {
   const u64 left = rows_descriptor(a), right = rows_descriptor(b);
@@ -47,12 +49,13 @@ DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}, const 
   ptx::wgmma_commit_group();
 }
 
+// columns_of() describes a tile of ROWS rows by its columns, for the transposing products.
 template <int ROWS>
 DEVICE u64 columns_of(u32 address) {
   return ptx::wgmma_descriptor(address, ROWS * ROW_BYTES, ATOM_BYTES);
 }
 
-// Starts x = a b over DEPTH: a by its rows, b by its columns.
+// multiply_by_columns() starts x = a b over DEPTH: a is read by its rows, b by its columns.
 template <int DEPTH, int ROWS_A, int N>
 DEVICE void multiply_by_columns(float (&x)[N], u32 a, u32 b) {
   const u64 left = rows_descriptor(a), right = columns_of<DEPTH>(b);
@@ -65,7 +68,7 @@ DEVICE void multiply_by_columns(float (&x)[N], u32 a, u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Starts sum += factor b over DEPTH: factor is a fragment, b used by its columns.
+// add_product() starts sum += factor b over DEPTH: `factor` is a fragment in registers, b is read by its columns.
 template <int DEPTH, int N>
 DEVICE void add_product(float (&sum)[N], u32 (&factor)[DEPTH / 4], u32 b) {
   const u64 right = columns_of<DEPTH>(b);
@@ -78,14 +81,15 @@ DEVICE void add_product(float (&sum)[N], u32 (&factor)[DEPTH / 4], u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Of the thread's row of four 8 x 8 matrices in the panel of its keys.
+// transposed_address() is the address of the thread's row of four 8 x 8 matrices in the panel of its keys, for stmatrix
+// and ldmatrix.
 DEVICE u32 transposed_address(u32 panel, u32 thread) {
   const u32 lane = thread % WARP;
   const u32 query = lane / 16 * 8 + lane % 8, chunk = thread % WARPGROUP / WARP * 2 + lane / 8 % 2;
   return panel + query * ROW_BYTES + (chunk ^ query % 8) * 16;
 }
 
-// Writes a fragment of 64 keys x N queries as rows of queries into the panel of its keys.
+// store_transposed() writes a fragment of 64 keys x N queries as rows of queries into the panel of its keys.
 template <int N>
 DEVICE void store_transposed(u32 panel, const u32 (&words)[N]) {
   const u32 target = transposed_address(panel, threadIdx.x);
@@ -96,10 +100,11 @@ DEVICE void store_transposed(u32 panel, const u32 (&words)[N]) {
   }
 }
 
-// ---- Results of a warp by way of shared memory, so that lanes side by side store whole lines.
+// ---- The epilogue: a warp's results go by way of shared memory, so that neighbouring lanes store whole lines.
 
-// Writes out * factor for the warp's rows [row, row + 16) of `data`; rows in [len, rows) are padding and 0. `staging`
-// is the warp's own: rows of eight chunks of 16 bytes, each in the place of its number xor the row's.
+// write_rows() writes out * factor for the warp's rows [row, row + 16) of `data` (rows, head_dim); rows in [len, rows)
+// are padding and become 0. `staging` is the warp's own: 16 rows of eight 16-byte chunks, each chunk in the place of
+// its number xor the row's, which avoids bank conflicts.
 template <int N>
 DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows, int head_dim, const float (&out)[N],
                        const float (&factor)[2], unsigned char* staging) {
@@ -158,29 +163,32 @@ DEVICE void write_rows(Element* data, i64 row_stride, int row, int len, int rows
   }
 }
 
-// ---- A bias in tiles that TMA brings. One that is the same for all queries has one row.
+// ---- A bias in tiles that TMA loads, (BLOCK_M, BLOCK_N). A bias that is the same for all queries has one row.
 
-constexpr int BIAS_PANEL = ROW_BYTES / sizeof(BiasElement);  // columns
+constexpr int BIAS_PANEL = ROW_BYTES / sizeof(BiasElement);  // columns of a panel of the bias
 constexpr int PANELS_BIAS = (BLOCK_N + BIAS_PANEL - 1) / BIAS_PANEL;
 constexpr u32 BIAS_PANEL_BYTES = BLOCK_M * ROW_BYTES, BIAS_TILE_BYTES = PANELS_BIAS * BIAS_PANEL_BYTES;
 
+// unpacked() makes two floats of a word of two 16-bit numbers.
 DEVICE float2 unpacked(__nv_bfloat16, u32 pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 DEVICE float2 unpacked(__half, u32 pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
-// One row of a tile, of which `column` is a multiple of the elements of 16 bytes.
+// bias_address() is the address of (row, column) in a tile; `column` is a multiple of the elements of 16 bytes.
 DEVICE u32 bias_address(u32 tile, int row, int column) {
   const u32 chunk = column % BIAS_PANEL * sizeof(BiasElement) / 16;
   return tile + column / BIAS_PANEL * BIAS_PANEL_BYTES + row * ROW_BYTES + (chunk ^ row % 8) * 16;
 }
 
+// add_pair() adds the bias to two scores. In a masked tile a bias of -inf hides, also where the score is NaN.
 DEVICE void add_pair(float& x, float& y, float2 bias, bool masked) {
   x = masked && bias.x == -infinity() ? bias.x : x + bias.x;
   y = masked && bias.y == -infinity() ? bias.y : y + bias.y;
 }
 
-// Adds a tile to the fragment of a warp whose first row it is, or of all warps if `one_row`.
+// add_bias_tile() adds a tile to a warp's fragment, whose first row in the tile is `warp_row`; with `one_row` all warps
+// add the tile's single row.
 template <class Bias = BiasElement>
 DEVICE void add_bias_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row, bool one_row, bool masked) {
   if constexpr (sizeof(Bias) == 2) {

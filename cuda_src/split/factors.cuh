@@ -1,20 +1,24 @@
-// The factors of split rows (split/layout.cuh) on fragments.
+// Arithmetic with the factors of split rows (split/layout.cuh) on a warp's fragments: how products of parts become
+// products of rows, and how weights are scaled into float16's range before they are split in turn.
+// split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh use it.
 #include "../fragment/fragment.cuh"
 #include "../fragment/softmax.cuh"
 
 constexpr u32 EXPONENT_BITS = 0x7f800000;
-constexpr float TOP = 16384;              // where the largest element of a row of halves lies: 2^14
-constexpr float LOWEST_UNIT = 0x1p-112f;  // its inverse times TOP is a number
+constexpr float TOP = 16384;              // 2^14: the largest element of a row of halves lies in [TOP, 2 TOP)
+constexpr float LOWEST_UNIT = 0x1p-112f;  // the lowest unit whose inverse times TOP is finite
 constexpr float SMALLEST_NORMAL = 0x1p-126f;
 
+// power_of_2_below() is the largest power of two that is not above x: the exponent alone is kept.
 DEVICE float power_of_2_below(float x) { return __uint_as_float(__float_as_uint(x) & EXPONENT_BITS); }
 
-// TOP / unit of a power of two: exponents are subtracted.
+// top_over() is TOP / unit for a power of two: the exponents are subtracted.
 DEVICE float top_over(float unit) {
   return __uint_as_float(__float_as_uint(TOP) + __float_as_uint(1.0f) - __float_as_uint(unit));
 }
 
-// x *= factors of its columns, which lie in shared memory, times `constant`. With subnormals.
+// multiply_columns() multiplies each column of x by its factor, which lies in shared memory (columns,), and by
+// `constant`. Subnormals are kept.
 template <int N>
 DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant) {
 #pragma unroll
@@ -29,9 +33,9 @@ DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant
   }
 }
 
-// Puts the largest element of each row near TOP, so that float16 parts hold them: x becomes x * TOP / unit. unit[r], a
-// power of two, is that of all that was added up for row r so far, which is first to be multiplied with rescale[r]; on
-// return rescale[r] also has the ratio of units. Units depend on elements that are not 0 alone.
+// raise() puts the largest element of each row near TOP, so that float16 parts hold the row: x becomes x * TOP / unit.
+// unit[r], a power of two, is that of all that was added up for row r so far; those sums must first be multiplied by
+// rescale[r]. On return rescale[r] also has the ratio of the units. Units depend on elements that are not 0 alone.
 template <int N>
 DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
 #pragma unroll
@@ -52,11 +56,13 @@ DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
   }
 }
 
-// What turns products of split operands into products of rows. Plain scores take the part of the rows with their scale.
+// ScoreFactors turns products of split operands into products of rows. Plain scores leave the part of the rows to the
+// scale.
 struct ScoreFactors {
-  // Beside rows this small others may be so large that the product with their factors alone overflows.
+  // Rows smaller than SMALL may meet others so large that the product with their factors alone overflows; RELIEF scales
+  // such products down first.
   static constexpr float SMALL = 0x1p-34f, RELIEF = 0x1p-60f;
-  float of_row[2];
+  float of_row[2];  // the factors of the thread's two rows, divided by RELIEF where they are small
   bool small[2];
 
   DEVICE ScoreFactors(float row_0, float row_1)
@@ -77,7 +83,7 @@ struct ScoreFactors {
   DEVICE float to_natural(float scale, int r) const { return PLAIN_SCORES ? of_row[r] * scale : 1; }
 };
 
-// A fragment of N columns as the left factor of a product.
+// SplitFragment is a fragment of N columns as the left factor of a product, in one part or two.
 template <int N>
 struct SplitFragment {
   u32 high[N / 4], low[N / 4];

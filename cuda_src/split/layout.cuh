@@ -1,9 +1,11 @@
-// float32 operands in float16 parts: x = (high + middle + low) * factor of its row (docs/kernels.md). Padded and packed
-// inputs look alike from here on.
+// The layout of float32 operands as float16 parts, x = (high + middle + low) * factor of its row, which lets float16
+// tensor cores compute with float32's error (docs/kernels.md). split/rows.cu writes the parts into work space, and the
+// kernels split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh read them. Padded and packed inputs
+// look alike from here on.
 #include "../params.cuh"
 
-// One operand in work space: halves (batch | 1, heads, parts, panels, rows, PANEL), zero beyond the head dim, and
-// factors (batch | 1, heads, factor_rows).
+// SplitTensor is one operand in work space: halves (batch | 1, heads, parts, panels, rows, PANEL), zero beyond
+// the head dim, and factors (batch | 1, heads, factor_rows). `image` is the batch_head.
 struct SplitTensor {
 #include "SplitTensor.members"
 
@@ -14,14 +16,14 @@ struct SplitTensor {
     return reinterpret_cast<float*>(space + factors) + image * factor_rows + row;
   }
 };
-
 #include "SplitTensor.layout"
 
-// They stand at the beginning of the work space, too.
+// SplitOperands are all operands; a copy stands at the beginning of the work space. dout, lse and delta are of the
+// backward pass alone.
 struct SplitOperands {
 #include "SplitOperands.members"
 
-  // inf where a query has no weights.
+  // lse_at() is the address of a row's lse, which is inf where a query has no weights.
   DEVICE float* lse_at(u8* space, i64 image, i64 row) const {
     return reinterpret_cast<float*>(space + lse) + image * dout.factor_rows + row;
   }
@@ -29,12 +31,13 @@ struct SplitOperands {
     return reinterpret_cast<float*>(space + delta) + image * dout.factor_rows + row;
   }
 };
-
 #include "SplitOperands.layout"
 
-// Where packed group `group` (params.cuh) begins, whose first row is `begin`: no group reaches into the next.
+// split_begin() is where packed group `group` (params.cuh) begins in work space, if its first row is `begin`. No group
+// reaches into the next.
 DEVICE int split_begin(int begin, int group) { return (begin / ROW_ALIGNMENT + group) * ROW_ALIGNMENT; }
 
+// split_row_q() and split_row_k() are the first row of a sequence in work space.
 DEVICE int split_row_q(const AttentionParams& p, const Sequence& s) {
   return p.cu_seqlens_q == nullptr ? 0 : split_begin(static_cast<int>(s.row_q), s.batch + 1);
 }

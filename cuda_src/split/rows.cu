@@ -1,21 +1,25 @@
-// Splits q, k, v and, for the backward pass, dout, each a blockIdx.y, into work space (split/layout.cuh).
+// This kernel splits q, k, v and, for the backward pass, dout into float16 parts and a factor for each row, and writes
+// them into work space (split/layout.cuh). blockIdx.y chooses the operand. For the backward pass lse and delta are
+// copied alongside.
 #include "../fragment/softmax.cuh"
 #include "layout.cuh"
 #include "../ptx/sm80.cuh"
 
-constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // that share a row
-constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // of a lane
+constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // lanes that share a row
+constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // vectors that a lane has of a row
 constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 
-// Exponent fields of float32. Rows below 2^-112 take its factor: factors and their inverses are normal.
+// Exponent fields of float32. Rows below 2^-112 take the factor of 2^-112, so that factors and their inverses are
+// normal.
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
-constexpr u32 TOP_EXPONENT = 14;  // of the largest element of a row of halves
+constexpr u32 TOP_EXPONENT = 14;  // the exponent that the largest element of a row of halves gets
 constexpr int MANTISSA_BITS = 23;
-// Of a score's sums the tensor cores cut off about this much on average, which the third part of a key puts back. Times
+// CUT_OFF is about what the tensor cores cut off a score's sums on average; the third part of a key puts it back. Times
 // a query's first part, which may be rounded up, it is less than half of a unit in the last place.
 constexpr float CUT_OFF = 0x1.ffcp-26f;
 
-// Source row of a row in work space, or -1 for a gap between packed sequences and for padding: both count as 0.
+// source_row() is the source row of a row in work space, or -1 for a gap between packed sequences and for padding: both
+// count as 0.
 template <bool OF_K>
 DEVICE int source_row(const AttentionParams& p, int batch, int row) {
   const int* cu_seqlens = OF_K ? p.cu_seqlens_k : p.cu_seqlens_q;
@@ -29,6 +33,8 @@ DEVICE int source_row(const AttentionParams& p, int batch, int row) {
   return in_sequence < (OF_K ? s.len_k : s.len_q) ? begin + in_sequence : -1;
 }
 
+// split_row() splits one row of an operand; OF_K: it is k or v. LANES lanes share a row, and a thread block has
+// ROWS_OF_BLOCK.
 template <bool OF_K>
 DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u8* space,
                       const Tensor<const float>& from, const SplitTensor& to, int head_dim, bool with_lse) {
@@ -103,13 +109,14 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
       for (int e = 0; e < VECTOR; e++) {
         half.e[e] = __float2half_rn(rest.e[e]);
         const float left = rest.e[e] - __half2float(half.e[e]);
-        rest.e[e] = left == left ? left : 0;  // what is not finite is so in the first part alone
+        rest.e[e] = left == left ? left : 0;  // infinity and NaN stand in the first part alone
       }
       *reinterpret_cast<uint2*>(to.halves_at(space, image, part, panel, row) + column % PANEL) = half.vector;
     }
   }
 }
 
+// split_rows splits rows of one operand: blockIdx.x counts groups of rows over all batch_heads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const AttentionParams p, const SplitOperands operands, u8* space) {
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *reinterpret_cast<SplitOperands*>(space) = operands;

@@ -1,16 +1,19 @@
-// Float32 operands in float16 parts (split/layout.cuh) for a warp's products; sums are made as in
-// split/sm90_products.cuh.
+// How the mma.sync kernels multiply float32 elements, as float16 parts (split/layout.cuh): tiles of parts, their
+// factors, and products whose sums are made as in split/sm90_products.cuh. It stands before forward.cuh, gradients.cuh
+// or bias.cuh, in place of half_tile.cuh; split/rows.cu prepares the operands.
 #include "factors.cuh"
 #include "layout.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm80/tile.cuh"
 
-// Panels of parts as pairs of halves, and factors.
+// OperandRows are the rows of an operand: its panels (parts, panels, rows, PANEL / 2), where a float stands for a
+// pair of halves, and its factors (rows,).
 struct OperandRows {
   const float *panels, *factors;
   i64 panel_stride;
   int num_rows;
 };
+// rows_of() is an operand's rows of one (sequence, head), chunk_of() one panel of all its parts.
 DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
   const SplitOperands& all = *reinterpret_cast<const SplitOperands*>(p.work_space);
   const bool of_keys = operand == Operand::K || operand == Operand::V;
@@ -30,7 +33,7 @@ DEVICE OperandRows chunk_of(const OperandRows& rows, int number) {
 
 constexpr int PANEL_STEPS = PANEL / STEP;
 
-// ROWS x COLUMNS elements in COUNT parts.
+// SplitTile is ROWS x COLUMNS elements in COUNT parts: (COUNT, PANELS, ROWS, PANEL) in shared memory.
 template <int COUNT, int ROWS, int COLUMNS>
 struct SplitTile {
   using Panel = Tile<ROWS, PANEL / 2>;
@@ -39,8 +42,9 @@ struct SplitTile {
   u32 address;
 
   DEVICE Panel panel(int part, int number) const { return {address + (part * PANELS + number) * Panel::BYTES}; }
+  // load() fills the tile with rows [first_row, first_row + ROWS); rows before `begin` count as 0.
   DEVICE void load(const OperandRows& rows, int first_row, int begin = 0) const {
-    if constexpr (KEY_WARPS > 1) {  // rows may be no multiple of warps
+    if constexpr (KEY_WARPS > 1) {  // the rows may not be a multiple of the warps
 #pragma unroll 1
       for (int i = threadIdx.x; i < COUNT * PANELS * ROWS * Panel::PER_ROW; i += NUM_THREADS) {
         const int row = i / Panel::PER_ROW, vector = i % Panel::PER_ROW, source = first_row + row % ROWS;
@@ -60,7 +64,7 @@ struct SplitTile {
 #pragma unroll 1
     for (int i = 0; i < COUNT * PANELS; i++) panel(0, i).clear_row(row);
   }
-  // The last part, which of queries and keys only scores need.
+  // last() is the last part, which only scores need of queries and keys, so its memory may be used behind them.
   DEVICE float* last() const { return static_cast<float*>(__cvta_shared_to_generic(panel(COUNT - 1, 0).address)); }
   DEVICE SplitTile from_row(int row) const { return {address + row * Panel::ROW_BYTES}; }
 };
@@ -69,6 +73,7 @@ using KeyedTile = SplitTile<KEY_PARTS, ROWS, COLUMNS>;
 template <int ROWS, int COLUMNS, bool = false>
 using ValuedTile = SplitTile<PARTS, ROWS, COLUMNS>;
 
+// Factors are the factors of the rows of a pair of tiles: (BUFFERS, ROWS) each.
 template <int ROWS, int BUFFERS>
 struct Factors {
   static_assert(ROWS <= NUM_THREADS, "a thread has one");
@@ -82,7 +87,8 @@ struct Factors {
   DEVICE const float* of_keyed(u32 buffer) const { return keyed_factors[buffer]; }
   DEVICE const float* of_valued(u32 buffer) const { return valued_factors[buffer]; }
 };
-// What products of parts are in truth; `row` is the thread's first.
+// take_scores() turns products of parts of q and k into those of rows; take_values() does so for dout and v. `row` is
+// the thread's first.
 template <int N, class Rows, class Columns>
 DEVICE void take_scores(float (&x)[N], const Rows& rows, int row, const Columns& columns, u32 buffer, int begin = 0) {
   ScoreFactors(rows.of_keyed(0)[row], rows.of_keyed(0)[row + 8]).apply(x, columns.of_keyed(buffer) + begin, true);
@@ -94,25 +100,28 @@ DEVICE void take_values(float (&x)[N], const Rows& rows, int row, const Columns&
   rescale_rows(x, factor);
 }
 
-// The units of the rows of a sum, powers of two.
+// Units are the units of the rows of a sum, which are powers of two.
 struct Units {
-  // Weights may be larger than 1, and their products with factors must not overflow.
+  // Weights may be larger than 1, up to 2^MAX_GROWTH, and their products with factors must not overflow; so they stand
+  // lower.
   static constexpr float WEIGHT_TOP = TOP / 256;
   static_assert(MAX_GROWTH <= 8, "256 is the largest weight");
   float unit[2] = {LOWEST_UNIT, LOWEST_UNIT};
 
-  // Weights times factors, in units; whether rows of the sum are to be multiplied by rescale.
+  // fold() multiplies weights by factors, and puts them into units; it returns whether rows of the sum are to be
+  // multiplied by rescale.
   template <int N>
   DEVICE bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
     multiply_columns(x, factors, WEIGHT_TOP);
     raise(x, unit, rescale);
     return __any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1);
   }
-  // What a row of the sum is to be multiplied with, perhaps a subnormal.
+  // at() is what a row of the sum is to be multiplied by, perhaps a subnormal.
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32) would not keep are left out.
+// multiply_scores() computes x += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32)
+// would not keep are left out.
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>
 DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<1, A_ROWS, COLUMNS>& a,
                             const SplitTile<1, ROWS, COLUMNS>& b) {
@@ -155,7 +164,7 @@ DEVICE void multiply_scores(float (&x)[FRAGMENTS][N], const SplitTile<COUNT, A_R
         }
         multiply(small, first, left[1], right[0]);
         if constexpr (COUNT == 3) {
-          // A sum for each step.
+          // Each step has a sum of its own, as the tensor cores cut sums off.
           float sum[AT_ONCE] = {};
           multiply(sum, 0, left[0], right[0]);
 #pragma unroll
@@ -180,7 +189,8 @@ DEVICE void pack(SplitFragment<2 * N>& weights, const float (&x)[N]) {
   weights.set(x);
 }
 
-// x += weights b. TF32's sums, of one part, may stay where they are; others take two of either.
+// multiply_values() computes x += weights b. TF32's sums, of one part, may stay in the tensor cores; other sums take
+// two products of each kind.
 template <int ROWS, int COLUMNS, int FRAGMENTS, int N>
 DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> (&weights)[FRAGMENTS],
                             const SplitTile<1, ROWS, COLUMNS>& b, int = 0) {
@@ -197,7 +207,7 @@ DEVICE void multiply_values(float (&x)[FRAGMENTS][N], const SplitFragment<ROWS> 
   constexpr int CHUNK = SUM_COLUMNS / 2;
 #pragma unroll
   for (int first = 0; first < N; first += CHUNK) {
-    __syncwarp();  // or the next chunk's parts take registers early
+    __syncwarp();  // without it the next chunk's parts would take registers early
     float sum[CHUNK], small[CHUNK];
     clear(sum);
     clear(small);

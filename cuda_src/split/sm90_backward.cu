@@ -1,7 +1,10 @@
-// Gradients in float32 on Hopper's float16 units (split/layout.cuh), in the passes of sm80/gradients.cuh.
+// Gradients in float32 on Hopper's float16 tensor cores (split/layout.cuh): FlashAttention-2 (Dao 2023), Algorithm 2,
+// in two passes without atomic additions, as in sm80/gradients.cuh. OF_KEYS: a thread block keeps BLOCK_N keys and
+// computes dk, dv or both; otherwise it keeps BLOCK_M queries and computes dq. `rows` are what a thread block keeps,
+// `columns` what it visits.
 #include "../sm90/wgmma.cuh"
 
-constexpr int PAIR = 1, KEY_WARPS = 1;  // no clusters, whole rows
+constexpr int PAIR = 1, KEY_WARPS = 1;  // there are no clusters, and each warp has whole rows
 #include "../sm90/backward/schedule.cuh"
 #include "../sm90/hidden_values.cuh"
 #include "factors.cuh"
@@ -16,11 +19,12 @@ constexpr u32 ROWS_BYTES = KEY_PARTS * part_bytes(ROWS, HEAD_DIM);
 constexpr u32 ROWS_V_BYTES = NEEDS_GRADIENTS ? PARTS * part_bytes(ROWS, HEAD_DIM_V) : 0;
 constexpr u32 COLUMNS_BYTES = KEY_PARTS * part_bytes(COLUMNS, HEAD_DIM);
 constexpr u32 COLUMNS_V_BYTES = PARTS * part_bytes(COLUMNS, HEAD_DIM_V);
-// Where registers allow, the product with dout runs beside the gradient of the scores.
+// OVERLAPS: where registers allow, the product with dout runs together with the gradient of the scores.
 constexpr bool OVERLAPS = COMPUTES_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
 
-// What the columns of a tile bring: their factors, and, if they are queries, lse (inf without weights) and delta.
+// ColumnVectors are what the columns of a tile bring: their factors and, if they are queries, lse (inf where they have
+// no weights) and delta.
 struct ColumnVectors {
   static constexpr int COUNT = OF_KEYS ? 4 : 2;
   float vectors[COUNT][COLUMNS];
@@ -32,10 +36,12 @@ struct ColumnVectors {
 };
 
 struct SharedStorage {
+  // Q or k in KEY_PARTS parts, then dout or v in PARTS parts: (parts, panels, ROWS, 64) each.
   alignas(1024) unsigned char rows[ROWS_BYTES + ROWS_V_BYTES];
-  alignas(1024) unsigned char columns[STAGES * COLUMNS_BYTES];
+  alignas(1024) unsigned char columns[STAGES * COLUMNS_BYTES];  // k or q: (STAGES, KEY_PARTS, PANELS, COLUMNS, 64)
+  // V or dout: (STAGES_V, PARTS, PANELS_V, COLUMNS, 64).
   alignas(1024) unsigned char columns_v[STAGES_V * COLUMNS_V_BYTES];
-  alignas(16) ColumnVectors vectors[STAGES];  // they come and go with the columns
+  alignas(16) ColumnVectors vectors[STAGES];  // the vectors come and go with the columns
   Work work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<1> rows_barriers;
@@ -45,6 +51,7 @@ struct SharedStorage {
 };
 static_assert(ROWS == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 rows");
 
+// Rings are one thread's positions in the circular buffers of the kernel.
 struct Rings {
   WorkRing work;
   Ring<1, ROWS_BYTES + ROWS_V_BYTES> rows;
@@ -62,7 +69,7 @@ DEVICE Work any_work_at(const AttentionParams& p, u32 index) {
   return OF_KEYS ? key_work_at<true>(p, index) : work_at(p, index);
 }
 
-// The loading thread.
+// load_tiles() is the loading thread, which is its own scheduler.
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map, const ptx::TensorMap* dout_map) {
@@ -121,7 +128,7 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// A warpgroup.
+// differentiate() is a consumer warpgroup: it computes the gradients of 64 rows.
 DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                           Rings rings, int warpgroup) {
   HiddenValues hidden(shared.seen);
@@ -174,8 +181,9 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
               : scores.needs_mask(walk.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
       walk.advance();
 
-      float x[COLUMNS / 2], y[COLUMNS / 2];
+      float x[COLUMNS / 2], y[COLUMNS / 2];  // S, then P; and dP, then dS: the thread's fragment of (64, COLUMNS)
       SumApart<COLUMNS> apart;
+      // 1. Start S = Q K^T (or its transpose) and dP = dO V^T.
       rings.columns.wait();
       start_scores<HEAD_DIM, ROWS>(x, apart, own_rows, rings.columns.buffer());
       rings.columns_v.wait();
@@ -183,6 +191,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         multiply_transposed<PARTS, HEAD_DIM_V, ROWS, COLUMNS>(y, own_rows + ROWS_BYTES, rings.columns_v.buffer());
       }
       const ColumnVectors& vectors = shared.vectors[rings.columns.stage];
+      // 2. Wait for S; scores become weights P.
       ptx::wgmma_wait_group<NEEDS_GRADIENTS>();
       finish_scores(x, apart);
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
@@ -198,6 +207,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       }
       scores.mark_dropped(x, row, first_column);
       if constexpr (NEEDS_GRADIENTS) {
+        // 3. Wait for dP; from it comes dS.
         ptx::wgmma_wait_group<0>();
         keep(y);
         if (!COMPUTES_DV) rings.columns_v.release();
@@ -211,6 +221,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       }
       float sum[PANEL / 2], rescale_v[2] = {1, 1}, rescale[2] = {1, 1};
       SplitFragment<COLUMNS> weights, gradients;
+      // 4. dV += P^T dO; P is split into parts anew.
       if constexpr (COMPUTES_DV) {
         if constexpr (HAS_DROPOUT) {
 #pragma unroll
@@ -236,6 +247,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       };
       if constexpr (COMPUTES_DV && !OVERLAPS) add_values();
       if constexpr (NEEDS_GRADIENTS) {
+        // 5. dK += dS^T Q, or dQ += dS K; dS is split into parts anew.
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
         softcap.apply(y);
         multiply_columns(y, vectors.factors(), TOP);
@@ -256,7 +268,8 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
     }
     if (any) rings.rows.release();
 
-    // Weights and what they were multiplied with both stand TOP too high; with subnormals, as scales may be tiny.
+    // The epilogue. Weights and what they were multiplied with both stand TOP too high; subnormals are kept, as scales
+    // may be tiny.
     const auto lowered = [](float unit) { return ptx::multiply(unit, 1 / (TOP * TOP)); };
     const float by_scale[2] = {scale, scale}, lowered_unit[2] = {lowered(unit[0]), lowered(unit[1])};
     if constexpr (OF_KEYS) {
@@ -289,6 +302,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
   }
 }
 
+// split_backward is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_backward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands,
                    const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,

@@ -1,4 +1,6 @@
-// Forward attention in float32 on Hopper's float16 units (split/layout.cuh). Otherwise as forward.cu.
+// Forward attention in float32 on Hopper's float16 tensor cores: operands are sums of float16 parts with a factor for
+// each row (split/layout.cuh), with which products have float32's error, or with one part TF32's. The loop is that of
+// portable/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm90/hidden_values.cuh"
@@ -6,23 +8,24 @@
 #include "layout.cuh"
 #include "sm90_products.cuh"
 
-// Of scores and weights with the factors of split rows.
+// SplitSoftmax is the online softmax of scores and weights that stand with the factors of split rows.
 struct SplitSoftmax {
-  float to_base_2[2];  // factors of a score
+  float to_base_2[2];  // factors that bring a score to base 2
   float maximum[2], sum[2];
-  float unit[2];  // of row r of out, a power of two: weights times the factors of their values are at most 2 units
+  float unit[2];  // a power of two for row r of out: weights times the factors of their values are at most 2 units
 
   DEVICE SplitSoftmax(float scale, const ScoreFactors& factors) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);  // times -inf it must not be NaN
+      // Times -inf it must not be NaN, so it is not 0.
+      to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);
       maximum[r] = -infinity();
       sum[r] = 0;
       unit[r] = LOWEST_UNIT;
     }
   }
 
-  // As OnlineSoftmax::step.
+  // step() does what OnlineSoftmax::step does.
   DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -47,38 +50,41 @@ struct SplitSoftmax {
     }
   }
 
-  // Weights times the factors of their values, in units (raise), whose ratio rescale gets.
+  // fold() multiplies weights by the factors of their values, and puts them into units (raise()), whose ratio goes into
+  // rescale.
   DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
     raise(x, unit, rescale);
   }
 
-  // out[row r] * inverse[r] * unit[r] is the result.
+  // finish() ends the rows: out[row r] * inverse[r] * unit[r] is the result.
   DEVICE void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       finish_row(maximum[r] * factors.to_natural(scale, r), sum[r], sink, inverse[r], lse[r]);
-      inverse[r] *= 1 / (TOP * TOP);  // weights and values both stand TOP too high
+      inverse[r] *= 1 / (TOP * TOP);  // both weights and values stand TOP too high
     }
   }
 };
 
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
-// The product with the values starts beside that of the next scores where registers hold the sums of both.
+// VALUES_BESIDE: the product with the values runs together with that of the next scores, where registers hold the sums
+// of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
 constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
-// What scores need is held in registers, or, where these are scarce, made anew.
+// HOLDS_SCORES: what scores need is held in registers or, where these are scarce, made anew.
 constexpr bool HOLDS_SCORES = !(HAS_DROPOUT && HAS_BLOCK_MASK);
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
 
+// Factors are the factors of a tile's keys and values.
 struct Factors {
   float keys[BLOCK_N], values[BLOCK_N];
 };
 
 struct SharedStorage {
-  alignas(1024) unsigned char q[QUERY_STAGES * ALL_Q_BYTES];
-  alignas(1024) unsigned char k[KEY_STAGES * ALL_K_BYTES];
-  alignas(1024) unsigned char v[VALUE_STAGES * ALL_V_BYTES];
+  alignas(1024) unsigned char q[QUERY_STAGES * ALL_Q_BYTES];  // (QUERY_STAGES, KEY_PARTS, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char k[KEY_STAGES * ALL_K_BYTES];    // (KEY_STAGES, KEY_PARTS, PANELS, BLOCK_N, 64)
+  alignas(1024) unsigned char v[VALUE_STAGES * ALL_V_BYTES];  // (VALUE_STAGES, PARTS, PANELS_V, BLOCK_N, 64)
   alignas(16) Factors factors[FACTOR_STAGES];
   Work work[WORK_STAGES];
   RingBarriers<WORK_STAGES> work_barriers;
@@ -90,6 +96,7 @@ struct SharedStorage {
 };
 static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
 
+// Rings are one thread's positions in the circular buffers of the kernel.
 struct Rings {
   WorkRing work;
   Ring<QUERY_STAGES, ALL_Q_BYTES> q;
@@ -105,7 +112,7 @@ struct Rings {
         factors(shared.factors, shared.factor_barriers) {}
 };
 
-// The loading thread.
+// load_tiles() is the loading thread, which is its own scheduler.
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map) {
@@ -151,7 +158,7 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// A warpgroup.
+// attend() is a consumer warpgroup: it computes 64 rows of every tile.
 DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                    Rings rings, int warpgroup) {
   const Turns turns(warpgroup);
@@ -174,6 +181,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     };
     const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
     SplitSoftmax softmax(scale, factors_of_rows);
+    // The thread's fragment of O (64, HEAD_DIM_V), of one panel's product, and numbers of its two rows.
     float out[HEAD_DIM_V / 2], tile[PANEL / 2], rescale[2], inverse[2], lse[2];
     SplitFragment<BLOCK_N> weights;
 #pragma unroll
@@ -182,12 +190,12 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (!blocks.done()) {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // All warpgroups have to agree where they look for hidden keys together.
+      // All warpgroups have to agree on whether a tile is masked where they look for hidden keys together.
       const auto needs_mask = [&] {
         return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
                               : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
-      // From the first products to the weights of their values.
+      // weigh() leads from products to the weights of their values.
       const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
@@ -197,12 +205,13 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         scores().apply(x, p, row, first_key, masked, true, options);
         if (masked) hidden.find(x);
         softmax.step(x, factor);
-        ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again: registers are scarce
+        ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again, because registers are scarce
         softmax.fold(x, factors.values, factor);
         __syncwarp();
         rings.factors.release();
       };
-      // The first panel of the product has been started.
+      // add_product() adds the product of the last weights and their values, panel by panel; its first panel has been
+      // started.
       const auto add_product = [&] {
         ptx::wgmma_wait_group<0>();
         keep(tile);
@@ -216,7 +225,8 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         }
         rings.v.release();
       };
-      // The next scores beside the product of the last weights and their values.
+      // step() is the main loop's body: it computes the next scores while the last weights are multiplied with their
+      // values.
       const auto step = [&](bool masked) {
         float x[BLOCK_N / 2], next_rescale[2];
         SumApart<BLOCK_N> apart;
@@ -224,21 +234,26 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         blocks.advance();
         rings.k.wait();
         turns.take();
+        // 1. Start S = Q K^T.
         start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
         if constexpr (!VALUES_BESIDE) {
           ptx::wgmma_wait_group<0>();
           finish_scores(x, apart);
         }
         rings.v.wait();
+        // 2. Start O += P V of the tile before, and pass the order on.
         multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
         turns.pass();
+        // 3. Wait for S, and release the keys.
         if constexpr (VALUES_BESIDE) {
           ptx::wgmma_wait_group<1>();
           finish_scores(x, apart);
         }
         rings.k.release();
         if (blocks.done()) rings.q.release();
+        // 4. Scores become weights P.
         weigh(x, first_key, masked, next_rescale);
+        // 5. Wait for O += P V of the tile before, and split P into parts.
         add_product();
         weights.set(x);
         rescale[0] = next_rescale[0];
@@ -265,6 +280,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         weights.set(x);
         if (masked) hidden.clear(rings.v, first_key);
       }
+      // The other tiles of keys take step(); then the last weights meet their values.
       while (!blocks.done()) step(needs_mask());
       rings.v.wait();
       turns.take();
@@ -290,6 +306,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
   turns.finish();
 }
 
+// split_forward is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,
                   const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,

@@ -1,13 +1,15 @@
-// Products of operands in parts (docs/kernels.md). The tensor cores cut sums off instead of rounding, so the small
-// products come first, and sums over many tiles are made elsewhere.
+// Products by wgmma of operands in float16 parts (docs/kernels.md). The tensor cores cut sums off instead of rounding
+// them; so the small products come first, and sums over many tiles are made outside of the tensor cores.
+// split/sm90_forward.cu and split/sm90_backward.cu use it; split/sm80_tile.cuh is the counterpart by mma.sync.
 #include "../sm90/wgmma.cuh"
 #include "factors.cuh"
 
 static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "float32 or TF32");
 
+// part_bytes() is the size of one part of a tile.
 DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
-// From `row` on of an image (batch, head): all panels of all parts.
+// load() loads the rows from `row` on of a batch_head (`image`): all panels of all parts.
 template <class AnyRing>
 DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
   ring.acquire();
@@ -16,8 +18,8 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
   ring.advance();
 }
 
-// x = a b^T, or added to with `accumulate`, for one part of a and one of b: 64 of the ROWS rows of a tile a and the
-// rows of a tile b, both DEPTH columns wide, of which `steps` steps from `begin` on count.
+// multiply_parts() starts x = a b^T, or x += a b^T with `accumulate`, for one part of a and one of b: a is 64 of the
+// ROWS rows of a tile, b the rows of a tile. Both are DEPTH columns wide, of which `steps` steps from `begin` on count.
 template <int DEPTH, int ROWS, int N>
 DEVICE void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, int begin, int steps, bool accumulate) {
   u32 from_a = a + part_a * part_bytes(ROWS, DEPTH), from_b = b + part_b * part_bytes(2 * N, DEPTH);
@@ -31,7 +33,8 @@ DEVICE void multiply_parts(float (&x)[N], u32 a, int part_a, u32 b, int part_b, 
   }
 }
 
-// Starts x = a b^T. Two parts leave out middle * middle, of 2^-22 of a term at most.
+// multiply_transposed() starts x = a b^T. With two parts it leaves out middle * middle, which is 2^-22 of a term at
+// most.
 template <int COUNT, int DEPTH, int ROWS, int N>
 DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
   constexpr int STEPS = DEPTH / STEP;
@@ -44,13 +47,14 @@ DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Scores: no sum takes more than two steps of the largest product, as what is cut off adds up. The first two follow the
-// small ones into x, the others leave sums of their own; what is still cut off split/rows.cu puts in.
+// Scores: no sum takes more than STEPS_OF_SUM steps of the largest product, because what is cut off adds up. The first
+// such sum follows the small products into x; the others are sums of their own (SumApart), added by float32 units. What
+// is still cut off on average split/rows.cu puts in.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
 using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
 
-// Starts x and `apart`, of which finish_scores makes a b^T.
+// start_scores() starts x and `apart`, of which finish_scores() makes a b^T.
 template <int DEPTH, int ROWS, int N, int APART>
 DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
   if constexpr (KEY_PARTS == 1) {
@@ -63,7 +67,8 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
       multiply_parts<DEPTH, ROWS>(sum, a, 0, b, 0, number * STEPS_OF_SUM, STEPS_OF_SUM, accumulate);
     };
     const auto start_small = [&](int i) {
-      // 2 0, 0 2, 1 0, 1 1, 0 1: in other orders registers spill.
+      // The small products come in the order 2 0, 0 2, 1 0, 1 1, 0 1 of the parts of a and b: in other orders registers
+      // spill.
       multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2 || i == 3, b, i == 1 ? 2 : i > 2, 0, STEPS, i > 0);
     };
     ptx::wgmma_fence();
@@ -72,7 +77,7 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
       start_sum(next, 2, false);
       ptx::wgmma_commit_group();
 #pragma unroll
-      for (int sum = 2; sum < SUMS; sum++) {  // additions beside a small product
+      for (int sum = 2; sum < SUMS; sum++) {  // the additions run while a small product is computed
         if (sum - 2 < SMALL) {
           start_small(sum - 2);
           ptx::wgmma_commit_group();
@@ -98,7 +103,7 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
   }
 }
 
-// Behind the wait for both.
+// finish_scores() adds both, behind the wait for them.
 template <int N, int APART>
 DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
   keep(x);
@@ -109,7 +114,7 @@ DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
   }
 }
 
-// Starts sum = weights b for one panel of a tile b, N rows of `columns` columns.
+// multiply() starts sum = weights b for one panel of a tile b, which has N rows of `columns` columns.
 template <int N>
 DEVICE void multiply(float (&sum)[PANEL / 2], const SplitFragment<N>& weights, u32 b, int columns, int panel) {
   const auto multiply_part = [&](const u32(&a)[N / 4], int part, bool first) {
@@ -131,7 +136,8 @@ DEVICE void multiply(float (&sum)[PANEL / 2], const SplitFragment<N>& weights, u
   ptx::wgmma_commit_group();
 }
 
-// out = out * factor[row] + sum for one panel of out.
+// add_panel() computes out = out * factor[row] + sum for one panel of out. The addition is rounded, unlike the tensor
+// cores'.
 template <int N>
 DEVICE void add_panel(float (&out)[N], const float (&sum)[PANEL / 2], const float (&factor)[2], int panel) {
 #pragma unroll

@@ -49,20 +49,32 @@ _TENSORS = (
     _tensor("dq", "Element", "like q"),
     _tensor("dk", "Element", "like k"),
     _tensor("dv", "Element", "like v"),
-    _tensor("lse", "Accum", "(batch, num_heads_q, seqlen_q), natural logarithm"),
+    _tensor("lse", "Accum", "(batch, num_heads_q, seqlen_q), the natural log-sum-exp of a row's scores"),
     _tensor("dlse", "const Accum", "like lse, or null"),
     _tensor("delta", "Accum", "like lse: rowsum(dout * out) - dlse"),
-    _tensor("dslope_rows", "Accum", "like lse: each row's part of the slopes' gradient, or null"),
-    _tensor("out_parts", "Accum", "(batch * splits, ..) like out: results over splits of the keys, or null"),
-    _tensor("lse_parts", "Accum", "like lse, for them"),
+    _tensor("dslope_rows", "Accum", "like lse: what each row adds to the slopes' gradient, or null"),
+    _tensor(
+        "out_parts",
+        "Accum",
+        "(batch * splits, seqlen_q, num_heads_q, head_dim_v): results of each split of the keys, or null",
+    ),
+    _tensor("lse_parts", "Accum", "(batch * splits, num_heads_q, seqlen_q): their log-sum-exps"),
 )
 _SCORE_TENSORS = (
-    _score_tensor("bias", "const BiasElement", "broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k), or null"),
-    _score_tensor("dbias", "BiasElement", "like bias"),
-    _score_tensor("mask", "const u8", "like bias; 0 hides"),
+    _score_tensor(
+        "bias", "const BiasElement", "broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k), as the next two do"
+    ),
+    _score_tensor(
+        "dbias", "BiasElement", "in the shape of the bias as the caller gave it: dbias_batches .. dbias_columns"
+    ),
+    _score_tensor("mask", "const u8", "nonzero where a query may see a key"),
 )
 _POINTERS = (
-    _pointer("dbias_parts", "Accum", "(splits, *dbias) contiguous, or null with one split"),
+    _pointer(
+        "dbias_parts",
+        "Accum",
+        "(splits, dbias_batches, dbias_heads, dbias_rows, dbias_columns) contiguous, or null with one split",
+    ),
     _pointer("dsink", "Accum", "(num_heads_q,)"),
     _pointer("dalibi_slopes", "Accum", "(batch | 1, num_heads_q)"),
     _pointer("alibi_slopes", "const Accum", "(batch | 1, num_heads_q)"),
@@ -71,19 +83,39 @@ _POINTERS = (
     _pointer("kv_lengths", "const int", "(batch,), or null"),
     _pointer("cu_seqlens_q", "const int", "(batch + 1,), or null: not packed"),
     _pointer("cu_seqlens_k", "const int", "(batch + 1,), or null"),
-    _pointer("dropout_seed", "const u64", "one element, or null: dropout_key"),
-    _pointer("block_list", "const int", "visited tiles of each row or column of tiles: (.., num_lists, list_capacity)"),
-    _pointer("block_count", "const int", "(.., num_lists)"),
-    _pointer("block_slots", "const int", "(.., seqlen_q / 64, seqlen_k / 64): HIDDEN, VISIBLE or a row of block_bits"),
-    _pointer("block_bits", "const u32", "(num_partial, 64, 2)"),
-    _pointer("fragment_bits", "const u32", "(num_partial, 128): the same in the order of fragments"),
-    _pointer("tile_counter", "u32", "tiles that persistent thread blocks took, or null; 0 between launches"),
-    _pointer("dq_sum", "Accum", "dq in the order of its additions (sm*/gradient_rows.cuh)"),
-    _pointer("work_space", "u8", "float32 operands in float16 parts (split/layout.cuh)"),
-    _pointer("row_lse", "Accum", "(.., num_query_tiles, BLOCK_M)"),
-    _pointer("row_delta", "Accum", "(.., num_query_tiles, BLOCK_M)"),
-    _pointer("dq_turns", "int", "tiles taken, then the additions to each sum of dq, in order; or null"),
-    _pointer("rows_done", "int", "by each thread block of the kernel that writes row_lse and row_delta; or null"),
+    _pointer("dropout_seed", "const u64", "(1,), or null: then the seed is dropout_key"),
+    _pointer(
+        "block_list",
+        "const int",
+        "(batch | 1, num_heads_q | 1, num_lists, list_capacity): visited tiles, as (tile << 1) | partial",
+    ),
+    _pointer("block_count", "const int", "(batch | 1, num_heads_q | 1, num_lists): the lengths of these lists"),
+    _pointer(
+        "block_slots",
+        "const int",
+        "(batch | 1, num_heads_q | 1, slot_rows, slot_columns): HIDDEN, VISIBLE or a row of block_bits",
+    ),
+    _pointer("block_bits", "const u32", "(num_partial, 64, 2): two words for each row of a partial 64 x 64 block"),
+    _pointer(
+        "fragment_bits",
+        "const u32",
+        "(num_partial, 128): the same bits, one word for each thread's fragment of the block",
+    ),
+    _pointer(
+        "tile_counter", "u32", "(2,): how many tiles persistent thread blocks have taken, or null; 0 between launches"
+    ),
+    _pointer("dq_sum", "Accum", "sums of dq, in the order in which fragments are added to it (sm*/gradient_rows.cuh)"),
+    _pointer("work_space", "u8", "float32 operands as float16 parts (split/layout.cuh)"),
+    _pointer("row_lse", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): lse as the gradient kernels load it"),
+    _pointer("row_delta", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): delta as they load it"),
+    _pointer(
+        "dq_turns", "int", "[0] counts the tiles taken; then come the orders of additions to each sum of dq; or null"
+    ),
+    _pointer(
+        "rows_done",
+        "int",
+        "(thread blocks,): tiles that each block which writes row_lse and row_delta has done; or null",
+    ),
 )
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 PARAMS = Struct(
@@ -93,29 +125,41 @@ PARAMS = Struct(
         *_SCORE_TENSORS,
         *_POINTERS,
         Member("dropout_key", "u64", np.dtype("u8"), "the seed where dropout_seed is null"),
-        Member("block_batch_stride", "i64", np.dtype("i8"), "in grids of lists or slots; 0 on a broadcast axis"),
+        Member(
+            "block_batch_stride", "i64", np.dtype("i8"), "in whole grids of lists or of slots; 0 on a broadcast axis"
+        ),
         Member("block_head_stride", "i64", np.dtype("i8"), "likewise"),
         Member("softmax_scale", "double", np.dtype("f8")),
         Member("softcap", "double", np.dtype("f8")),
         Member("dropout_rescale", "double", np.dtype("f8"), "the factor of kept weights: 65536 / (65536 - T)"),
-        Member("ds_unit", "double", np.dtype("f8"), "in which Hopper's backward has gradients of scores"),
-        Member("dropout_limits", "u32", np.dtype("u4"), "T = floor(p * 65536) in either half"),
+        Member(
+            "ds_unit",
+            "double",
+            np.dtype("f8"),
+            "the unit in which Hopper's backward holds gradients of scores (sm90/backward/rows.cuh)",
+        ),
+        Member(
+            "dropout_limits", "u32", np.dtype("u4"), "T = floor(p * 65536), in the low half and again in the high half"
+        ),
         *map(_integer, _SIZES),
-        _integer("window_left"),
+        _integer("window_left", "how many keys a query sees on either side of its diagonal"),
         _integer("window_right"),
-        _integer("alibi_batch_stride", "0 if all sequences share the slopes"),
+        _integer("alibi_batch_stride", "in elements; 0 if all sequences share the slopes"),
         _integer("dalibi_batch_stride"),
         _integer("dbias_batches", "the shape of dbias"),
         _integer("dbias_heads"),
         _integer("dbias_rows"),
         _integer("dbias_columns"),
-        _integer("num_lists", "the shape of block_list"),
+        _integer("num_lists", "the last two axes of block_list"),
         _integer("list_capacity"),
-        _integer("slot_rows", "the shape of block_slots"),
+        _integer("slot_rows", "the last two axes of block_slots"),
         _integer("slot_columns"),
-        _integer("num_tiles", "tiles (packed: tile slots) of one head"),
-        _integer("num_query_tiles", "the same of queries where num_tiles are of keys"),
-        _integer("splits", "of the loop behind one tile of dbias, or of the keys"),
+        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (packed_work)"),
+        _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
+        _integer(
+            "splits",
+            "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
+        ),
         _integer(
             "heads_together",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",

@@ -1,7 +1,8 @@
-// Gradients on Hopper (FlashAttention-2, Dao 2023, Algorithm 2, in the manner of FlashAttention-3): a thread block has
-// BLOCK_N keys, each warpgroup 64 of them, and walks the queries that see them. Scores are transposed: weights and
-// their gradients stay in registers as left factors of dv and dk; dq takes the gradients of all warpgroups through
-// shared memory, and is added up in global memory.
+// Gradients on Hopper (sm_90a) for 16-bit inputs up to head dim 128: FlashAttention-2 (Dao 2023), Algorithm 2, in the
+// manner of FlashAttention-3 (Shah et al. 2024). A thread block keeps BLOCK_N keys, 64 for each warpgroup, and loops
+// over the queries that see them. Scores are transposed, so weights and their gradients stay in registers as left
+// factors of dV and dK; dQ takes the gradients of all warpgroups through shared memory, and is added up in global
+// memory. backward_rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
@@ -11,12 +12,13 @@ constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PA
 constexpr u32 DQ_BYTES = DQ_PART * sizeof(float);
 
 struct SharedStorage {
-  alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];
-  alignas(1024) unsigned char v[V_BYTES];
-  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
-  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
+  alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];         // (KEY_STAGES, PANELS, BLOCK_N, 64)
+  alignas(1024) unsigned char v[V_BYTES];                      // (PANELS_V, BLOCK_N, 64)
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];       // (QUERY_STAGES, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];  // (DOUT_STAGES, PANELS_V, BLOCK_M, 64)
+  // (DS_STAGES, CONSUMERS, BLOCK_M, 64): dS, a panel for the keys of each warpgroup.
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PART / 4];
+  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PART / 4];  // parts of dq on their way to the sums
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];
@@ -30,19 +32,21 @@ struct SharedStorage {
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
   RingBarriers<DQ_STEPS> dq_step_barriers;
-  u64 clearing;
-  int rows_done[WARP];
-  GradientBias bias;  // behind the others, which begin with whole lines then: bulk additions of dq are faster
+  u64 clearing;         // a barrier (Loader::clearing)
+  int rows_done[WARP];  // params.rows_done as far as each lane knows it
+  GradientBias bias;    // last, so that the others begin with whole lines: bulk additions of dq are faster then
 };
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 
-// The last product of a turn may run into the next turn: a gain with tiles of 128 queries, a loss with 64.
+// PASSES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
+// queries, a loss with 64.
 constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
 
+// Rings are one thread's positions in the circular buffers of the kernel.
 struct Rings {
   Ring<WORK_STAGES, sizeof(KeyWork)> work;
   Ring<KEY_STAGES, K_BYTES> k;
@@ -62,6 +66,7 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
+// add_part() adds a part of dq to its sum by TMA, or stores it as the first.
 DEVICE void add_part(float* sum, u32 part, bool first) {
   if (first) {
     ptx::bulk_store(sum, part, DQ_BYTES);
@@ -70,7 +75,7 @@ DEVICE void add_part(float* sum, u32 part, bool first) {
   }
 }
 
-// The warp that adds a warpgroup's parts of dq to their sums.
+// add_parts() is the warp that adds a warpgroup's parts of dq to their sums.
 DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int part) {
   DqRing ring(shared.dq[part], shared.dq_barriers[part]);
   while (true) {
@@ -80,7 +85,7 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
     int found = STORED;
     if (adds) {
       wait_for_turn(p, step.sum, part, step.turn);
-      if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // while the part is computed
+      if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // meanwhile the part is computed
     }
     const bool first = found == NO_PART || (DETERMINISTIC && step.turn == 0);
     __syncwarp();
@@ -105,7 +110,8 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// In turns an addition takes longer than a step, so the warps take steps one after the other, all parts of each.
+// ADDS_STEPS: an addition that waits for its place in the order takes longer than a step. So with two buffers two warps
+// take steps alternately, and each adds all parts of its steps (add_steps()).
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
 static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
 
@@ -143,7 +149,7 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
   }
 }
 
-// The warp that writes dbias, which is ds.
+// write_bias() is the warp that writes dbias, which is dS.
 DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings, const ptx::TensorMap* map) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
@@ -165,37 +171,42 @@ DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Ri
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// A warpgroup.
+// differentiate() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its part of dq of every tile of
+// queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the exponentials
+// of one run while the products of the other are computed. dQ of a step is computed in the next one, when all
+// warpgroups have written dS.
 DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
   const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
-  // Where one part has all columns of the keys, the others repeat it: nobody takes theirs.
+  // Where one part has all columns of the keys, the other parts repeat it, and nobody takes their result.
   constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
   const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
   const Turns turns(warpgroup);
   float scale = static_cast<float>(p.softmax_scale);
-  ptx::keep(scale);  // converted once: the units for it wait for the tensor cores
+  ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
 
   while (true) {
     rings.work.wait();
     const KeyWork& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     const Sequence& s = work.sequence;
-    // Read again where it is used: registers are scarce.
+    // first_key() is read from shared memory again where it is used: registers are scarce.
     const auto first_key = [&] { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; };
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];  // the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V)
 #pragma unroll
     for (float& x : dk) x = 0;
 #pragma unroll
     for (float& x : dv) x = 0;
 
+    // multiply_dq() starts dQ = dS K for a step whose dS all warpgroups have written.
     const auto multiply_dq = [&](float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
       ready.wait();
       multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
     };
+    // store_dq() releases dS, and hands the part of dQ to the warp that adds it.
     const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
       keep(dq);
       ready.release();
@@ -215,19 +226,24 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       rings.v.follow(rings.k);
       rings.k.wait();
       rings.v.wait();
-      // Whether it was the last. A copy of its own for the first keeps products out of branches.
+      // step_on() is the main loop's body; it returns whether it was the last step. The first step has a copy of its
+      // own, which keeps products out of branches.
       const auto step_on = [&](bool first) {
+        // S^T, then P^T; dP^T, then dS^T: (64, BLOCK_M); dQ: (64, DQ_COLUMNS).
         float x[FRAGMENT], dp[FRAGMENT], dq[DQ_COLUMNS / 2];
-        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];
+        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
         const DsRing ready = rings.ds.behind();
+        // 1. Start S^T = K Q^T.
         rings.q.wait();
         multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
+        // 2. Start dP^T = V dO^T.
         rings.dout.wait();
         u32 values = own_v;
         if (HAS_BLOCK_MASK || HAS_MASK) ptx::forget(values);
         multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
+        // 3. Random bits and the bits of masks are found while the products are computed.
         const Step& step = shared.steps[rings.q.stage];
         const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);
         bool masked = step.masked >> warpgroup & 1;
@@ -237,6 +253,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         scores.draw_ahead<HOLDS_DRAWS>(random);
         const BlockBits bits(p, step.slots, warpgroup, masked);
         const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
+        // 4. Wait for S^T; scores become weights P^T.
         ptx::wgmma_wait_group<1>();
         keep(x);
         SoftcapFactors<> factors(nullptr);
@@ -250,16 +267,17 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
           masked = true;
         }
         GradientFragment same = scores;
-        if constexpr (HAS_DROPOUT &&
-                      EARLY_DRAWS < decltype(random)::GROUPS) {  // or the others would be drawn early, too
+        // Without this branch the draws that are not made ahead would be made early, too.
+        if constexpr (HAS_DROPOUT && EARLY_DRAWS < decltype(random)::GROUPS) {
           u32 first_row = step.first_row;
           ptx::forget(first_row);
           same.row = first_row + fragment_column();
         }
         same.mark_dropped(x, random);
-        keep(x);  // under the second product
+        keep(x);  // all of this runs while the second product is computed
         const QueryValues delta(shared.delta[rings.dout.stage]);
         pack_kept(weights, x);
+        // 5. Wait for dP^T; from it comes dS^T.
         ptx::wgmma_wait_group<0>();
         keep(dp);
         if (last) rings.v.release();
@@ -268,13 +286,16 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         if (masked) clear_hidden(dp, x);
         uncap(dp, x, lse, scores, factors);
         pack(ds, dp);
+        // 6. dS goes to shared memory for dQ of all warpgroups.
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);
+        // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
         turns.take();
         if (!first) multiply_dq(dq, ready);
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
-        rings.ds.publish_part();  // its fence waits under the products
+        rings.ds.publish_part();  // its fence waits while the products are computed
         add_product<BLOCK_M>(dk, ds, rings.q.buffer());
+        // 8. The results arrive one by one, and buffers are released as early as possible.
         ptx::wgmma_wait_group<2>();
         if (!first) store_dq(dq, ready);
         ptx::wgmma_wait_group<1>();
@@ -289,11 +310,12 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         rings.q.release();
         return last;
       };
-      // A step of which it sees nothing takes no turn: its part of ds is 0.
+      // pass_over() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
+      // dS is 0.
       const auto pass_over = [&] {
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
-        rings.q.wait();  // or its buffers could be released twice in a phase
+        rings.q.wait();  // without waiting, the buffers could be released twice in a phase
         rings.ds.acquire();
         const u32 zeros[FRAGMENT / 2] = {};
         store_transposed(rings.ds.buffer() + own_ds, zeros);
@@ -301,6 +323,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         rings.dout.release();
         rings.q.release();
       };
+      // hand_on_dq() computes and hands on dQ of a step that the main loop does not.
       const auto hand_on_dq = [&](const DsRing& ready) {
         multiply_dq(dq, ready);
         ptx::wgmma_wait_group<0>();
@@ -317,7 +340,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         hand_on_dq(rings.ds.behind());
         pass_over();
       }
-      if (own && passes != 3) {  // the other took one more
+      if (own && passes != 3) {  // the other warpgroup took one place more in the order
         turns.take();
         turns.pass();
       }
@@ -327,12 +350,13 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       rings.k.release();
     }
 
+    // The epilogue writes dk and dv, and hands on dQ of the last step.
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row = first_key() + warp_row();
-    dq_ring.acquire();  // results pass through the room of dq, the warp's own part of it
+    dq_ring.acquire();  // the results pass through the warp's own part of the buffer of dq
     auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
     if (p.dk.data != nullptr) {
-      // Converted again beside dropout: registers are scarce.
+      // The scale is converted again where there is dropout: registers are scarce.
       const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
       const float factor[2] = {own_scale, own_scale};
       write_rows(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk, factor,
@@ -355,6 +379,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
   turns.finish();
 }
 
+// backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,

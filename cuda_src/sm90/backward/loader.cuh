@@ -1,24 +1,28 @@
-// How tiles come into shared memory for the gradients.
+// The producer side of Hopper's backward kernels (backward.cu and backward/wide.cu): the warp that takes tiles of keys,
+// finds the tiles of queries that see them, and loads q, dout, k, v, lse and delta into shared memory. It hands the
+// warpgroups a Step for each tile of queries, and the warps that add dq a DqStep.
 #include "options.cuh"
 #include "rows.cuh"
 
-// Padded queries and keys that no query sees become 0 in shared memory, as 0 * NaN would count. Beyond the end of an
-// array TMA has written zeros.
+// ---- Rows that must not count. Padded queries, and keys that no query sees, become 0 in shared memory, because 0 *
+// NaN would count. Rows beyond the end of an array need nothing, because TMA has written zeros there.
 
-constexpr int LOADED_KEYS = PAIR * BLOCK_N;  // a pair has the keys of both
+constexpr int LOADED_KEYS = PAIR * BLOCK_N;  // each block of a pair has the keys of both
 
-// Rows [begin, end) of a tile count.
+// CountedRows are the rows [begin, end) of a tile that count.
 struct CountedRows {
   int begin, end;
 
   DEVICE bool all(int rows) const { return begin <= 0 && end >= rows; }
 };
 
+// counted_queries() are the queries of a tile that are in use.
 DEVICE CountedRows counted_queries(const AttentionParams& p, const Sequence& s, int first_row) {
   const bool to_the_end = p.cu_seqlens_q == nullptr && s.len_q == p.seqlen_q;
   return {0, to_the_end ? BLOCK_M : s.len_q - first_row};
 }
 
+// counted_keys() are the keys of a tile that lengths and window leave to some query.
 DEVICE CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int first_key) {
   int begin = 0, end = s.len_k;
   if constexpr (HAS_WINDOW) {
@@ -29,7 +33,7 @@ DEVICE CountedRows counted_keys(const AttentionParams& p, const Sequence& s, int
   return {begin - first_key, to_the_end ? LOADED_KEYS : end - first_key};
 }
 
-// By a warp.
+// clear_others() makes all rows but the counted ones 0. A warp calls it.
 template <int ROWS, int NUM_PANELS>
 DEVICE void clear_others(u32 tile, CountedRows counted) {
   constexpr int VECTORS = ROW_BYTES / sizeof(uint4);
@@ -43,18 +47,19 @@ DEVICE void clear_others(u32 tile, CountedRows counted) {
   __syncwarp();
 }
 
-// What brings the exponent of infinity and NaN, and no other, to the sign bit.
+// to_sign() is what, added, brings the exponent of infinity and NaN, and no other, to the sign bit.
 DEVICE u32 to_sign(__nv_bfloat16) { return 0x0080; }
 DEVICE u32 to_sign(__half) { return 0x0400; }
 
-// Whose sign bits say which of two elements are not finite.
+// marked_infinite() gives words whose sign bits say which of two elements are not finite.
 DEVICE u32 marked_infinite(u32 pair) { return (pair & 0x7fff7fffu) + to_sign(Element()) * 0x00010001u; }
 DEVICE u32 marked_infinite(uint4 x) {
   return marked_infinite(x.x) | marked_infinite(x.y) | marked_infinite(x.z) | marked_infinite(x.w);
 }
 constexpr u32 SIGNS = 0x80008000u;
 
-// Clears the keys that are not finite and that no query sees, by a warp. Most tiles are only read once.
+// clear_unseen_keys() makes 0 the keys that are not finite and that no query sees. A warp calls it; most tiles are only
+// read once.
 template <int NUM_PANELS>
 DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int head_kv, int first_key, u32 tile) {
   const int group = group_size(p);
@@ -92,35 +97,37 @@ DEVICE void clear_unseen_keys(const AttentionParams& p, const Sequence& s, int h
 
 constexpr u32 DOUT_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
+// Maps are the tensor maps of the operands: q, k, v, dout and the bias.
 struct Maps {
   const ptx::TensorMap *q, *k, *v, *dout, *bias = nullptr;
 };
 
-// What the warpgroups have to know of a tile of queries.
+// Step is what the warpgroups have to know of a tile of queries.
 struct Step {
   int head, first_row;
-  u32 masked, last;  // a bit for each warpgroup
+  u32 masked, last;  // a bit for each warpgroup: it needs a mask; this is its last step
   BlockSlots slots;
 };
 
-// What the warps that add dq have to know of it.
+// DqStep is what the warps that add dq have to know of a tile of queries.
 struct DqStep {
-  i64 sum;    // number * DQ_SUMS + which of them
-  int turn;   // of this addition to it
-  bool last;  // of a tile of keys
+  i64 sum;    // query_tile() * DQ_SUMS + which of the tile's sums
+  int turn;   // the place of this addition in the order of its sum
+  bool last;  // the last step of a tile of keys
   int first_key;
 
-  DEVICE i64 number() const { return sum / DQ_SUMS; }  // query_tile
+  DEVICE i64 number() const { return sum / DQ_SUMS; }  // query_tile() of the step
 };
-constexpr int DQ_STEPS = 8;  // more than tiles are under way
+constexpr int DQ_STEPS = 8;  // more than the tiles of queries that are computed at a time
 constexpr i64 NO_DQ = -1;
 
+// NoCheck is the default: no rows are looked for.
 struct NoCheck {
   static constexpr bool needed = false;
   DEVICE void operator()(u32) const {}
 };
 
-// Of keys: those that are hidden one by one from all queries.
+// KeyCheck looks for keys that are hidden one by one from all queries.
 struct KeyCheck {
   bool needed;
   const AttentionParams& p;
@@ -132,13 +139,13 @@ struct KeyCheck {
   }
 };
 
-// The loading warp's way to bring tiles: lane 0 issues, all lanes clear rows that must not count.
+// Loader loads tiles as a warp: lane 0 issues the copies, and all lanes clear rows that must not count.
 struct Loader {
-  u32 clearing;  // the barrier of tiles that are cleared before they are handed on
+  u32 clearing;  // a barrier of its own for tiles that are cleared before they are handed on
   u32 clearing_phase = 0;
 
-  // Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch). statistics: BLOCK_M numbers to `target`, or
-  // null. check: may clear more rows of the tile. other: copies what else belongs to it.
+  // load() loads rows [row, row + ROWS) of a tensor map (head_dim, seqlen, heads, batch). `statistics`: BLOCK_M numbers
+  // that go to `target`, or null. `check` may clear more rows of the tile. `other` copies what else belongs to it.
   template <int ROWS, int NUM_PANELS, class AnyRing, class Check = NoCheck, class Other = NothingElse>
   DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch, CountedRows counted,
                    float* target, const float* statistics, Check check = {}, Other other = {}) {
@@ -168,13 +175,15 @@ struct Loader {
   }
 };
 
-// No lane may still wait when lane 0 goes on: the barrier could be two phases further by then.
+// acquire_together() waits with the whole warp. No lane may still wait when lane 0 goes on: the barrier could be two
+// phases further by then.
 template <class AnyRing>
 DEVICE void acquire_together(const AnyRing& ring) {
   ring.acquire();
   __syncwarp();
 }
 
+// of_lane_0() calls `get` in lane 0 and gives its result to all lanes.
 template <class Get>
 DEVICE u32 of_lane_0(Get get) {
   return __shfl_sync(ALL_LANES, lane() == 0 ? get() : 0, 0);
@@ -185,6 +194,7 @@ DEVICE DqStep dq_step(const SharedStorage& shared, const Rings& rings) {
   rings.dq_steps.wait();
   return shared.dq_steps[rings.dq_steps.stage];
 }
+// next_dq_step() reads a step and releases it; dq_step() leaves it in its place.
 template <class SharedStorage, class Rings>
 DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
   const DqStep step = dq_step(shared, rings);
@@ -202,13 +212,13 @@ struct WalkOf<false> {
   using Type = QueryWalk;
 };
 
-// The tile that the first block of a pair takes.
+// Index is where the first block of a pair tells the second one which tile they take.
 struct Index {
-  uint4 index;  // in its x; a copy has 16 bytes
+  uint4 index;  // the index is in x, because a copy has 16 bytes
   RingBarriers<1> barriers;
 };
 
-// By the loading warps of a pair.
+// agreed_index() is called by the loading warps of a pair: the first takes an index, and the second receives it.
 template <class SharedStorage, class Take>
 DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
   if constexpr (PAIR == 1) {
@@ -237,18 +247,19 @@ DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
   }
 }
 
-// Until the kernel before has prepared a tile of queries and all before it.
+// wait_for_rows() waits until the kernel before has prepared a tile of queries and all before it.
 template <class SharedStorage>
 DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 tile) {
   if constexpr (PING_PONG) {
-    int& done = shared.rows_done[lane()];  // by that thread block, as far as is known
+    // Tiles that this lane's thread block of the other kernel has done, as far as is known.
+    int& done = shared.rows_done[lane()];
     while (__any_sync(ALL_LANES, static_cast<i64>(done) * WARP + lane() <= tile)) {
       done = ptx::load_acquire(p.rows_done + lane());
     }
   }
 }
 
-// The loading warp.
+// load_tiles() is the loading warp.
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
@@ -259,7 +270,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
        index = agreed_index(
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
     acquire_together(rings.work);
-    KeyWork& work = shared.work[rings.work.stage];  // registers are scarce
+    KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
     if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
     __syncwarp();
     const Sequence& s = work.sequence;
@@ -269,7 +280,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     if (lane() == 0) {
       work.unseen = walk.done();
       if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
-      // Padding behind packed keys is no image's.
+      // Padding behind packed keys belongs to no head, so it is not counted.
       if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
@@ -323,7 +334,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       acquire_together(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
-      if (first) {  // the last that the tile before gives free
+      if (first) {  // values and keys come last, because the tile before gives their buffers free last
         acquire_together(rings.v);
         loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
                                        nullptr);
@@ -335,13 +346,14 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       }
     }
   }
-  if (p.rows_done != nullptr) ptx::wait_for_kernel_before();  // it is over, too, when this one is
+  // So that the kernel before is over, too, when this one is.
+  if (p.rows_done != nullptr) ptx::wait_for_kernel_before();
   acquire_together(rings.work);
   acquire_together(rings.dq_steps);
   if (lane() == 0) {
     shared.work[rings.work.stage].tile = NO_TILE;
     ptx::mbarrier_arrive(rings.work.full());
-    shared.dq_steps[rings.dq_steps.stage] = {NO_DQ, 0, true, 0};  // whole, as it is read
+    shared.dq_steps[rings.dq_steps.stage] = {NO_DQ, 0, true, 0};  // the whole step is written, as it is read
     ptx::mbarrier_arrive(rings.dq_steps.full());
   }
 }

@@ -1,25 +1,28 @@
-// Options as the gradients meet them, with few registers: masks as bits, a bias in tiles, softcap's derivative.
+// Options as Hopper's backward kernels apply them, with few registers: masks as bits, a bias in tiles that TMA loads
+// with the queries, and softcap's derivative found from a weight. It is the counterpart of forward/scores.cuh for
+// fragments of 64 keys x BLOCK_M queries.
 #include "../../fragment/gradient_fragment.cuh"
 #include "../wgmma.cuh"
 #include "schedule.cuh"
 
-// ---- A block mask: for a tile of queries a warpgroup has the blocks of its 64 keys; of a partial one each thread
+// ---- A block mask. For a tile of queries a warpgroup has the blocks of its 64 keys; of a partial block each thread
 // reads the bits of its own fragment in one word.
 
 constexpr int BLOCKS_M = (BLOCK_M + CANONICAL - 1) / CANONICAL, BLOCKS_N = BLOCK_N / CANONICAL;
-constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // of a tile: keys, then queries
+constexpr int BLOCKS = HAS_BLOCK_MASK ? BLOCKS_M * BLOCKS_N : 0;  // blocks of a tile, (BLOCKS_N, BLOCKS_M)
 
+// BlockSlots has the slots of a tile's blocks; the loading warp hands them on with the queries.
 struct BlockSlots {
-  int slots[BLOCKS + 1];  // the last is `ranged`
+  int slots[BLOCKS + 1];  // (BLOCKS_N, BLOCKS_M), then `ranged`
 
-  // By a warp. ranged: a bit for each warpgroup from which lengths or window hide.
+  // put() is called by a warp. `ranged` has a bit for each warpgroup from which lengths or window hide something.
   DEVICE void put(int slot, u32 ranged) {
     if (HAS_BLOCK_MASK && lane() <= BLOCKS) slots[lane()] = lane() < BLOCKS ? slot : static_cast<int>(ranged);
     if (HAS_BLOCK_MASK) __syncwarp();
   }
 };
 
-// The slot of the lane's block of a tile.
+// own_slot() is the slot of the lane's block of a tile.
 DEVICE int own_slot(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
   if (!HAS_BLOCK_MASK || lane() >= BLOCKS) return VISIBLE_SLOT;
   const Mask mask(p, s, head);
@@ -27,7 +30,7 @@ DEVICE int own_slot(const AttentionParams& p, const Sequence& s, int head, int f
                       first_key + static_cast<int>(lane()) / BLOCKS_M * CANONICAL);
 }
 
-// Bit w: whether a block of warpgroup w is not visible. By a warp.
+// partial_warpgroups() has bit w set where some block of warpgroup w is not visible. A warp calls it.
 DEVICE u32 partial_warpgroups(int slot) {
   u32 warpgroups = 0;
   if constexpr (HAS_BLOCK_MASK) {
@@ -38,7 +41,8 @@ DEVICE u32 partial_warpgroups(int slot) {
   return warpgroups;
 }
 
-// Bit w: whether some query of a tile does not see some key of warpgroup w. Queries beyond the sequence do not count.
+// masked_warpgroups() has bit w set where some query of a tile does not see some key of warpgroup w. Queries beyond the
+// sequence do not count.
 DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
   const Mask mask(p, s, head);
   u32 masked = 0;
@@ -52,9 +56,11 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
   return masked;
 }
 
-// KeyWork::passes. One warpgroup is then a step behind the other: with two tiles of queries both would wait for loads.
-// Beside a block mask it would take long to compile.
+// PASSES: a warpgroup may skip a step of which it sees nothing (KeyWork::passes). It is then a step behind the other:
+// with two stages of queries both would wait for loads, so there must be three. With a block mask it would take long to
+// compile.
 constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
+// passed_over() finds KeyWork::passes for a tile of keys.
 template <class Walk>
 DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
   const Mask mask(p, s, walk.head);
@@ -67,7 +73,8 @@ DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& 
   return (hidden(last, first_key) ? 1 : 0) | (hidden(walk.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
 }
 
-// Whether the walk shows at once that each of a tile's keys is seen: some query sees all. By a warp.
+// some_query_sees_all() tells whether the list of tiles shows at once that each of a tile's keys is seen, because some
+// query sees all of them. A warp calls it.
 template <class Walk>
 DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
   bool sees = false;
@@ -82,7 +89,7 @@ DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, con
   return sees;
 }
 
-// A thread's part of the bits of its warpgroup, for a tile of queries.
+// BlockBits is a thread's part of its warpgroup's bits, for a tile of queries.
 struct BlockBits {
   static constexpr bool HIDES = HAS_BLOCK_MASK;
   const BlockSlots& slots;
@@ -91,7 +98,7 @@ struct BlockBits {
 
   DEVICE BlockBits(const AttentionParams& p, const BlockSlots& slots, int warpgroup, bool masked)
       : slots(slots), warpgroup(warpgroup) {
-    if (HAS_BLOCK_MASK && (masked || HAS_BIAS_TILES)) {  // a bias may hide, too
+    if (HAS_BLOCK_MASK && (masked || HAS_BIAS_TILES)) {  // a bias may hide elements, too
 #pragma unroll
       for (int i = 0; i < BLOCKS_M; i++) {
         const int slot = slots.slots[warpgroup * BLOCKS_M + i];
@@ -101,7 +108,8 @@ struct BlockBits {
     }
   }
 
-  // Whether lengths and window may hide something of the tile. With 128 queries registers are too scarce to ask.
+  // ranged() tells whether lengths and window may hide something of the tile. With 128 queries registers are too scarce
+  // to ask.
   DEVICE bool ranged() const { return BLOCKS_M > 1 || (slots.slots[BLOCKS] >> warpgroup & 1); }
 
   DEVICE void hide(float (&x)[FRAGMENT]) const {
@@ -110,23 +118,24 @@ struct BlockBits {
   }
 };
 
-// ---- A bias beside the queries that it is added to.
+// ---- A bias, which is loaded together with the queries that it is added to.
 
 struct GradientBias {
   alignas(HAS_BIAS_TILES ? 1024 : 1) unsigned char tiles[HAS_BIAS_TILES ? QUERY_STAGES * BIAS_TILE_BYTES : 1];
 };
 
-// Address of the panel of a warpgroup's keys.
+// bias_panel() is the address of the panel of a warpgroup's keys.
 DEVICE u32 bias_panel(const GradientBias& bias, u32 stage, int warpgroup) {
   return ptx::shared_address(bias.tiles) + stage * BIAS_TILE_BYTES + warpgroup * BIAS_PANEL_BYTES;
 }
 
+// NothingElse is the default of what is loaded together with a tile.
 struct NothingElse {
   static constexpr u32 BYTES = 0;
   DEVICE void load(u32) const {}
 };
 
-// A tile of a bias, which comes with the queries.
+// BiasToLoad is a tile of a bias, which is loaded with the queries.
 struct BiasToLoad {
   static constexpr u32 BYTES = PANELS_BIAS * BIAS_PANEL_BYTES;
   const AttentionParams& p;
@@ -143,6 +152,7 @@ struct BiasToLoad {
   }
 };
 
+// bias_to_load() is what is loaded with a tile of queries: the bias where TMA loads it.
 template <class SharedStorage>
 DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, u32 stage, const ptx::TensorMap* map,
                          int batch, int head, int row, int key) {
@@ -153,7 +163,7 @@ DEVICE auto bias_to_load(const AttentionParams& p, const SharedStorage& shared, 
   }
 }
 
-// Makes scores of products, -inf where the bias is; returns whether it is somewhere.
+// add_bias() turns products into scores, -inf where the bias is; it returns whether the bias is -inf somewhere.
 template <class Bias = BiasElement>
 DEVICE bool add_bias(float (&x)[FRAGMENT], const GradientFragment& scores, u32 panel) {
   const float scale = HAS_SOFTCAP ? static_cast<float>(scores.p.softcap) : scores.scale;
@@ -188,7 +198,7 @@ DEVICE bool add_bias(float (&x)[FRAGMENT], const GradientFragment& scores, u32 p
   return true;
 }
 
-// Of a tile of queries by its query_tile.
+// BiasPlace is where a tile of queries, given by its query_tile(), lies in the gradient of the bias.
 struct BiasPlace {
   int row, head, batch;
 
@@ -200,20 +210,21 @@ struct BiasPlace {
   }
 };
 
-// ---- Softcap. A score's weight tells its tanh again: nothing has to be kept for the derivative. Beside a bias, which
-// may swallow the score, it is kept.
+// ---- Softcap. A score's weight tells its tanh again, so nothing has to be kept for the derivative. A bias may swallow
+// the score in the sum; there the derivative is kept.
 
 constexpr bool KEEPS_DERIVATIVE = HAS_SOFTCAP && HAS_BIAS;
 
-// Within two units in the last place where dk or dv leave few registers: a division's slow path takes some.
+// quotient() is within two units in the last place where dk or dv leave few registers: a division's slow path takes
+// some.
 DEVICE float quotient(float a, float b) {
   if constexpr (HEAD_DIM > 128) return __fdividef(a, b);
   return a / b;
 }
 
-// What alibi takes from scores whose unit is softcap.
+// CappedAlibi is what ALiBi subtracts from scores whose unit is softcap.
 struct CappedAlibi {
-  float slope, distance;  // the latter at the thread's first element
+  float slope, distance;  // the distance is that of the thread's first element
 
   DEVICE explicit CappedAlibi(const GradientFragment& scores) : slope(0), distance(0) {
     if constexpr (HAS_ALIBI) {
@@ -227,7 +238,8 @@ struct CappedAlibi {
   }
 };
 
-// Of a thread, 16 bits each: in registers or, of the widest heads, in vectors of its own in shared memory.
+// SoftcapFactors holds the derivatives of a thread's elements in 16 bits each: in registers or, for the widest heads,
+// in vectors of the thread's own in shared memory.
 constexpr bool SHARED_FACTORS = KEEPS_DERIVATIVE && HEAD_DIM_V > 192;
 template <bool SHARED = SHARED_FACTORS>
 struct SoftcapFactors {
@@ -238,21 +250,21 @@ struct SoftcapFactors {
 };
 template <>
 struct SoftcapFactors<true> {
-  u32* words;  // the thread's first vector of a warp's
+  u32* words;  // the thread's first vector; a warp's vectors lie side by side
 
   DEVICE explicit SoftcapFactors(void* first) : words(static_cast<u32*>(first)) {}
   DEVICE u32& operator[](int i) { return words[i / 4 * WARP * 4 + i % 4]; }
 };
 
-// Products become scores whose unit is softcap, with the error of the forward pass (forward/scores.cuh). Beside a bias
-// that is read element by element they get it, too, and alibi waits.
+// cap() turns products into scores whose unit is softcap, with the error of the forward pass (forward/scores.cuh). A
+// bias that is read element by element is added here, too, and ALiBi is left for later.
 template <class Factors>
 DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
   if constexpr (KEEPS_DERIVATIVE) {
     const Score score = scores.score();
     const float factor = quotient(scores.scale, score.softcap);
     u32 row = scores.row, key = scores.key;
-    ptx::forget(row);  // or what follows from them is held
+    ptx::forget(row);  // the compiler would otherwise hold what follows from row and key
     ptx::forget(key);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 2) {
@@ -281,7 +293,7 @@ DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& f
   }
 }
 
-// From gradients of scores to those of products. A weight of 0 has none.
+// uncap() turns gradients of scores into those of products. A weight of 0 has no gradient.
 template <class Values, class Factors>
 DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
                   const GradientFragment& scores, Factors& factors) {
@@ -304,9 +316,10 @@ DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const
   }
 }
 
-// ---- Of the kernel whose warpgroups have 64 keys each.
+// ---- The rest serves the kernels whose warpgroups have 64 keys each.
 
-// Beside options that take registers lse is read where it lies.
+// LseValues reads lse from shared memory each time where options take many registers, and holds it in registers
+// elsewhere.
 template <bool IN_PLACE = HAS_BIAS || HAS_SOFTCAP || HAS_MASK || HAS_DROPOUT || (HAS_BLOCK_MASK && BLOCKS_M > 1)>
 struct LseValues : QueryValues {
   using QueryValues::QueryValues;
@@ -316,10 +329,11 @@ struct LseValues<true> : QueryValuesInPlace {
   using QueryValuesInPlace::QueryValuesInPlace;
 };
 
-// Of wide heads and beside options even one by elements, under a product: registers are scarce behind it.
+// MASK_IN_BITS: the mask of a tile is read as bits while a product is computed. For wide heads, and together with other
+// options, this holds even for a mask that is read element by element, because registers are scarce behind the product.
 constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 || NUM_OPTIONS > 1));
 
-// The weights of products, or of scores that softcap and a bias have made of them.
+// weigh() turns products, or the scores that softcap and a bias have made of them, into weights.
 template <class Values>
 DEVICE void weigh(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
                   const BlockBits& bits) {
@@ -327,17 +341,17 @@ DEVICE void weigh(float (&x)[FRAGMENT], const GradientFragment& scores, const Va
       x, lse, masked, static_cast<float>(scores.p.softcap), bits);
 }
 
-// A mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and asks others for its own
-// elements.
+// MaskBits has the bits of a mask whose rows are vectors. Each lane reads the warp's 16 keys for two of 64 queries, and
+// takes its own elements from the other lanes.
 struct MaskBits {
   static_assert(!HAS_MASK_VECTORS || BLOCK_M == 2 * WARP, "two queries a lane");
   static constexpr int KEYS = sizeof(uint4);
-  u32 word = 0;  // bit 16 h + 8 k + i: of its elements in half h of the queries, query i of 8 and key k of 2
+  u32 word = 0;  // bit 16 h + 8 k + i belongs to the element in half h of the queries, query i of 8 and key k of 2
 
   DEVICE MaskBits(const AttentionParams& p, const Sequence& s, int head, int first_row, int key) {
     if constexpr (HAS_MASK_VECTORS) {
       const Mask mask(p, s, head);
-      const int column = smaller(key, mask.mask_last_column - (KEYS - 1));  // those beyond the end are hidden anyway
+      const int column = smaller(key, mask.mask_last_column - (KEYS - 1));  // keys beyond the end are hidden anyway
       u32 own = 0;
 #pragma unroll
       for (int r = 0; r < 2; r++) {

@@ -1,26 +1,32 @@
-// Before the gradients: lse and delta (reduce.cu) as backward.cu loads them, zeros for sums of dq, and for what is not
-// visited of dbias. Behind them: dq from its sums.
+// The kernels before and behind Hopper's backward pass. backward_sm90_rows prepares lse and delta (FlashAttention-2,
+// Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes the sums of dq 0, and writes zeros where
+// dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both overlap with the pass
+// itself (programmatic dependent launch).
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "rows.cuh"
 
-// These kernels' own: tiles of dout and out, and sums.
+// The constants of these kernels' own stages: tiles of dout and out, and sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
 
-// Tiles of dout and out come by TMA; the warpgroups take turns, so that each has buffers of its own.
+// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles in turn, so that
+// each has buffers of its own.
 constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
 static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;  // of a row, a lane in a panel
+// 16-byte chunks of a row that a lane reads in each panel.
+constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;
 constexpr u32 TILE_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
+// SharedStorage is the shared memory of the first kernel.
 struct SharedStorage {
-  alignas(1024) unsigned char tiles[ROW_STAGES][2][TILE_BYTES];
+  alignas(1024) unsigned char tiles[ROW_STAGES][2][TILE_BYTES];  // (ROW_STAGES, dout or out, PANELS_V, BLOCK_M, 64)
   RingBarriers<ROW_STAGES> barriers;
 };
 using TileRing = Ring<ROW_STAGES, 2 * TILE_BYTES>;
 
-// Rows [row, row + rows) of dbias beside columns [begin, end), by a warpgroup; rows are vectors of 16 bytes.
+// clear_bias() makes rows [row, row + rows) of dbias 0 outside columns [begin, end). A warpgroup calls it; rows are
+// vectors of 16 bytes.
 DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin, int end) {
   const int skipped = larger(end - begin, 0);
   BiasElement* target = p.dbias.data + work.sequence.batch * p.dbias.batch_stride + work.head * p.dbias.head_stride;
@@ -32,6 +38,7 @@ DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int 
   }
 }
 
+// clear_sums() makes the sum of dq of a tile 0. A warpgroup calls it.
 DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   if (!STORES_FIRST && p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
@@ -40,7 +47,8 @@ DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   }
 }
 
-// One thread. It tells how many tiles are done as it comes around: that is a fence for all memory.
+// load_rows() is the loading thread. It tells how many tiles are done as it comes around its buffers, because telling
+// is a fence for all memory, which costs time.
 DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const ptx::TensorMap* dout,
                       const ptx::TensorMap* out) {
   int loaded = 0, told = 0;
@@ -61,7 +69,7 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
     }
     ring.advance();
     loaded++;
-    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // what was in these buffers before
+    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
   }
   for (int stage = 0; stage < ROW_STAGES; stage++) {
     ring.acquire();
@@ -70,6 +78,7 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
   tell(loaded);
 }
 
+// backward_sm90_rows prepares tiles of queries: persistent blocks are dealt tiles in turn.
 extern "C" __global__ void __launch_bounds__(THREADS)
     backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
                        const __grid_constant__ ptx::TensorMap out_map) {
@@ -118,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int panel = 0; panel < PANELS_V; panel++) {
 #pragma unroll
       for (int step = 0; step < CHUNKS; step++) {
-        // Swizzled alike: any order will do, and this one meets all banks.
+        // Both tiles are swizzled alike, so any order of chunks will do, and this one meets all banks.
         const u32 place = (panel * BLOCK_M + row) * ROW_BYTES + (first + (row + step) % CHUNKS) * sizeof(uint4);
         const auto a = *reinterpret_cast<const Vector*>(shared.tiles[ring.stage][0] + place);
         const auto b = *reinterpret_cast<const Vector*>(shared.tiles[ring.stage][1] + place);
@@ -140,19 +149,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Behind: dq, a warpgroup a part.
+// ---- The kernel behind the pass converts dq; a warpgroup converts a part at a time.
 constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
-constexpr int CHUNK = 16;  // parts
+constexpr int CHUNK = 16;  // parts of sums that a thread block takes at a time
 
+// SumStorage is the shared memory of the second kernel.
 struct SumStorage {
-  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];
-  u32 parts[SUM_STAGES], found[SUM_STAGES];  // numbers; a bit for each sum that something was added to
+  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, part)
+  // The number of the part, and a bit for each of its sums that something was added to.
+  u32 parts[SUM_STAGES], found[SUM_STAGES];
   RingBarriers<SUM_STAGES> barriers;
 };
 using SumRing = Ring<SUM_STAGES, DQ_SUMS * SUM_BYTES>;
 static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by all buffers");
 
-// A warp.
+// load_sums() is the loading warp: it takes chunks of parts, waits until their sums are complete, and loads them.
 DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 parts, bool by_heads) {
   const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
   const auto hand_on = [&](u32 part, u32 found) {
@@ -184,7 +195,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     u32 found = 0;
     if (work.tile * BLOCK_M < work.sequence.len_q) {
       for (int i = 0; i < DQ_SUMS; i++) {
-        // A sum whose first part was to be stored, and that no part came to, is not even zero.
+        // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
         if (!STORES_FIRST || *dq_turn_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
       }
     }
@@ -196,6 +207,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
   for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
 }
 
+// backward_sm90_dq converts parts of dq: persistent blocks take chunks of parts.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __grid_constant__ AttentionParams p) {
   using SharedStorage = SumStorage;
   VIEW_SHARED_STORAGE(shared);
@@ -211,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
   if (warpgroup == CONSUMERS) {
     if (threadIdx.x % WARPGROUP < WARP) {
       load_sums(p, shared, ring, p.num_tiles * num_images(p) * DQ_PARTS, by_heads);
-      ptx::wait_for_kernel_before();  // so that the next kernel follows both
+      ptx::wait_for_kernel_before();  // so that the next kernel follows both kernels
     }
     return;
   }
@@ -223,10 +235,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     ring.wait();
     const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
     if (number == NO_SUM) break;
-    float4 dq[DQ_COLUMNS / 8];
+    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the part (64, DQ_COLUMNS)
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
-    for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = found != 0 ? sum[i * WARP] : float4{};  // the buffer may hold none
+    // The buffer may hold nothing.
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = found != 0 ? sum[i * WARP] : float4{};
     if (DQ_SUMS == 2 && (found & 2) != 0) {
 #pragma unroll
       for (int i = 0; i < DQ_COLUMNS / 8; i++) {
@@ -242,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     const int part = number % DQ_PARTS;
     const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
     const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
-    const int used = found != 0 ? s.len_q : 0;  // rows
+    const int used = found != 0 ? s.len_q : 0;  // rows that are not padding
     Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
     const bool vectors =
         (reinterpret_cast<u64>(target) | static_cast<u64>(p.dq.row_stride) * sizeof(Element)) % sizeof(uint4) == 0;
@@ -259,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
         }
         transpose_quad(words);
         const int first = group * 32 + lane() % 4 * VECTOR;
-        if (row >= s.rows_q || column + first >= p.head_dim) continue;  // head dims are multiples of VECTOR
+        if (row >= s.rows_q || column + first >= p.head_dim) continue;  // head dims are multiples of VECTOR here
         Element* to = target + row * p.dq.row_stride + first;
         if (vectors) {
           __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));

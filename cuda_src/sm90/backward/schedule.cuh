@@ -1,36 +1,41 @@
-// Which tiles of keys a persistent thread block takes, and which queries it walks for each.
+// The scheduler of Hopper's backward kernels: which tiles of keys a persistent thread block takes, which tiles of
+// queries it visits for each, and in which order tiles add to dq where sums have an order (deterministic). backward.cu
+// and backward/wide.cu use it through backward/loader.cuh; split/sm90_backward.cu uses the iterators.
 #include "../../rules/mask.cuh"
 #include "../pipeline.cuh"
 
-// KV heads of all sequences; packed sequences are one.
+// num_key_images() is the number of KV heads of all sequences; packed sequences count as one.
 DEVICE u32 num_key_images(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_kv * p.batch : p.num_heads_kv;
 }
 
+// KeyWork is a tile of keys, as the loading warp hands it on.
 struct KeyWork : Work {
-  bool unseen;       // by all queries
-  u32 passes;        // bit w: warpgroup w sees nothing of the last step (0) or the first (1), and passes it over
-  u32 stage, phase;  // of the ring that brought it: read back, they take no registers meanwhile
-  u32 key_stage, key_phase;  // the same of the keys, beside a bias
+  bool unseen;       // no query sees any of its keys
+  u32 passes;        // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
+  u32 stage, phase;  // the position of the ring that brought it: read back from here, it takes no registers meanwhile
+  u32 key_stage, key_phase;  // likewise the position of the ring of keys, where there is a bias
 };
 
-// Two thread blocks may be a pair: they have tiles of keys side by side, and both walk all queries that see one of
-// them.
+// Two thread blocks may be a pair (a cluster): they have neighbouring tiles of keys, and both visit all queries that
+// see one of them.
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
 
-// Tiles of keys, a pair's as one, come head by head, those of the last heads alone (heads_together) longest first, so
-// that thread blocks end together; if sums of dq have an order, see walks_backwards. GROUPS: all heads in such groups.
+// Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (heads_together) the longest
+// tiles of all these heads come first, so that thread blocks end together. If sums of dq have an order, see
+// walks_backwards(). GROUPS: all heads are scheduled in such groups.
 
-// The first head of the last group.
+// last_group() is the first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
   const u32 images = num_key_images(p);
   return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? images - min(p.heads_together, images) : images;
 }
 
-// If sums of dq have an order, it is that of tiles of keys: the last come first, and walk queries from the first, so
-// that with a diagonal a tile comes to a query a step after the one before it; without one, so many heads in turn that
-// tiles of one head begin two steps apart. The last group (none beside a block mask) walks from the last.
+// heads_in_turn() and walks_backwards() set the order of tiles where sums of dq have an order, which is that of tiles
+// of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile comes to a
+// query one step after the tile before it. Without a diagonal, so many heads are scheduled in turn that tiles of one
+// head begin two steps apart. The last group (with a block mask there is none) visits queries from the last.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
@@ -39,6 +44,7 @@ DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
 
+// key_work_at() is the scheduler's map from an index to a tile of keys.
 template <bool GROUPS = false>
 DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
@@ -71,7 +77,8 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   return work;
 }
 
-// Thread blocks that wait for each other take even their first tile when they run: the first taken then waits for none.
+// first_key_index() and next_key_index() take tiles. Thread blocks that wait for each other take even their first tile
+// when they run; the tile taken first then waits for none, so there is no deadlock.
 DEVICE u32 first_key_index(const AttentionParams& p) {
   return p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
 }
@@ -80,7 +87,7 @@ DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return atomicAdd(p.dq_turns, 1);
 }
 
-// The tiles of queries, of all heads of the group, that see some key of a tile.
+// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
 struct QueryWalk {
   const AttentionParams& p;
   const Sequence& sequence;
@@ -102,13 +109,13 @@ struct QueryWalk {
   }
   DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
-  DEVICE int last_block() const { return blocks.end - 1; }  // without a block mask
+  DEVICE int last_block() const { return blocks.end - 1; }  // the last tile of the range; not for block masks
   DEVICE bool done() const { return head == end_head; }
   DEVICE void advance() {
     blocks.advance();
     skip();
   }
-  // How many tiles of keys add to dq of the current tile before this one.
+  // turn() is how many tiles of keys add to dq of the current tile before this one.
   DEVICE int turn() const {
     if (!DETERMINISTIC) return 0;
     const Mask::Range keys = range_of_keys(p, sequence, block(), BLOCK_M, BLOCK_N);
@@ -118,7 +125,7 @@ struct QueryWalk {
 
  private:
   DEVICE Blocks of_head() const { return blocks_of_queries(p, sequence, head, tile / PAIR, BLOCK_M, PAIR * BLOCK_N); }
-  // Of tiles of keys, by the current one of queries. By a warp.
+  // tiles_seen() counts the tiles of keys in [begin, end) that the current tile of queries sees. A warp calls it.
   DEVICE int tiles_seen(int begin, int end) const {
     const Mask mask(p, sequence, head);
     int count = 0;
@@ -142,17 +149,17 @@ struct QueryWalk {
   }
 };
 
-// The same tiles, some rows of all heads before the next, as L2 does not hold all heads. Tiles that begin together walk
-// from the last queries, those that follow from the first; each begins with another head and row, so that few add to
-// the same sum.
+// GroupedWalk iterates over the same tiles in another order: ROWS tiles of all heads before the next ROWS, because L2
+// does not hold the queries of all heads. Thread blocks that begin together visit them from the last queries, those
+// that follow from the first; each begins with another head and row, so that few add to the same sum at once.
 struct GroupedWalk {
   static constexpr int ROWS = 16;
   const Sequence& sequence;
   Blocks blocks;
   int head, end_head, heads;
-  int base, step;  // the rows that are walked for all heads, and how many steps of them are done
-  int left;        // of those rows, without a window
-  int turned;
+  int base, step;  // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
+  int left;        // how many such groups of tiles are left, without a window
+  int turned;      // the offset by which this block begins with another tile
   bool backwards;
 
   DEVICE GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
@@ -193,6 +200,7 @@ struct GroupedWalk {
       if (!HAS_WINDOW && heads == 1 && base >= blocks.end) base = 0;
     }
   }
+  // skip() moves on to the next tile that is to be visited.
   DEVICE void skip() {
     while (!done() && (block() < blocks.block || block() >= blocks.end)) next();
   }

@@ -1,28 +1,33 @@
-// Gradients on Hopper for wide heads, whose dk and dv for 64 keys fill the registers of a warpgroup each: one computes
-// the weights and dv, one their gradients and dk, one dq.
+// Gradients on Hopper (sm_90a) for 16-bit inputs with wide heads, whose dk and dv for 64 keys fill the registers of a
+// warpgroup each; options that take many registers use it from narrower heads on. One warpgroup computes the weights
+// and dv, one their gradients and dk, one dq. The mathematics is that of backward.cu: FlashAttention-2 (Dao 2023),
+// Algorithm 2. Where shared memory has room, two thread blocks are a cluster, and each adds dq for the keys of both in
+// every other step.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
 #include "options.cuh"
 
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
-constexpr int WEIGHT_VECTORS = FRAGMENT / 4;
+constexpr int WEIGHT_VECTORS = FRAGMENT / 4;  // vectors of four weights of a thread
 constexpr u32 WEIGHT_BYTES = WEIGHT_VECTORS * WARPGROUP * sizeof(FourFloats);
 constexpr int WARPS = WARPGROUP / WARP;
-constexpr int DK_BARRIER = 1;  // of the warps of one warpgroup
-// What the others leave to the warpgroup of dk.
+constexpr int DK_BARRIER = 1;  // a named barrier of the warpgroup of dk
+// DK_REGISTERS is what the other warpgroups leave to the warpgroup of dk.
 constexpr int DK_REGISTERS = REGISTERS_OF_SM / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
-// Options beside a dv that takes most registers: lse is read where it lies, so that queries are released late.
+// TIGHT: there are options next to a dv that takes most registers. lse is then read from shared memory each time, so
+// that queries are released late.
 constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
 
 struct SharedStorage {
-  alignas(1024) unsigned char k[PAIR * K_BYTES];
-  alignas(1024) unsigned char v[V_BYTES];
-  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
-  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];
+  alignas(1024) unsigned char k[PAIR * K_BYTES];               // (PANELS, PAIR * BLOCK_N, 64)
+  alignas(1024) unsigned char v[V_BYTES];                      // (PANELS_V, BLOCK_N, 64)
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];       // (QUERY_STAGES, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];  // (DOUT_STAGES, PANELS_V, BLOCK_M, 64)
+  // (DS_STAGES, PAIR, BLOCK_M, 64): dS for the keys of both blocks.
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  alignas(1024) unsigned char sent[PAIR == 1 ? 1 : DS_PANEL_BYTES];
-  FourFloats weights[WARPS][WEIGHT_VECTORS][WARP];
+  alignas(1024) unsigned char sent[PAIR == 1 ? 1 : DS_PANEL_BYTES];  // (BLOCK_M, 64): dS on its way to the other block
+  FourFloats weights[WARPS][WEIGHT_VECTORS][WARP];                   // weights, from the warpgroup of dv to that of dk
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];
@@ -35,16 +40,18 @@ struct SharedStorage {
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
   RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
-  u64 clearing;
+  u64 clearing;  // a barrier (Loader::clearing)
   Index index;
   GradientBias bias;
 };
 static_assert(DS_PANEL_BYTES / WARPS == ROWS_OF_WARP * ROW_BYTES, "room for a warp's rows");
 static_assert(BLOCK_N == ROWS_OF_WARPGROUP && BLOCK_M == ROWS_OF_WARPGROUP && CONSUMERS == 3, "one tile of 64 x 64");
 
-// Each block of a pair computes dq for the keys of both in every other step: half as much is added in memory.
+// is_own() tells whether this block of a pair computes dq of a step. Each computes it for the keys of both in every
+// other step, so that half as much is added in memory.
 DEVICE bool is_own(u32 step) { return static_cast<int>(step % PAIR) == rank(); }
 
+// Rings are one thread's positions in the circular buffers of the kernel.
 struct Rings {
   Ring<WORK_STAGES, sizeof(KeyWork)> work;
   Ring<1, PAIR * K_BYTES> k;
@@ -55,7 +62,8 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // Only that it is a step's turn, and that its dq is on its way; free again with the step.
+  // The rings turns and added carry no data: they tell that a step's place in the order has come, and that its dq is on
+  // its way. Their buffers are those of the steps, and are free again with them.
   Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
@@ -72,11 +80,12 @@ struct Rings {
         added(shared.dq_steps, shared.added_barriers) {}
 };
 
-// 64 rows of a gradient in pieces: products of 256 columns take more registers than a thread has when it is launched.
+// Gradient is 64 rows of dk or dv in pieces of WIDTH columns: products of 256 columns take more registers than a thread
+// has when it is launched.
 template <int COLUMNS>
 struct Gradient {
   static constexpr int WIDTH = COLUMNS % 128 == 0 ? 128 : PANEL, PIECES = COLUMNS / WIDTH;
-  float x[PIECES][WIDTH / 2];
+  float x[PIECES][WIDTH / 2];  // the thread's fragment of each piece
 
   DEVICE Gradient() {
 #pragma unroll
@@ -85,13 +94,14 @@ struct Gradient {
       for (float& e : piece) e = 0;
     }
   }
-  // Starts += factor b over the BLOCK_M rows of b.
+  // add() starts to add factor b over the BLOCK_M rows of b.
   DEVICE void add(u32 (&factor)[FRAGMENT / 2], u32 b) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
       add_product<BLOCK_M>(x[piece], factor, b + piece * (WIDTH / PANEL) * BLOCK_M * ROW_BYTES);
     }
   }
+  // wait() waits for the sums, and write() is the epilogue.
   DEVICE void wait() {
     ptx::wgmma_wait_group<0>();
 #pragma unroll
@@ -111,10 +121,11 @@ struct Gradient {
   }
 };
 
-// Of the warpgroup.
+// own_warp() is the warp's number in its warpgroup.
 DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
-// Weights and dv.
+// weigh_queries() is the warpgroup of dv: it computes the weights P^T of a tile of keys, hands them to the warpgroup of
+// dk, and adds P^T dO to dv.
 DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
@@ -145,7 +156,8 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       weigh(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
       GradientFragment same = scores;
-      if constexpr (TIGHT && (HAS_SOFTCAP || HAS_DROPOUT)) {  // or draws and alibi's distances would be held all along
+      // Without this, draws and ALiBi's distances would be held all along.
+      if constexpr (TIGHT && (HAS_SOFTCAP || HAS_DROPOUT)) {
         u32 first_row = step.first_row;
         ptx::forget(first_row);
         same.row = first_row + fragment_column();
@@ -158,7 +170,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       if (!TIGHT) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
-      uncap(x, x, lse, same, factors);  // a factor of the gradients, like the weights
+      uncap(x, x, lse, same, factors);  // softcap's derivative is a factor of the gradients, like the weights
       if (TIGHT) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
@@ -181,7 +193,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
            shared.weights[own_warp()]);
 }
 
-// For the own warpgroup of dq. The fence waits under a product.
+// publish_own() hands dS to the own warpgroup of dq. Its fence waits while a product is computed.
 template <class DsRing>
 DEVICE void publish_own(DsRing& ring) {
   ptx::fence_async_shared();
@@ -196,7 +208,7 @@ DEVICE void publish_own(DsRing& ring) {
   ring.advance();
 }
 
-// For the other block's.
+// send() sends dS to the warpgroup of dq of the other block.
 DEVICE void send(Rings& rings, u32 step) {
   ptx::fence_async_shared();
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);
@@ -209,7 +221,8 @@ DEVICE void send(Rings& rings, u32 step) {
   rings.sent.advance();
 }
 
-// Gradients of the weights, and dk.
+// differentiate_weights() is the warpgroup of dk: it computes dP^T and dS^T, hands dS to a warpgroup of dq, and adds
+// dS^T Q to dk.
 DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                                   u32& steps) {
   Gradient<HEAD_DIM> dk;
@@ -254,7 +267,7 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
         rings.sent.acquire();
       }
       store_transposed(own ? rings.ds.buffer() + rank() * DS_PANEL_BYTES : rings.sent.buffer(), ds);
-      __syncwarp();  // all lanes have read the weights and delta
+      __syncwarp();  // all lanes must have read the weights and delta
       rings.weights.release();
       rings.dout.release();
       dk.add(ds, rings.q.buffer());
@@ -271,10 +284,10 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
   rings.ds.acquire();
   dk.write(p, work, p.dk, p.head_dim, static_cast<float>(p.softmax_scale) * ds_unit(p),
            shared.ds + rings.ds.stage * DS_BYTES + rank() * DS_PANEL_BYTES + own_warp() * DS_PANEL_BYTES / WARPS);
-  ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps of dk have left the room of ds
+  ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps must have left the buffer of dS before it is used again
 }
 
-// Adds dq of a step to its sum; the first is the sum, so that nobody clears it.
+// add_parts() adds dq of a step to its sum; the FIRST is stored, so that nobody clears the sum.
 template <bool FIRST>
 DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep& step) {
 #pragma unroll 1
@@ -283,7 +296,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
     multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
     FourFloats* sum = dq_sum_at(p, step.sum, part);
-    if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one turn
+    if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one place of the order
     ptx::wgmma_wait_group<0>();
     keep(dq);
 #pragma unroll
@@ -297,7 +310,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
   }
 }
 
-// dq.
+// add_queries() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
 DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                         u32& steps) {
   if (work.unseen) return;
@@ -331,7 +344,7 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
   rings.k.release();
 }
 
-// The warp that waits for turns, ahead of their use.
+// watch_turns() is the warp that waits until a step's place in the order has come, ahead of its use.
 DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
@@ -341,7 +354,8 @@ DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, R
   }
 }
 
-// The warp that ends turns: additions arrive while the next products are under way.
+// end_turns() is the warp that passes the order on: it waits for additions to arrive while the next products are
+// computed.
 DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = dq_step(shared, rings);
@@ -362,6 +376,7 @@ DEVICE void sync_pair() {
   }
 }
 
+// for_each_tile() calls a warpgroup's function for each tile of keys.
 template <auto WORK_ON>
 DEVICE void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings& rings) {
   u32 steps = 0;
@@ -375,6 +390,7 @@ DEVICE void for_each_tile(const AttentionParams& p, SharedStorage& shared, Rings
   }
 }
 
+// backward_sm90_wide is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90_wide(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                        const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
@@ -421,5 +437,5 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
       watch_turns(p, shared, rings);
     }
   }
-  if (PAIR > 1) sync_pair();  // the other may still send
+  if (PAIR > 1) sync_pair();  // the other block may still send to this one
 }

@@ -1,28 +1,35 @@
-// The softmax of scores under a softcap, which bounds them: powers of two come from products by a polynomial where
-// these are small, and a tile whose products are all small neither looks for maxima nor calls tanh.
+// The online softmax of scores under a softcap, for Hopper's forward kernel. A softcap bounds scores, so weights stay
+// finite without a maximum. Powers of two come from products by a polynomial where these are small, and a tile whose
+// products are all small neither looks for maxima nor calls tanh. It takes the place of FragmentSoftmax
+// (fragment/softmax_fragment.cuh), with whose rules for large weights it agrees.
 #include "../../fragment/softmax_fragment.cuh"
 #include "../wgmma.cuh"
 
+// BoundedSoftmax is the state of a thread's two rows, as FragmentSoftmax is for other scores.
 struct BoundedSoftmax {
-  // Below SMALL tanh is x (1 + CUBIC x^2), within 2^-11 as the instruction is, whose unit is left to powers. An error
-  // that the smallest had in common would be one of lse.
+  // Below SMALL tanh(x) is x (1 + CUBIC x^2), within 2^-11 as the instruction is; the special-function unit that
+  // computes the instruction is left to the powers of two. The slope at 0 is exactly 1, because an error that the
+  // smallest scores had in common would be an error of lse.
   static constexpr float SMALL = 0.385f, CUBIC = -0.31775113f;
-  static constexpr float STEEP = 1e12f;  // of factors whose cube may be infinite: then no product is small
-  // A score is no larger than its product times the slope at 0, but for roundings.
+  static constexpr float STEEP = 1e12f;  // factors whose cube may be infinite: then no product counts as small
+  // FEWER and MORE are margins for roundings: apart from those a score is no larger than its product times the slope at
+  // 0.
   static constexpr float FEWER = 0.999f, MORE = 1.001f;
-  // Products far below 0 are not quiet, either, so rows have more room than FragmentSoftmax gives them.
+  // MORE_ROOM is added to the room that FragmentSoftmax gives a row: products far below 0 are not quiet either, so
+  // quiet products are fewer.
   static constexpr float MORE_ROOM = 2;
-  static constexpr float UNSETTLED = -3e38f;  // no product is quiet before the row's first tile has a sum
+  // The value of `quiet` before the row's first tile has a sum: no product is quiet.
+  static constexpr float UNSETTLED = -3e38f;
   const AttentionParams& p;
   float quiet[2];        // the largest product of row r that is small and leaves the row's reference as it is
-  float linear, cubic;   // of small products
-  FragmentSoftmax rows;  // of scores that are powers of two
-  bool is_flat;          // whether every row of the warp has reference 0: nothing is subtracted then
+  float linear, cubic;   // the polynomial's coefficients for small products
+  FragmentSoftmax rows;  // the state of the rows, whose scores are scaled to base 2
+  bool is_flat;          // every row of the warp has reference 0, so nothing is subtracted
 
-  // What is seldom needed is found anew each time: registers are scarce.
+  // Curve holds what is seldom needed; it is computed anew each time, because registers are scarce.
   struct Curve {
-    float factor;  // from a product to tanh's argument
-    float power;   // and from tanh to the power of two
+    float factor;  // leads from a product to the argument of tanh
+    float power;   // leads from tanh to the exponent of two
     float small;   // the largest argument that is small
 
     DEVICE explicit Curve(const AttentionParams& p) {
@@ -41,30 +48,32 @@ struct BoundedSoftmax {
     cubic = curve.factor * curve.factor * curve.factor * curve.power * CUBIC;
   }
 
-  // Powers of two, less a base.
+  // of_small() is the exponent of a small product's weight, less `base`.
   DEVICE float of_small(float product, float base = 0) const {
     return fmaf(product, fmaf(cubic, product * product, linear), -base);
   }
-  // An element is as if it were alone: no row depends on others.
+  // of_any() is the exponent of any product's weight. Each element is treated as if it were alone, so no row depends on
+  // others.
   DEVICE float of_any(const Curve& curve, float product, float base = 0) const {
     const float argument = product * curve.factor;
     return fabsf(argument) <= curve.small ? of_small(product, base) : curve.of_large(argument, base);
   }
 
-  // Powers of two from the products of a masked tile, before it is masked.
+  // cap() turns the products of a masked tile into exponents, before the tile is masked.
   DEVICE void cap(float (&x)[BLOCK_N / 2]) const {
     const Curve curve(p);
 #pragma unroll
     for (float& product : x) product = curve.of_large(product * curve.factor, 0);
   }
 
-  // A step is one piece: what is known of a tile's products decides which powers they take.
+  // bound() does nothing here: a step is one piece, because what is known of a tile's products decides how its weights
+  // are computed.
   template <bool EVERY>
   DEVICE bool bound(const float (&)[BLOCK_N / 2], const float (&)[2], float (&)[2]) {
     return false;
   }
 
-  // The capped scores of a first tile of `tiles` become weights. A flat row keeps reference 0.
+  // begin() turns the capped scores of a first tile, of `tiles` in all, into weights. A flat row keeps reference 0.
   template <bool>
   DEVICE void begin(float (&x)[BLOCK_N / 2], const float (&)[2], int tiles) {
     float top[2], factor[2];
@@ -73,7 +82,7 @@ struct BoundedSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float maximum = max_of_row<4>(top[r]), share = ptx::ex2(-maximum);
-      const float in_largest = sum_of_row<4>(rows.sum[r]) * share;  // weights in units of the largest
+      const float in_largest = sum_of_row<4>(rows.sum[r]) * share;  // the sum of weights in units of the largest
       const bool flat = in_largest >= FLAT;
       rows.reference[r] = flat ? 0 : maximum;
       factor[r] = flat || maximum == -infinity() ? 1 : share;
@@ -85,8 +94,9 @@ struct BoundedSoftmax {
     if (!is_flat) rescale_rows(x, factor);
   }
 
-  // Turns products, or a masked tile's capped scores, into weights; returns whether earlier results are to be
-  // multiplied, row r with rescale[r].
+  // weigh() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are to
+  // be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all quiet, and
+  // the others.
   template <int BEGIN, int END>
   DEVICE bool weigh(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
     static_assert(BEGIN == 0 && END == BLOCK_N / 2, "all at once");
@@ -111,7 +121,8 @@ struct BoundedSoftmax {
       return false;
     }
 #pragma unroll
-    for (float& product : x) ptx::forget(product);  // or terms of both ways are found ahead of them
+    // Without this, terms of both ways would be computed ahead of the branch.
+    for (float& product : x) ptx::forget(product);
     const Curve curve(p);
     const float sign = curve.factor < 0 ? -1 : 1;
     float top[2] = {-infinity(), -infinity()};
@@ -128,6 +139,8 @@ struct BoundedSoftmax {
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const { rows.finish(sink, inverse, lse); }
 
  private:
+  // follow() makes a row's maximum its reference where it exceeds what is quiet, and finds the factor for earlier
+  // results.
   DEVICE bool follow(const float (&top)[2], float (&rescale)[2]) {
     bool grown = false;
 #pragma unroll
@@ -146,12 +159,14 @@ struct BoundedSoftmax {
     return grown;
   }
 
+  // quiet_below() is the largest product that is small and whose score stays below `limit`.
   DEVICE float quiet_below(float limit) const {
     const Curve curve(p);
     return smaller(smaller(quotient(curve.small, fabsf(curve.factor)), 1e18f), quotient(limit, fabsf(linear))) * FEWER;
   }
 
-  // Each way has its own sums, which hide behind its powers.
+  // weigh_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that the
+  // additions hide behind its powers.
   template <class Power>
   DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
     float row_sum[2] = {0, 0};

@@ -1,14 +1,19 @@
-// Forward attention on Hopper: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One warp loads tiles by TMA,
-// another finds out which, CONSUMERS warpgroups of 64 queries each compute; thread blocks take tile after tile.
+// Forward attention on Hopper (sm_90a) for 16-bit inputs: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One
+// warp loads tiles by TMA, another is the scheduler, and CONSUMERS warpgroups of 64 queries each compute; thread blocks
+// are persistent and take tile after tile. The producers are in forward/loader.cuh, the products in wgmma.cuh, the
+// softmax in ../softmax_fragment.cuh and bounded_softmax.cuh. What is common to all kernels, such as masks and scores,
+// is in the folder above.
 #include "bounded_softmax.cuh"
 #include "loader.cuh"
 
+// cap() and find_rooms() do for either kind of softmax what only the other needs, or nothing.
 DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
 DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
 
 DEVICE void find_rooms(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
 DEVICE void find_rooms(const BoundedSoftmax&, int) {}
 
+// softmax_of() begins the softmax of a tile of queries.
 DEVICE auto softmax_of(const UnitFragment& scores) {
   if constexpr (BOUNDED_SCORES) {
     return BoundedSoftmax(scores.p);
@@ -17,17 +22,21 @@ DEVICE auto softmax_of(const UnitFragment& scores) {
   }
 }
 
+// SCALE_ONCE: the scale is converted to float32 once and held in a register, where there is one.
 constexpr bool SCALE_ONCE = !HAS_OPTIONS || ((HAS_BIAS || HAS_DROPOUT) && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
-// Copies of a step: for the first tile of keys, for masked and for other tiles; two: the first is masked, too.
+// COPIES is how many copies of a step the loop has: for the first tile of keys, for masked and for other tiles; with
+// two, the first tile takes the masked copy, too.
 constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
-// Where the next queries have no place of their own, the last ones give theirs up as soon as they can.
+// EARLY_QUERIES: where the next queries have no buffer of their own, the last step of a tile releases its queries as
+// soon as it can.
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
 static_assert(!LATE_WAIT || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
-// Writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q) are padding and 0. out_map has boxes of
-// 16 rows, row_map of one: before first_row() and behind a sequence are others' rows.
+// store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
+// are padding and become 0. The boxes of out_map have 16 rows. Those of row_map have one, for tiles that also hold rows
+// of others: those before first_row() and behind a packed sequence must not be written.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
                        const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
@@ -43,7 +52,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   const u32 staged = staging + warp_rows * ROW_BYTES;
 #pragma unroll
   for (int first_panel = 0; first_panel < PANELS_V; first_panel += STAGING_PANELS) {
-    ptx::bulk_wait_group_read<0>();  // what was there before
+    ptx::bulk_wait_group_read<0>();  // wait until TMA has read what the buffer held before
     __syncwarp();
 #pragma unroll
     for (int block = 0; block < STAGING_PANELS * PANEL / 16; block++) {
@@ -77,16 +86,21 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   }
 }
 
+// attend() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
+// the next scores before the product of the last weights and values (FlashAttention-3, Algorithm 2), and the warpgroups
+// take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
 DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
-  // Converted once, where there is a register to hold it: beside a bias each step would, and waits for it.
+  // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
+  // for it.
   float scale = static_cast<float>(p.softmax_scale);
   if constexpr (SCALE_ONCE) ptx::keep(scale);
   while (true) {
     rings.work.wait();
-    const GivenWork& work = shared.work[rings.work.stage];  // read again where needed: registers are scarce
+    // Read again from shared memory where it is needed: registers are scarce.
+    const GivenWork& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     if (HIDES_ANYWHERE && work.tile == NO_WORK) {
       __syncwarp();
@@ -101,16 +115,20 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
     hidden.begin(p, s, scores.mask, work.first_row());
     auto softmax = softmax_of(scores);
+    // The thread's fragment of O (64, HEAD_DIM_V), and numbers of its two rows.
     float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
-    u32 weights[BLOCK_N / 4];
+    u32 weights[BLOCK_N / 4];  // P (64, BLOCK_N) in 16 bits
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
     const float sink = p.sink == nullptr || work.part_of_keys() > 0 ? -infinity() : p.sink[work.head];
-    // The warpgroup's own tiles of keys; before and behind them may be some that only others see.
+    // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
+    // see.
     const GivenBlocks all(work, work.keys);
     GivenBlocks blocks = all;
     if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
+    // pass_over() releases tiles of keys that this warpgroup does not see. It still takes its place in the order, and
+    // helps to clear hidden values.
     const auto pass_over = [&](int from, int to) {
       for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
         rings.k.wait();
@@ -122,9 +140,11 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         rings.v.release();
       }
     };
-    // There is one turn more than tiles of keys. Who takes it sooner must be sooner in turn, or might hold a turn up
-    // and wait for others to clear values: rows before all keys, or that end early; from the last key on the other way
-    // round.
+    // pass_turn() uses up a place in the order without a product. A warpgroup with keys takes one place more than it
+    // has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes
+    // this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for
+    // others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use
+    // behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
     const auto pass_turn = [&](bool before_keys) {
       const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
       if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
@@ -141,7 +161,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // Shared memory is busy.
+      // The first HELD_STEPS steps of the queries are held in registers, because shared memory is busy.
       u32 held[HELD_STEPS + 1][4];
       const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
 #pragma unroll
@@ -152,35 +172,40 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       const bool careful = HIDES_ANYWHERE && work.careful;
       FragmentBits bits;
       bool last, next_masked;
-      // From the last key on, a tile under the diagonal comes first, of which some rows see too little: then rooms are
-      // found behind the second tile.
+      // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
+      // the rooms of the softmax are found behind the second tile.
       int unsettled = 0;
+      // needs_mask() tells whether the current tile of keys takes the masked way.
       const auto needs_mask = [&] {
         return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
       const auto slots = [&]() -> const int (&)[BLOCKS_OF_ROW] {
         return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
       };
+      // take() moves on to the next tile of keys; a recheck visits hidden ones as well.
       const auto take = [&] {
         blocks.take(rings.k, shared.entries, strip);
         if constexpr (TEAMS > 1) blocks.hidden &= !careful;
       };
+      // multiply() starts S = Q K^T, and ALiBi's step of it.
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
         slope.find_left(left, first_key, masked);
         multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
             x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
       };
-      // The current tile of keys and those behind it.
+      // tiles_left() counts the current tile of keys and those behind it.
       const auto tiles_left = [&] {
         if constexpr (HAS_BLOCK_MASK) return shared.lists[rings.work.stage].left;
         return 1 + (FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next);
       };
-      // How far a row's maximum may grow before it is followed is known behind the row's first weights.
+      // settle() finds how far a row's maximum may grow before the row follows it; that is known behind the row's first
+      // weights.
       const auto settle = [&] {
         if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
       };
-      // What there is to do while the products are computed.
+      // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
+      // tile.
       UnitFragment::Random random;
       const auto prepare = [&](int first_key, bool masked) {
         if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
@@ -193,11 +218,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         }
       };
       const auto release_keys = [&] {
-        if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();  // all lanes have read entries; turns say so, too
+        // All lanes must have read the entries; with ping-pong the named barriers see to it.
+        if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();
         rings.k.release();
         if (EARLY_QUERIES && (TEAMS > 1 ? blocks.done() : last)) rings.q.release();
       };
-      // From products to scores in bounds.
+      // bound() turns products into scores, -inf where hidden, and finds whether the rows' references must grow.
       const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked) {
         if constexpr (HAS_BIAS_TILES) rings.bias.wait();
         scores.apply(x, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
@@ -223,31 +249,40 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         ptx::wgmma_wait_group<0>();
         keep(out);
       };
-      // The next scores beside the product of the last weights and their values, if there are any.
+      // step() is the main loop's body: it computes the scores of the next tile of keys while the tensor cores also
+      // multiply the last weights with their values, if there are any (`first`: there are none).
       const auto step = [&](bool masked, bool first) {
-        float x[BLOCK_N / 2], shift[2] = {0, 0};
+        float x[BLOCK_N / 2], shift[2] = {0, 0};  // S, then P: the thread's fragment of (64, BLOCK_N)
         const int first_key = blocks.block * BLOCK_N;
+        // 1. Wait for the keys, and for this warpgroup's place in the order.
         if (masked) scores.fetch(bits, slots());
-        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // take() has
+        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
         turns.take();
+        // 2. Start S = Q K^T of this tile.
         multiply(x, first_key, masked);
+        // 3. Start O += P V of the tile before.
         if (first) {
           ptx::wgmma_fence();
-          ptx::wgmma_commit_group();  // an empty one
+          ptx::wgmma_commit_group();  // an empty group, so that the waits below count the same
         } else {
           rings.v.wait();
           add_product<BLOCK_N>(out, weights, rings.v.buffer());
         }
+        // 4. Pass the order on; masks and random bits are prepared while the products are computed.
         turns.pass();
         prepare(first_key, masked);
         slope.leave_out(shift, first_key, masked);
+        // 5. Wait for S, and release the keys.
         ptx::wgmma_wait_group<1>();
         keep(x);
         release_keys();
+        // 6. Products become scores, and the rows' references follow.
         if (masked) cap(softmax, x);
         bool grown = bound(x, shift, first_key, masked);
+        // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
         if constexpr (EARLY_POWERS > 0) {
-          // Some powers beside the end of the product: between branches, or the assembler puts them behind the wait.
+          // Some powers are computed while the product ends. They stand between branches, or the assembler would put
+          // them behind the wait.
           softmax.weigh<0, EARLY_POWERS>(x, shift, rescale, masked);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
@@ -260,21 +295,24 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
           pack(weights, x);
         } else {
-          // This branch keeps powers before the wait, too.
+          // This branch also keeps the powers before the wait.
           if (BOUNDED_SCORES && last) rings.q.release();
           grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
           scores.drop(x, random, row, first_key);
-          if (LATE_WAIT && last) rings.q.release();  // a branch, or the wait would stand before powers and draws
+          // This release is a branch because otherwise the wait would stand before powers and draws.
+          if (LATE_WAIT && last) rings.q.release();
           finish_values();
           if (!first) rings.v.release();
           pack(weights, x);
           if (grown) rescale_rows(out, rescale);
         }
+        // 8. Values of hidden keys become 0.
         if (masked) hidden.clear(rings.v, first_key, careful);
       };
 
       take();
-      // For each run of tiles that it sees.
+      // The outer loop runs once for each run of tiles of keys that the warpgroup sees; with two teams tiles between
+      // them may be hidden from it.
       do {
         while (blocks.hidden) {
           release_keys();
@@ -302,11 +340,13 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             }
           } while (!last);
         } else {
+          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' rooms.
           float x[BLOCK_N / 2], shift[2] = {0, 0};
           const int first_key = blocks.block * BLOCK_N;
           const bool masked = needs_mask();
           if (masked) scores.fetch(bits, slots());
           if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
+          // The last weights meet their values.
           turns.take();
           multiply(x, first_key, masked);
           turns.pass();
@@ -315,7 +355,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           ptx::wgmma_wait_group<0>();
           keep(x);
           release_keys();
-          cap(softmax, x);  // as if masked, so that it is the same code either way
+          cap(softmax, x);  // capped as if masked, so that it is the same code either way
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
@@ -324,6 +364,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           scores.drop(x, random, row, first_key);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, careful);
+          // The other tiles of the run take step().
           while (!last) {
             if constexpr (HAS_BLOCK_MASK) {
               take();
@@ -332,7 +373,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             }
             if (next_masked) {
               step(true, false);
-            } else {  // the commonest has a loop of its own; where all may be masked it is not worth the code
+            } else {
+              // Plain tiles, the most common, have a loop of their own; where all tiles may be masked it is not worth
+              // the code.
               do step(false, false);
               while (!HIDES_ANYWHERE && !last && !next_masked);
             }
@@ -354,6 +397,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       }
     }
 
+    // The epilogue normalises O and writes it with lse, or this split's part of both.
     rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
       write_part(p, work, row, out, inverse, lse);
@@ -376,9 +420,11 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     rings.work.release();
   }
   turns.finish();
-  if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();  // shared memory stays until TMA has read it
+  // The block must not end before TMA has read its shared memory.
+  if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
 }
 
+// forward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
 extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
@@ -386,7 +432,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
                  const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap row_map) {
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
   VIEW_SHARED_STORAGE(all_shared);
-  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // two warps of each team
+  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // each team has two of the producer warps
   const Team team = {TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, behind < 0 ? is_alone() : behind / (2 * WARP), 0)};
   SharedStorage& shared = (&all_shared)[team.number];
   if (threadIdx.x == team.number * FIRST_ALONE) {
@@ -420,5 +466,5 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
   }
-  if (PAIR > 1) sync_cluster();  // the other may still send
+  if (PAIR > 1) sync_cluster();  // the other block of the pair may still send to this one
 }

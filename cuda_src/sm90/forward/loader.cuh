@@ -1,25 +1,33 @@
-// The forward kernel's shared memory; what its warpgroups are handed with a tile, and with each tile of its keys; and
-// the threads that do so: one finds out which tiles there are, one loads them.
+// The producer side of Hopper's forward kernel (portable/forward.cu): its shared memory, what its warpgroups are handed
+// with a tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out
+// which tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers
+// (FlashAttention-3, Shah et al. 2024, section 3.1: warp specialisation).
 #include "../hidden_values.cuh"
 #include "scores.cuh"
 
-// A tile has strips of 64 queries, a warpgroup each. With a block mask there may be two teams, with shared memory and
-// loading threads of their own: one for tiles, one for others or, if it is one warpgroup, their strips.
+// A tile of queries consists of STRIPS times 64 rows, one warpgroup each. With a block mask there may be two teams of
+// warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the other computes
+// other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the other, so a
+// tile begins and ends while the other team multiplies.
 constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
 static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
 
-// A pair of blocks has the halves of a tile of queries; each loads half of the keys and values for both.
+// A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
+// for both.
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 constexpr int ROWS_OF_TILE = PAIR * BLOCK_M;
 
 constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 0;
 constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
 
+// Team divides the tiles between two teams, so that both end together.
 struct Team {
-  static constexpr u32 TILES = 16, OTHERS = 5;  // of these: with a third, strips end last
+  // The second team has OTHERS of each TILES tiles; with a third of them it would end last.
+  static constexpr u32 TILES = 16, OTHERS = 5;
   int number;
 
-  // How many of `tiles` or strips the team has, and which.
+  // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
+  // unit.
   DEVICE u32 units(u32 tiles) const {
     if (ALONE > 1) return (tiles + 1 - number) / 2;
     const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
@@ -32,13 +40,14 @@ struct Team {
   }
 };
 
-// Where tiles alone would leave some of the GPU idle, their keys are split: each part is an attention of its own, and
-// reduce.cu makes one of them.
+// PartialWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are
+// split (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
 struct PartialWork : Work {
-  int share;  // which part of the tile's keys; with teams, the strip of its queries that it begins with
+  int share;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
   DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
   DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
+  // first_of_rows() is the first query of this thread block, counted in its sequence.
   DEVICE int first_of_rows() const {
     return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP;
   }
@@ -46,7 +55,7 @@ struct PartialWork : Work {
 
 DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
-// Tiles of keys that some query of the tile sees, or the part of them.
+// blocks_of_part() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
 DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
   Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, ROWS_OF_TILE, BLOCK_N);
   if constexpr (SPLITS_KEYS) {
@@ -57,7 +66,7 @@ DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) 
   return blocks;
 }
 
-// Writes the thread's rows `row` and row + 8 of a part's result.
+// write_part() writes the thread's rows `row` and row + 8 of a split's result, in float32.
 DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
                        const float (&factor)[2], const float (&lse)[2]) {
   const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part_of_keys();
@@ -79,8 +88,9 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
   }
 }
 
-// What the scheduling thread hands on: a tile, whether no key is visible to it (told with a block mask), whether it is
-// done again carefully (hidden_values.cuh), and the tiles of keys that it and each warpgroup see.
+// GivenWork is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a block
+// mask); whether it is a recheck of a tile whose result was not finite (`careful`, hidden_values.cuh); and the tiles of
+// keys that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
 static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "of lists, and beside hidden values, in order");
 struct KeyRange {
@@ -88,13 +98,14 @@ struct KeyRange {
 };
 struct GivenWork : PartialWork {
   bool empty = true, careful = false;
-  int skipped = 0;  // rows before the sequence's first
+  int skipped = 0;  // rows of the first tile that lie before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
 
   DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
 
-  // The tile that is not full comes first: under a diagonal it sees the fewest keys there. The sequence begins earlier
-  // by rows that nobody writes; the diagonal is counted from the end.
+  // fill_last_tile() moves the rows that a tile lacks to the front: the tile that is not full is then the first, which
+  // under a diagonal sees the fewest keys. The sequence begins earlier by rows that nobody writes; the diagonal is
+  // counted from the end, so it stays.
   DEVICE void fill_last_tile() {
     Sequence& s = sequence;
     skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
@@ -103,6 +114,7 @@ struct GivenWork : PartialWork {
     s.len_q += skipped;
   }
 
+  // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
   DEVICE void find_keys(const AttentionParams& p) {
     if constexpr (SKIPS_ROWS) fill_last_tile();
     const Blocks blocks = blocks_of_part(p, *this);
@@ -118,13 +130,14 @@ struct GivenWork : PartialWork {
     }
   }
 };
-constexpr int NO_WORK = -2;  // in place of a tile
+constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
 
-// Tiles of keys as the warpgroups meet them. With a block mask the loading thread says with each which one it is,
-// whether it is the last, and what is hidden or to be masked to each strip.
+// GivenBlocks iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread says
+// with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
+// queries.
 constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
 struct GivenBlocks {
-  int block, next, end;  // the end is none of them
+  int block, next, end;  // the current tile, the next one, and the end, which is not a tile
   bool masked = false, hidden = false;
 
   DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
@@ -135,9 +148,12 @@ struct GivenBlocks {
             : FROM_LAST    ? keys.begin - 1
                            : keys.end) {}
 
+  // in_order() tells whether tile `before` is visited before tile `behind`.
   static DEVICE bool in_order(int before, int behind) { return FROM_LAST ? before > behind : before < behind; }
   DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
+  // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
+  // thread says.
   template <class KeyRing>
   DEVICE void take(const KeyRing& keys, const int (*entries)[SAID_STRIPS], int strip) {
     if constexpr (HAS_BLOCK_MASK) {
@@ -153,11 +169,13 @@ struct GivenBlocks {
   }
 };
 
-// The blocks of a block mask's store in a tile of keys, for each strip. No warp waits for one read to begin the next.
+// GivenSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (STRIPS, BLOCKS_OF_ROW). They
+// travel with the keys, so that no warp waits for one read to begin the next.
 struct GivenSlots {
   alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
 
-  // Of an entry of a tile's list; `slots`: of its first row of blocks, in the list's place (it is read ahead).
+  // find() reads the slots of an entry of a tile's list. `slots` points to the slots of the tile's first row of blocks;
+  // it stands in the place of the list, which is read ahead.
   DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
     for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
@@ -174,7 +192,8 @@ struct GivenSlots {
   }
 };
 
-// As many panels of each warp's rows as there is room for, in the swizzle of TMA.
+// Staging is shared memory for the epilogue: as many panels of each warp's rows as there is room for, in the swizzle of
+// TMA.
 template <int NUM_PANELS>
 struct Staging {
   alignas(ATOM_BYTES) unsigned char panels[NUM_PANELS][BLOCK_M][ROW_BYTES];
@@ -182,30 +201,33 @@ struct Staging {
 template <>
 struct Staging<0> {};
 
-struct SharedStorage : Staging<STAGING_PANELS> {  // a base takes no room if it is empty
-  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];
-  alignas(1024) unsigned char k[STAGES * K_BYTES];
-  alignas(1024) unsigned char v[STAGES * V_BYTES];
+// SharedStorage is a thread block's shared memory, or a team's.
+struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base because an empty base takes no room
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];  // (QUERY_STAGES, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char k[STAGES * K_BYTES];        // (STAGES, PANELS, BLOCK_N, 64)
+  alignas(1024) unsigned char v[STAGES * V_BYTES];        // (STAGES, PANELS_V, BLOCK_N, 64)
   alignas(1024) unsigned char bias_and_mask[HAS_BIAS_TILES || HAS_MASK_TILES
                                                 ? BIAS_STAGES * BIAS_BYTES + MASK_STAGES * MASK_BYTES
                                                 : 16];
   GivenWork work[WORK_STAGES];
-  Blocks lists[WORK_STAGES];                              // with a block mask, of the tiles handed on
-  int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];  // of GivenBlocks
+  Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
+  // GivenBlocks: which tile of keys a stage holds, and what is hidden or to be masked
+  int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];
   GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
-  int spoiled[WORK_STAGES];  // whether hidden values have come into a tile's result
+  int spoiled[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
   RingBarriers<BIAS_STAGES> bias_barriers;
   SeenKeys seen;
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
-  uint4 index;  // of a pair's next tile, in x: a copy has 16 bytes
+  uint4 index;  // a pair's next tile, in x: a copy has 16 bytes
   RingBarriers<1> index_barriers;
-  u64 nearly_loaded;  // a barrier; a phase is a tile handed on
+  u64 nearly_loaded;  // a barrier whose phases are tiles handed on
   RingBarriers<MASK_STAGES> mask_barriers;
 };
 
+// Rings are one thread's positions in all circular buffers of the kernel.
 struct Rings {
   Ring<WORK_STAGES, sizeof(GivenWork), true> work;
   Ring<QUERY_STAGES, Q_BYTES, true> q;
@@ -222,7 +244,7 @@ struct Rings {
         bias(shared.bias_and_mask, shared.bias_barriers),
         mask(shared.bias_and_mask + BIAS_STAGES * BIAS_BYTES, shared.mask_barriers) {}
 
-  // Addresses are found anew: beside four warpgroups a loading thread has few registers.
+  // forget() makes the compiler compute addresses anew: next to four warpgroups a loading thread has few registers.
   DEVICE void forget(SharedStorage& shared) {
     const Rings same(shared);
     const u32 from = same.q.buffers;
@@ -235,7 +257,8 @@ struct Rings {
   }
 };
 
-// Rows [row, row + ROWS) of a tensor (head_dim, seqlen, heads, batch).
+// load_panels() starts to load rows [row, row + ROWS) of a tensor map (head_dim, seqlen, heads, batch) into the current
+// stage. In a pair each block loads every other panel of keys and values, for both.
 template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
 #pragma unroll
@@ -248,6 +271,7 @@ DEVICE void load_panels(const AnyRing& ring, const ptx::TensorMap* map, int row,
     }
   }
 }
+// load() is the producer's whole step: it waits for the stage, announces its bytes, starts the copies and moves on.
 template <int ROWS, int NUM_PANELS, class AnyRing>
 DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, int batch) {
   ring.acquire();
@@ -256,15 +280,16 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
   ring.advance();
 }
 
-// A tile is drawn when so many tiles of keys of the one before are left to load: it is for whoever is ready first. With
-// two teams of a warpgroup no register is left to count them.
+// The scheduler takes the next tile when KEYS_LEFT tiles of keys of the one before are left to load, so that it goes to
+// whoever is ready first. With two teams of a warpgroup each no register is left to count them.
 constexpr int KEYS_LEFT = 4;
 constexpr bool COUNTS_LEFT = ALONE <= 1;
 
-// The scheduling thread: nobody else waits for its divisions.
+// schedule_tiles() is the scheduler, a thread of its own so that nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
   u32 phase = 0;
-  // The tile, behind those that come round again to the stage that it takes.
+  // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
+  // looks for a stage again.
   const auto hand_on = [&](const PartialWork& work) {
     bool careful;
     do {
@@ -289,7 +314,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   };
   const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
   u32 index = blockIdx.x / PAIR;
-  // Behind the last tile every stage is looked at once more, whether its tile is spoiled.
+  // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
   int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
   while (index < total || looks-- > 0) {
     if (index >= total) {
@@ -324,22 +349,24 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   rings.work.publish();
 }
 
-// A block mask's list, read ahead of the tiles: nothing that is to be loaded waits for it.
+// Listed reads a block mask's list ahead of the tiles, so that no load waits for it.
 struct Listed {
-  const int* next;       // entry
-  int left, end;         // entries, of tiles
-  int entry, following;  // the current one, the one behind it
+  const int* next;       // the entry to be read next
+  int left, end;         // the number of entries left, and the end of the range of tiles
+  int entry, following;  // the current entry, and the one behind it
   GivenSlots slots;
 };
 
+// Loader is the loading thread: it brings all operands of all tiles by TMA.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map, *mask_map;
   Listed listed = {};
-  bool told;  // that the current tile is nearly loaded
+  bool told;  // the scheduler was told that the current tile is nearly loaded
 
+  // load_all() loads tile after tile until the scheduler says that there are no more.
   DEVICE void load_all() {
     while (true) {
       rings.work.wait();
@@ -353,13 +380,15 @@ struct Loader {
   }
 
  private:
+  // tell() tells the scheduler once for each tile that few of its keys are left to load.
   DEVICE void tell(int keys_left) {
     if (!COUNTS_LEFT || told || keys_left > KEYS_LEFT) return;
     ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded));
     told = true;
   }
 
-  // Tiles come in the order of their use: the next keys before the values of the current ones.
+  // load_tile() loads the operands of one tile of queries in the order of their use: the next keys come before the
+  // values of the current ones.
   DEVICE void load_tile(const GivenWork& work) {
     if constexpr (ALONE > 1) rings.forget(shared);
     const Sequence& s = work.sequence;
@@ -391,14 +420,15 @@ struct Loader {
     }
   }
 
-  // Begins to read what the next tile of keys needs.
+  // look_ahead() begins to read what the next tile of keys needs of the block mask.
   DEVICE void look_ahead(const Work& work) {
     listed.entry = listed.following;
     if (listed.left > 1) listed.following = *listed.next++;
     listed.slots.find(p, shared.lists[rings.work.stage].list, work.tile, listed.entry);
   }
 
-  // Loads the current tile of keys, and returns its number.
+  // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
+  // warpgroups have to know of it.
   DEVICE int load_keys(Blocks& blocks, const GivenWork& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;
@@ -429,14 +459,14 @@ struct Loader {
     }
   }
 
-  // Of visible blocks.
+  // needs_mask() tells whether a tile of keys whose blocks are all visible still needs a mask.
   DEVICE bool needs_mask(int block, const Work& work) const {
     if (HAS_MASK || HAS_ALIBI) return true;
     const Mask mask(p, work.sequence, work.head);
     return !mask.columns_inside(work.tile * BLOCK_M, BLOCK_M, block * BLOCK_N, BLOCK_N);
   }
 
-  // Axes that are broadcast have one place.
+  // load_mask() loads a tile of the mask; an axis that is broadcast has one place.
   DEVICE void load_mask(const Work& work, int block) {
     rings.mask.acquire();
     rings.mask.expect();
@@ -445,6 +475,7 @@ struct Loader {
     rings.mask.advance();
   }
 
+  // load_bias() loads a tile of the bias; one that is the same for all queries has one row.
   DEVICE void load_bias(const Work& work, int block) {
     const bool one_row = p.bias.row_stride == 0;
     rings.bias.acquire();
