@@ -8,10 +8,11 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 #include "../fragment/gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
+// DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands in for what is not computed, because arrays must
+// have a size.
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
-              // 32 stands in for what is not computed, because arrays must have a size.
-    DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
+              DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
 // TILES_IN_TURN is so large that tiles of one head, which add to a tile of queries one after the other, are some steps
 // apart.
 constexpr u32 TILES_IN_TURN = 1024;

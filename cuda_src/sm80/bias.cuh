@@ -8,7 +8,7 @@
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // IN_CHUNKS: with more than one stage the operands come in chunks of columns: those of q and k, and in their place
-// those of dout and v. Wide heads would not fit shared memory otherwise.
+// those of dout and v. So wide elements and wide heads fit shared memory.
 constexpr bool IN_CHUNKS = STAGES > 1;
 constexpr int KEYED_CHUNKS = IN_CHUNKS ? HEAD_DIM / CHUNK : 1, VALUED_CHUNKS = IN_CHUNKS ? HEAD_DIM_V / CHUNK : 1;
 using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM / KEYED_CHUNKS>;

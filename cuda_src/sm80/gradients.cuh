@@ -1,9 +1,9 @@
 // Gradients by mma.sync without atomics: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels, so that
-// every sum has one owner. It serves float32 (in parts) and float64, and dq of 16-bit inputs with a block mask and an
-// order. A thread block keeps `rows`, FRAGMENTS * 16 a warp: BLOCK_M queries for dq, BLOCK_N keys for dk and dv; it
-// loops over `columns`, the others. The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh)
-// says how to multiply. backward.cu is the one-pass version, split/sm90_backward.cu the counterpart for float32 on
-// Hopper.
+// every sum has one owner. It serves float32 (in parts) and float64, and dq of 16-bit inputs where results must repeat
+// their bits under a block mask. A thread block keeps `rows`, FRAGMENTS * 16 a warp: BLOCK_M queries for dq, BLOCK_N
+// keys for dk and dv; it loops over `columns`, the others. The text before this file (half_tile.cuh, wide_tile.cuh or
+// split/sm80_tile.cuh) says how to multiply. backward.cu is the one-pass version, split/sm90_backward.cu the
+// counterpart for float32 on Hopper.
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax_fragment.cuh"
 

@@ -1,7 +1,7 @@
 // Tiles in shared memory for the mma.sync kernels: how they are loaded (cp.async), how a warp reads them as factors
 // (ldmatrix), the warp's products, and the iterator over tiles of queries. forward.cuh, gradients.cuh, backward.cu and
-// bias.cuh build on it. A host-side choice puts half_tile.cuh (16 bits), wide_tile.cuh (float64) or split/sm80_tile.cuh
-// (float32 in parts) before them, which say how the elements are multiplied.
+// bias.cuh build on it. The plan puts half_tile.cuh (16 bits), wide_tile.cuh (float64) or split/sm80_tile.cuh (float32
+// in parts) before them, which say how the elements are multiplied.
 #include "../fragment/fragment.cuh"
 #include "../rules/mask.cuh"
 

@@ -346,7 +346,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       }
     }
   }
-  // So that the kernel before is over, too, when this one is.
+  // This wait makes sure that the kernel before is over, too, when this one is.
   if (p.rows_done != nullptr) ptx::wait_for_kernel_before();
   acquire_together(rings.work);
   acquire_together(rings.dq_steps);

@@ -15,8 +15,8 @@ struct BoundedSoftmax {
   // FEWER and MORE are margins for roundings: apart from those a score is no larger than its product times the slope at
   // 0.
   static constexpr float FEWER = 0.999f, MORE = 1.001f;
-  // MORE_ROOM is added to the room that FragmentSoftmax gives a row: products far below 0 are not quiet either, so
-  // quiet products are fewer.
+  // MORE_ROOM is added to the room that FragmentSoftmax gives a row. Products far below 0 are not quiet, either,
+  // because their magnitude is compared; with more room enough tiles are.
   static constexpr float MORE_ROOM = 2;
   // The value of `quiet` before the row's first tile has a sum: no product is quiet.
   static constexpr float UNSETTLED = -3e38f;

@@ -346,7 +346,6 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           const bool masked = needs_mask();
           if (masked) scores.fetch(bits, slots());
           if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
-          // The last weights meet their values.
           turns.take();
           multiply(x, first_key, masked);
           turns.pass();
@@ -381,6 +380,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             }
           }
         }
+        // The last weights meet their values, and the sums are completed meanwhile.
         rings.v.wait();
         turns.take();
         add_product<BLOCK_N>(out, weights, rings.v.buffer());
