@@ -51,8 +51,13 @@ def rows_of(*tables: Table) -> Iterator[Kernels]:
         yield sorted(row, key=lambda kernel: len(kernel[0].flags))
 
 
+def variants(config: KernelConfig) -> Iterator[tuple[str, Any]]:
+    """What tells kernels of one entry, tile and set of options apart."""
+    yield from ((name, x) for name, x in asdict(config).items() if name in _TOLD_APART)
+
+
 def name_of(arch: str, config: KernelConfig) -> str:
-    further = [name for name, x in asdict(config).items() if name in _TOLD_APART and x]
+    further = [name for name, x in variants(config) if x]
     words = [config.entry, config.head_dim, config.head_dim_v, config.tile, config.flags, *further]
     return f"{arch}-{'-'.join(map(str, words))}"
 

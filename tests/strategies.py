@@ -3,9 +3,9 @@
 Shapes and options are drawn; the numbers come from a generator whose seed is drawn, so that a failing example is
 small, printable and quick to shrink.
 
-The profile is chosen by the environment variable CUFLASH_TEST_PROFILE: "quick" (the default: the same examples in
-every run, some minutes in all) or "long" (new examples every time, `LONG_FACTOR` times as many; needs pytest's
-``--timeout 0``).
+The tier says how many examples there are: the same in every run, in the quick tier one in `QUICK_SHARE`. With the
+environment variable CUFLASH_TEST_PROFILE=long they are new every time and `LONG_FACTOR` times as many as in the whole
+suite; that needs pytest's ``--timeout 0``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import tiers
 from cases import DTYPES, Case, accum_dtype, gaussian, np_dtype
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -33,9 +34,9 @@ with contextlib.suppress(ImportError, AttributeError):  # versions of it that do
 
     providers._get_local_constants = providers.Constants
 
-LONG_FACTOR = 30
-PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "quick")
-assert PROFILE in ("quick", "long"), f"CUFLASH_TEST_PROFILE: expected quick or long, got {PROFILE}"
+LONG_FACTOR, QUICK_SHARE = 30, 8
+PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "")
+assert PROFILE in ("", "long"), f"CUFLASH_TEST_PROFILE: expected long or nothing, got {PROFILE}"
 
 # Every option of the interface; a test leaves out those that its property does not allow.
 OPTIONS = (
@@ -65,11 +66,11 @@ SEQLENS = st.one_of(st.integers(1, 9), st.sampled_from([16, 15, 17, 31, 33, 63, 
 MAX_SCORES = 120_000
 
 
-def examples(quick: int) -> Callable[[Test], Test]:
-    """Settings of a property that is tried on `quick` examples in the quick profile."""
+def examples(whole: int) -> Callable[[Test], Test]:
+    """Settings of a property that is tried on `whole` examples in the whole suite."""
     long = PROFILE == "long"
     return settings(
-        max_examples=quick * (LONG_FACTOR if long else 1),
+        max_examples=whole * LONG_FACTOR if long else whole if tiers.is_whole() else -(-whole // QUICK_SHARE),
         derandomize=not long,
         database=None,
         deadline=None,

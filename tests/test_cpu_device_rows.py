@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from devices import Device
 from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import KernelConfig
+from cuflash.plan.config import FLAGS, KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -58,6 +58,18 @@ def all_rows() -> Iterator[Row]:
                     yield Row(own, limit, has_wgmma, config, dtype)
 
 
+def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """What has to run in the quick tier: of each kernel its architectures, dtypes, options, head dims and variants."""
+    row: Row = params["row"]
+    entry = row.config.entry
+    yield entry, row.capability
+    yield entry, row.dtype
+    yield entry, row.config.head_dim, row.config.head_dim_v
+    yield from ((entry, flag) for flag in FLAGS if getattr(row.config, flag))
+    yield from ((entry, *variant) for variant in rows.variants(row.config))
+
+
+@pytest.mark.features(of=of_row)
 @pytest.mark.parametrize(
     "row", list(all_rows()), ids=lambda row: rows.name_of("sm_{}{}".format(*row.capability), row.config)
 )

@@ -1,4 +1,4 @@
-"""The tests' own draws: every run of the quick profile tries the same examples."""
+"""The tests' own draws: every run of a tier tries the same examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-QUICK = strategies.PROFILE == "quick"
+LONG = strategies.PROFILE == "long"
 
 
 def drawn() -> list[int]:
@@ -27,7 +27,7 @@ def drawn() -> list[int]:
     return numbers
 
 
-@pytest.mark.skipif(not QUICK, reason="the long profile draws anew")
+@pytest.mark.skipif(LONG, reason="the long profile draws anew")
 def test_examples_do_not_depend_on_what_was_imported_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = drawn()
     source = tmp_path / "further.py"

@@ -236,7 +236,7 @@ def compile(source: str, options: Sequence[str] = (), name: str = "kernel", chec
     Parameters
     ----------
     source : str
-        Constants, headers and entries, as ``cuflash.kernels`` hands it to ``cupy.RawModule``.
+        Constants, headers and entries, as ``cuflash.cuda.device`` hands it to ``cupy.RawModule``.
     options : sequence of str
         NVRTC options; only ``-D`` has a meaning here.
     name : str
