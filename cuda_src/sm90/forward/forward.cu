@@ -1,8 +1,8 @@
 // Forward attention on Hopper (sm_90a) for 16-bit inputs: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One
 // warp loads tiles by TMA, another is the scheduler, and CONSUMERS warpgroups of 64 queries each compute; thread blocks
-// are persistent and take tile after tile. The producers are in forward/loader.cuh, the products in wgmma.cuh, the
-// softmax in ../softmax_fragment.cuh and bounded_softmax.cuh. What is common to all kernels, such as masks and scores,
-// is in the folder above.
+// are persistent and take tile after tile. Decoding needs no kernel of its own: the host passes views in which the
+// query heads of a group are the rows of one head, so that keys are read once. The producers are in forward/loader.cuh,
+// the products in wgmma.cuh, the softmax in ../softmax_fragment.cuh and bounded_softmax.cuh.
 #include "bounded_softmax.cuh"
 #include "loader.cuh"
 
