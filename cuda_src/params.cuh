@@ -1,15 +1,18 @@
-// Numbers, what a launch hands to a kernel (cuflash/params.py), and which sequence and rows a thread block works on:
-// padded and packed look the same from there on. Before all stand constants, `Element` (of q, k, v) and `Accum`.
+// This header holds what every kernel shares: scalar helpers, the parameter struct that a launch passes by value
+// (cuflash/gpu/params.py packs it, and asserts each offset), and the search for the sequence and the rows that a thread
+// block works on. Padded and packed (varlen) batches look the same to a kernel once it has its Sequence. The host
+// writes constants and the types `Element` (of q, k and v) and `Accum` (of sums: float, or double for float64) in front
+// of this text.
 
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// Elements that one 16-byte access moves.
-constexpr int VECTOR = 16 / sizeof(Element);
+// VECTOR is the number of elements that one 16-byte access moves.
+constexpr int VECTOR = ALIGNMENT / sizeof(Element);
 
-struct alignas(16) Vector {
+struct alignas(ALIGNMENT) Vector {
   Element e[VECTOR];
 };
 
@@ -41,7 +44,6 @@ DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr Accum LOG2_E = 1.4426950408889634;
 
@@ -50,12 +52,13 @@ constexpr Accum LOG2_E = 1.4426950408889634;
   extern __shared__ __align__(alignof(SharedStorage)) unsigned char shared_bytes[];               \
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes)
 
-// NVRTC has no offsetof; its front end has a constant address instead.
+// OFFSET_OF is written by hand because NVRTC has no offsetof; its front end has a constant address instead.
 #ifndef OFFSET_OF
 #define OFFSET_OF(type, member) (u64)(__INTADDR__(&((type*)0)->member))
 #endif
 
-// An array (batch, seqlen, num_heads, head_dim) whose last axis is contiguous; packed: batch stride 0.
+// Tensor is an array (batch, seqlen, num_heads, head_dim) whose last axis is contiguous. Packed arrays are (total,
+// num_heads, head_dim), with a batch stride of 0. An array without head_dim, such as lse, uses the same three strides.
 template <class T>
 struct Tensor {
   T* data;
@@ -66,21 +69,24 @@ struct Tensor {
   }
 };
 
-// Elements to an index that is not negative. Unsigned: a sign takes two instructions more.
+// along() gives the offset, in elements, of an index that is not negative. The index is unsigned because a sign takes
+// two instructions more.
 DEVICE i64 along(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
 
-// Rows of one (sequence, head) of an array. What lies outside reads as 0, whatever is there.
+// Rows are the rows (num_rows, num_columns) of one (sequence, head) of an array. An element outside reads as 0,
+// whatever memory holds there.
 struct Rows {
   const Element* data;
   i64 stride;
   int num_rows, num_columns;
-  bool vectors;  // 16-byte accesses are aligned
+  bool vectors;  // 16-byte accesses of every row are aligned
 
   DEVICE Rows(const Element* data, i64 stride, int num_rows, int num_columns)
       : data(data), stride(stride), num_rows(num_rows), num_columns(num_columns) {
-    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % 16 == 0;
+    vectors = (reinterpret_cast<u64>(data) | static_cast<u64>(stride) * sizeof(Element)) % ALIGNMENT == 0;
   }
 
+  // read() reads VECTOR elements from (row, column) on.
   DEVICE Vector read(int row, int column) const {
     Vector x;
     const Element* from = data + row * stride + column;
@@ -92,98 +98,51 @@ struct Rows {
   }
 };
 
-// An array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k): the stride of a broadcast axis is 0.
+// ScoreTensor is an array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k): the stride of a broadcast axis
+// is 0.
 template <class T>
 struct ScoreTensor {
   T* data;
   i64 batch_stride, head_stride, row_stride, column_stride;  // in elements
-  i64 num_rows, num_columns;                                 // index limits; 2^31 - 1 on a broadcast axis
+  i64 num_rows, num_columns;                                 // sizes of the last two axes; 2^31 - 1 on a broadcast axis
 };
 
+// AttentionParams is what the host passes to a kernel by value; only tensor maps for TMA are arguments of their own.
+// cuflash/gpu/params.py describes its members and emits them, with an assertion of each one's place. Arrays are in the
+// caller's memory with the caller's strides; a comment gives each one's shape.
 struct AttentionParams {
-  Tensor<const Element> q;     // (batch, seqlen_q, num_heads_q, head_dim)
-  Tensor<const Element> k;     // (batch, seqlen_k, num_heads_kv, head_dim)
-  Tensor<const Element> v;     // (batch, seqlen_k, num_heads_kv, head_dim_v)
-  Tensor<Element> out;         // (batch, seqlen_q, num_heads_q, head_dim_v)
-  Tensor<const Element> dout;  // like out
-  Tensor<Element> dq;          // like q
-  Tensor<Element> dk;          // like k
-  Tensor<Element> dv;          // like v
-  Tensor<Accum> lse;           // (batch, num_heads_q, seqlen_q), natural logarithm
-  Tensor<const Accum> dlse;    // like lse, or null
-  Tensor<Accum> delta;         // like lse: rowsum(dout * out) - dlse
-  Tensor<Accum> dslope_rows;   // like lse: each row's part of the slopes' gradient, or null
-  Tensor<Accum> out_parts;     // (batch * splits, ..) like out: results over parts of the keys, or null
-  Tensor<Accum> lse_parts;     // like lse, for them
-  ScoreTensor<const BiasElement> bias;
-  ScoreTensor<BiasElement> dbias;
-  ScoreTensor<const u8> mask;
-  Accum* dbias_parts;         // (splits, *dbias) contiguous, or null with one split
-  Accum* dsink;               // (num_heads_q,)
-  Accum* dalibi_slopes;       // (batch | 1, num_heads_q)
-  const Accum* alibi_slopes;  // (batch | 1, num_heads_q)
-  const Accum* sink;          // (num_heads_q,), or null
-  const int* q_lengths;       // (batch,), or null
-  const int* kv_lengths;      // (batch,), or null
-  const int* cu_seqlens_q;    // (batch + 1,), or null: not packed
-  const int* cu_seqlens_k;    // (batch + 1,), or null
-  const u64* dropout_seed;    // one element, or null: dropout_key
-  const int* block_list;      // visited tiles of each row or column of tiles: (.., num_lists, list_capacity)
-  const int* block_count;     // (.., num_lists)
-  const int* block_slots;     // (.., seqlen_q / 64, seqlen_k / 64): -1 hidden, -2 visible, else index into block_bits
-  const u32* block_bits;      // (num_partial, 64, 2)
-  const u32* fragment_bits;   // (num_partial, 128): the same in the order of fragments
-  u32* tile_counter;  // tiles that persistent thread blocks took (sm90/schedule.cuh), or null; 0 between launches
-  Accum* dq_sum;      // dq in the order of its additions (sm*/gradient_rows.cuh)
-  u8* work_space;     // float32 operands in float16 parts (sm90/split_layout.cuh)
-  Accum* row_lse;     // (.., num_query_tiles, BLOCK_M)
-  Accum* row_delta;   // (.., num_query_tiles, BLOCK_M)
-  int* dq_turns;      // tiles taken, then turns at each sum of dq: sm*/gradient_rows.cuh; or null
-  int* rows_done;     // by each thread block of the kernel that writes row_lse and row_delta; or null
-  u64 dropout_key;
-  i64 block_batch_stride, block_head_stride;  // in (list | slot) grids; 0 on a broadcast axis
-  double softmax_scale, softcap;
-  double dropout_rescale;  // of kept weights: 65536 / (65536 - T)
-  double ds_unit;          // in which Hopper's backward has gradients of scores (sm90/gradient_rows.cuh)
-  u32 dropout_limits;      // T = floor(p * 65536) in either half
-  int batch, seqlen_q, seqlen_k;
-  int num_heads_q, num_heads_kv, head_dim, head_dim_v;
-  int window_left, window_right;
-  int alibi_batch_stride, dalibi_batch_stride;                // 0 if all sequences share the slopes
-  int dbias_batches, dbias_heads, dbias_rows, dbias_columns;  // shape of dbias
-  int num_lists, list_capacity;                               // of block_list
-  int slot_rows, slot_columns;                                // of block_slots
-  int num_tiles;                                              // tiles (packed: tile slots) of one head
-  int num_query_tiles;                                        // the same of queries where num_tiles are of keys
-  int splits;                                                 // of the loop behind one tile of dbias, or of the keys
-  int heads_together;  // the last heads, whose longest tiles come first (sm90/*schedule.cuh)
+#include "AttentionParams.members"
 };
+#include "AttentionParams.layout"
 
+// Sequence says where one sequence lies in the arrays and how many of its rows are in use.
 struct Sequence {
   int batch;         // index of the sequence; -1 for packed rows outside every sequence
   i64 row_q, row_k;  // first row in q and k (0 when padded: the batch stride leads there)
-  int rows_q;        // rows that belong to the sequence, padding included
-  int rows_k;
-  int len_q;  // rows in use: causal, window and alibi align to these
-  int len_k;
+  int rows_q;        // rows of q that belong to the sequence, padding included
+  int rows_k;        // rows of k and v that belong to it, padding included
+  int len_q;         // queries in use: causal, window and alibi align to these
+  int len_k;         // keys in use
 
   DEVICE i64 batch_or_0() const { return batch < 0 ? 0 : batch; }
-  // Key j is on the diagonal of query i where j = i + diagonal().
+  // Key j is on the diagonal of query i where j = i + diagonal(): the last query in use sees the last key in use.
   DEVICE int diagonal() const { return len_k - len_q; }
 };
 
-// Packed arrays have no batch axis.
+// batch_of() is the index on the batch axis of the arrays; packed arrays have none.
 DEVICE i64 batch_of(const AttentionParams& p, const Sequence& s) { return p.cu_seqlens_q == nullptr ? s.batch : 0; }
 
-// Query heads that share a KV head.
+// group_size() is the number of query heads that share a KV head (GQA).
 DEVICE int group_size(const AttentionParams& p) { return p.num_heads_q / p.num_heads_kv; }
 
 DEVICE int clamped(int x, int limit) { return smaller(larger(x, 0), limit); }
 
+// used_length() is the length given for a sequence, clamped to its rows, or all rows where no lengths are given.
 DEVICE int used_length(const int* lengths, int batch, int rows) {
   return lengths == nullptr ? rows : clamped(lengths[batch], rows);
 }
 
+// sequence_of() finds where sequence `batch` lies and how many of its rows are in use.
 DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
   Sequence s;
   s.batch = batch;
@@ -204,18 +163,20 @@ DEVICE Sequence sequence_of(const AttentionParams& p, int batch) {
   return s;
 }
 
+// Work is one tile of one head: what a thread block computes.
 struct Work {
   Sequence sequence;
-  int head;  // query head where queries are tiled, KV head where keys are
-  int tile;  // of its sequence
+  int head;  // query head where the tile is of queries, KV head where it is of keys
+  int tile;  // number of the tile in its sequence
 };
 
-// First row of packed group e: 0 is what lies before cu_seqlens[0], 1..batch the sequences, batch + 1 the rest.
+// group_begin() is the first row of packed group e: group 0 is the padding before cu_seqlens[0], groups 1 to batch are
+// the sequences, group batch + 1 is the padding behind the last.
 DEVICE int group_begin(const int* cu_seqlens, int e, int batch, int total) {
   return e == 0 ? 0 : e == batch + 2 ? total : clamped(cu_seqlens[e - 1], total);
 }
 
-// The last packed group whose first place, which ascends, is not beyond `place`.
+// group_at() finds by bisection the last packed group whose first place, which ascends, is not beyond `place`.
 template <class FirstPlace>
 DEVICE int group_at(const AttentionParams& p, int place, FirstPlace first_place) {
   int low = 0, high = p.batch + 1;
@@ -230,8 +191,9 @@ DEVICE int group_at(const AttentionParams& p, int place, FirstPlace first_place)
   return low;
 }
 
-// Packed: group e starts at tile slot begin(e) / block + e, which leaves enough for the group before: the host needs
-// total / block + batch + 2 slots and no lengths, and the device one search.
+// packed_work() turns a tile slot of packed sequences into its tile. Group e starts at slot begin(e) / block + e, which
+// leaves enough slots for the group before it. So the host needs total / block + batch + 2 slots and no lengths, and
+// the device needs one search; slots that are left over get tiles beyond their group's rows.
 template <bool TILES_OF_KEYS>
 DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head) {
   const int* cu_seqlens = TILES_OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
@@ -250,7 +212,7 @@ DEVICE Work packed_work(const AttentionParams& p, int block, int slot, int head)
   return w;
 }
 
-// The number of a tile of queries; packed: its slot (packed_work).
+// query_tile() numbers the tiles of queries over all batch_heads; packed, the number counts slots (packed_work).
 DEVICE i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int tile, int block) {
   if (p.cu_seqlens_q == nullptr) {
     return (static_cast<i64>(s.batch) * p.num_heads_q + head) * p.num_query_tiles + tile;
@@ -258,8 +220,10 @@ DEVICE i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int
   return static_cast<i64>(head) * p.num_query_tiles + s.row_q / block + (s.batch + 1) + tile;
 }
 
-// Thread block -> (tile, head, sequence), tiles fastest, so that blocks that run together share keys in L2. Where tiles
-// differ, as many images as fill a GPU go together, their longest tiles first.
+// work_of() maps a thread block to its (tile, head, sequence). Tiles are the fastest axis, so that blocks that run
+// together share keys in L2. Where tiles differ in length (longest_first), as many batch_heads as fill a GPU are
+// scheduled together, their longest tiles first, so that the last blocks to end are short ones. `image` is the index of
+// a batch_head.
 constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
 DEVICE Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first, u32 id = blockIdx.x,

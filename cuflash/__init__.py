@@ -19,7 +19,7 @@ from cuflash.attention import (
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
-    from cuflash.block_mask import BlockMask
+    from cuflash.masks.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
     if name != "BlockMask":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
-        from cuflash.block_mask import BlockMask
+        from cuflash.masks.block_mask import BlockMask
 
     globals()[name] = BlockMask
     return BlockMask

@@ -8,23 +8,19 @@ from importlib import import_module
 
 from cuflash import __version__
 
-# Modules with add_arguments(parser) and run(args) -> exit status; names may have an ending.
+# Modules with add_arguments(parser) and run(args) -> exit status, and what they do.
 _COMMANDS = {
-    "info": (
-        "cuflash.compile_cli",
-        "_info",
-        "versions, GPU, what is missing, and which kernel a problem takes and why",
-    ),
-    "compile": ("cuflash.compile_cli", "", "compile kernels ahead of their first use, or for a GPU that is not here"),
-    "bench": ("cuflash.bench", "", "time forward and backward beside the other libraries that are installed"),
-    "demo": ("cuflash.demo", "", "train a small character GPT, on the GPU if there is one"),
+    "info": ("cuflash.tools.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
+    "compile": ("cuflash.tools.compile", "compile kernels ahead of their first use, or for a GPU that is not here"),
+    "bench": ("cuflash.tools.bench", "time forward and backward beside the other libraries that are installed"),
+    "demo": ("cuflash.tools.demo", "train a small character GPT, on the GPU if there is one"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 for success, 1 for a failed check, 2 for wrong use or something missing."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = "\n".join(f"  {name:9}{summary}" for name, (*_, summary) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m cuflash",
         usage="%(prog)s [-h] [--version] command ...",
@@ -36,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below")
     name = parser.parse_args(argv[:1]).command
 
-    module_name, ending, summary = _COMMANDS[name]
+    module_name, summary = _COMMANDS[name]
     module = import_module(module_name)
     command_parser = argparse.ArgumentParser(prog=f"{parser.prog} {name}", description=summary)
-    getattr(module, f"add{ending}_arguments")(command_parser)
+    module.add_arguments(command_parser)
     args = command_parser.parse_args(argv[1:])
     try:
-        status: int = getattr(module, f"run{ending}")(args)
+        status: int = module.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C

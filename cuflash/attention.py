@@ -6,15 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from cuflash.call import Call, Gradients
-from cuflash.checks import check_bool
-from cuflash.problem import Array, Options
-from cuflash.recording import metadata_of, repeated
+from cuflash.frontend.call import Call, Gradients
+from cuflash.frontend.metadata import metadata_of, repeated
+from cuflash.problem.attention_problem import Array
+from cuflash.problem.checks import check_bool
+from cuflash.problem.options import Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.block_mask import BlockMask
+    from cuflash.masks.block_mask import BlockMask
 
     class OptionKeywords(TypedDict, total=False):
         """`problem.Options` as keyword arguments, for type checkers."""

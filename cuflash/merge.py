@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import interop
-from cuflash.problem import DTYPES
+from cuflash.problem.attention_problem import DTYPES
 
 Array = Any
 

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import tiers
 
-from cuflash import kernels, plan, plan_sm80, plan_sm80_backward, plan_wide
-from cuflash.plan import KernelConfig
+from cuflash import hardware
+from cuflash.cuda import compile as cuda_compile
+from cuflash.gpu import kernels as gpu_kernels
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan.config import KernelConfig
 
 ARCHITECTURES = (
     *("sm_75", "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90a"),
@@ -32,7 +36,7 @@ def has_compiler() -> bool:
 
 
 def kernels_log() -> str:
-    report = kernels.compile_for("sm_90", '#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}', "probe")
+    report = cuda_compile.compile_for("sm_90", '#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}', "probe")
     return f"Used {report.registers}"
 
 
@@ -40,14 +44,14 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with he
 
 
 def source(config: KernelConfig) -> str:
-    return kernels.source_of(plan.file_of(config.entry), config)
+    return gpu_kernels.source_of(config)
 
 
 def is_known(arch: str) -> bool:
     """Whether this NVRTC compiles for an architecture."""
     from cupy.cuda import nvrtc
 
-    major, minor = plan.capability_of(arch)
+    major, minor = hardware.capability_of(arch)
     return 10 * major + minor in nvrtc.getSupportedArchs()
 
 
@@ -56,13 +60,13 @@ def tables_of(arch: str) -> list[KernelConfig]:
 
     The two differ in one operand of one instruction.
     """
-    capability, limit = plan.capability_of(arch), plan.smem_limit(arch)
-    dtype = plan_sm80.dtypes(capability)[-1]
-    mma = [*plan_sm80.table(capability, limit), *plan_sm80_backward.table(capability, limit)]
+    capability, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
+    dtype = sm80_forward.dtypes(capability)[-1]
+    mma = [*sm80_forward.table(capability, limit), *sm80_backward.table(capability, limit)]
     return [
-        *(config for config, _ in plan.table(limit)),
+        *(config for config, _ in plan_portable.table(limit)),
         *(config for config, own_dtype in mma if own_dtype == dtype),
-        *(config for config, _ in plan_wide.table(capability, limit)),
+        *(config for config, _ in sm80_wide.table(capability, limit)),
     ]
 
 
@@ -105,7 +109,7 @@ def assert_compiles_well(arch: str, config: KernelConfig) -> None:
     report, seconds = compile_timed(arch, text, config.entry)
     assert report.spill_bytes == 0, f"{arch} {config}"
     assert not report.warnings, f"{arch} {config}: {report.warnings}"
-    assert config.smem_bytes <= plan.smem_limit(arch), f"{arch} {config}"
+    assert config.smem_bytes <= hardware.smem_limit(arch), f"{arch} {config}"
     if not is_quick(arch, text, config.entry, seconds):
         pytest.fail(
             f"{arch} {config}: {seconds:.2f} s of processor time, and in none of {ROUNDS} rounds less than "
@@ -142,7 +146,7 @@ def slownesses(arch: str, count: int) -> list[float]:
     return [max(1, compile_timed(arch, EMPTY, "empty")[1] / EMPTY_SECONDS) for _ in range(count)]
 
 
-def compile_timed(arch: str, text: str, entry: str) -> tuple[kernels.Report, float]:
+def compile_timed(arch: str, text: str, entry: str) -> tuple[cuda_compile.Report, float]:
     """A compilation, and the seconds of this thread that it took."""
     start = time.thread_time()
-    return kernels.compile_for(arch, text, entry), time.thread_time() - start
+    return cuda_compile.compile_for(arch, text, entry), time.thread_time() - start

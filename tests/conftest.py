@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason="no GPU: CuPy is not installed, or cupy.cuda.is_available() is False")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -111,4 +111,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _takes_long(item: pytest.Item) -> bool:
     """Whether a test on a GPU has many kernels to compile or starts processes: those of drawn problems and of tools."""
     is_drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-    return "gpu" in item.keywords and (is_drawn or item.path.stem in ("test_sanitizer", "test_examples"))
+    return item.get_closest_marker("gpu") is not None and (
+        is_drawn or item.path.stem in ("test_sanitizer", "test_examples")
+    )

@@ -102,16 +102,17 @@ def available() -> list[Device]:
 
 def forget_launches() -> None:
     """The next call chooses its kernels anew, so that a test sees which: none are known, and no call is repeated."""
-    from cuflash import launch, recording
+    from cuflash.frontend import metadata
+    from cuflash.gpu import launch
 
     launch._launches.clear()
-    recording._repeats.clear()
+    metadata._repeats.clear()
 
 
 @contextmanager
 def threads_of_cpu_path(count: int) -> Iterator[None]:
     """Within, every call of the CPU path runs on that many threads, however many cores there are."""
-    from cuflash.numpy_threads import _BlasThreads
+    from cuflash.cpu.threads import _BlasThreads
 
     real = _BlasThreads.__enter__
 

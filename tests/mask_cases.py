@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cuflash import BlockMask, block_store
+from cuflash import BlockMask
+from cuflash.masks import store
 
 Dense = NDArray[np.bool_]
 
@@ -47,6 +48,6 @@ def expect(bm: BlockMask, dense: Dense, heads: int, block_size: tuple[int, int],
 
 def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
     """Bools in which 64 x 64 blocks of each kind occur: hidden, visible and partial."""
-    coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(block_store.num_blocks(size) for size in shape[-2:])))
+    coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(store.num_blocks(size) for size in shape[-2:])))
     fine = np.repeat(np.repeat(coarse, 64, axis=-2), 64, axis=-1)[..., : shape[-2], : shape[-1]]
     return rng.random(shape) < fine

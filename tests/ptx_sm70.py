@@ -22,7 +22,8 @@ from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from cpu_device import device, hook
 from devices import Device, forget_launches
 
-from cuflash import kernels, plan
+from cuflash import hardware
+from cuflash.cuda import device as cuda_device
 
 ARCH, CAPABILITY = "sm_70", (7, 0)
 QUERIES, KEYS = 150, 210  # several tiles each way, ragged
@@ -71,14 +72,14 @@ class Compiler(device.CpuDevice):
 
     def __init__(self, folder: Path) -> None:
         super().__init__((7, 5))
-        self.capability, self.smem_limit, self.folder = CAPABILITY, plan.smem_limit(ARCH), folder
+        self.capability, self.smem_limit, self.folder = CAPABILITY, hardware.smem_limit(ARCH), folder
 
     def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
         assert smem_bytes <= self.smem_limit
         file = file_of(self.folder, source)
         if not file.exists():
             file.write_bytes(test_other_gpus.ptx_of(source, ARCH.replace("sm", "compute")))
-        return mock.MagicMock(kernels.LoadedKernel)
+        return mock.MagicMock(cuda_device.LoadedKernel)
 
 
 def build(folder: Path) -> int:
@@ -115,7 +116,7 @@ def run(folder: Path, dtypes: Sequence[str]) -> int:
             except AssertionError as error:
                 failed += 1
                 print(f"{name}: FAILED: {error}", flush=True)
-    print(f"{failed} failed, {len(kernels._kernels)} kernels")
+    print(f"{failed} failed, {len(cuda_device._kernels)} kernels")
     return bool(failed)
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import bench, reference
-from cuflash.bench import peers, report
-from cuflash.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, block_mask
-from cuflash.bench.inputs import Inputs, arguments, limit, take_sample, worst
+from cuflash import reference
+from cuflash.tools import bench
+from cuflash.tools.bench import peers, report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, block_mask
+from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
 
 PLAIN = Cell("plain", "float32", 2, 48, 80, 4, 4, 16, 24)
 CELLS = [
@@ -47,7 +48,7 @@ def given_to_reference(inputs: Inputs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_sample_agrees_with_the_reference_and_sees_errors(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuflash.bench.inputs.SMALL", 60)  # fewer than some cells have rows, more than others
+    monkeypatch.setattr("cuflash.tools.bench.inputs.SMALL", 60)  # fewer than some cells have rows, more than others
     inputs = Inputs(cell, np)
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
     given = given_to_reference(inputs)

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from strategies import examples
 
-from cuflash import BlockMask, block_store, kernels
-from cuflash.block_store import _CONSTANTS as CONSTANTS
-from cuflash.block_store import _SCAN_THREADS, HIDDEN, VISIBLE
+from cuflash import BlockMask
+from cuflash.cuda import compile as cuda_compile
+from cuflash.cuda import source as cuda_source
+from cuflash.masks import on_device
+from cuflash.masks.on_device import _CONSTANTS as CONSTANTS
+from cuflash.masks.on_device import _SCAN_THREADS
+from cuflash.masks.store import HIDDEN, VISIBLE
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -26,12 +30,12 @@ LEADING = st.sampled_from([(1, 1), (2, 3), (1, 2)])
 
 @functools.cache
 def module() -> cpu_device.Module:
-    return cpu_device.compile(kernels.source_of("block_sparse", CONSTANTS), (), "block_sparse")
+    return cpu_device.compile(cuda_source.source_of("around/block_sparse", CONSTANTS), (), "block_sparse")
 
 
 def get_kernel(file: str, entry: str, constants: dict[str, int]) -> Callable[..., None]:
-    """As `kernels.get`, on the CPU test device."""
-    assert file == "block_sparse"
+    """As `cuda_device.get`, on the CPU test device."""
+    assert file == "around/block_sparse"
     assert constants == CONSTANTS
     return functools.partial(module().launch, entry)
 
@@ -64,7 +68,7 @@ def test_pack_makes_the_host_s_store(
         cells = cells[:, ::-1, ::-1, ::-1]
     elif layout == "broadcast":
         cells = np.broadcast_to(cells[:1, :, :1], cells.shape)
-    slots, bits = block_store.pack_on_device(np, get_kernel, cells, cell, seqlen_q, seqlen_k)
+    slots, bits = on_device.pack_on_device(np, get_kernel, cells, cell, seqlen_q, seqlen_k)
     expected = BlockMask.from_blocks(cells, seqlen_q, seqlen_k, block_size=cell).arrays(np)
     np.testing.assert_array_equal(slots, expected[0], strict=True)
     np.testing.assert_array_equal(bits, expected[1], strict=True)
@@ -76,7 +80,7 @@ def test_one_element_makes_a_block_partial(rest: bool) -> None:
     heads = np.arange(64)
     dense = np.full((1, 64, 64, 64), rest)
     dense[0, heads, heads, heads * 37 % 64] = not rest
-    slots, bits = block_store.pack_on_device(np, get_kernel, dense, (1, 1), 64, 64)
+    slots, bits = on_device.pack_on_device(np, get_kernel, dense, (1, 1), 64, 64)
     np.testing.assert_array_equal(slots.ravel(), heads)
     np.testing.assert_array_equal(bits, BlockMask.from_dense(dense).arrays(np)[1])
 
@@ -87,7 +91,9 @@ def test_partial_blocks_are_numbered_over_many_rounds() -> None:
     # One thread block numbers 8192 slots a round.
     unnumbered = rng.choice(np.array([HIDDEN, VISIBLE, 0], np.int32), 20_000)
     slots, count = unnumbered.copy(), np.zeros(1, np.int32)
-    get_kernel("block_sparse", "number_blocks", CONSTANTS)((1,), (_SCAN_THREADS,), (np.int64(slots.size), slots, count))
+    get_kernel("around/block_sparse", "number_blocks", CONSTANTS)(
+        (1,), (_SCAN_THREADS,), (np.int64(slots.size), slots, count)
+    )
     partial = unnumbered == 0
     assert count[0] == partial.sum()
     np.testing.assert_array_equal(slots[~partial], unnumbered[~partial])
@@ -143,7 +149,7 @@ def test_tile_lists_longer_than_a_warp() -> None:
     check_lists(BlockMask.from_dense(dense).tile_lists(16, 16, get_kernel, np), dense, 16, 16)
 
 
-def check_lists(lists: block_store.TileLists, dense: NDArray[np.bool_], block_m: int, block_n: int) -> None:
+def check_lists(lists: on_device.TileLists, dense: NDArray[np.bool_], block_m: int, block_n: int) -> None:
     num_m, num_n = -(-dense.shape[2] // block_m), -(-dense.shape[3] // block_n)
     for name, shape in zip(
         ("row_index", "row_count", "col_index", "col_count"),
@@ -175,10 +181,10 @@ def check_lists(lists: block_store.TileLists, dense: NDArray[np.bool_], block_m:
 def test_kernels_compile_without_spills(arch: str) -> None:
     nvrtc = pytest.importorskip("cupy", reason="CuPy is not installed").cuda.nvrtc
     # Nothing here needs CUDA's headers, so no folder has to be found for them.
-    lines = kernels.source_of("block_sparse", CONSTANTS).splitlines()
+    lines = cuda_source.source_of("around/block_sparse", CONSTANTS).splitlines()
     source = "\n".join(line for line in lines if not line.startswith("#include <"))
     program = nvrtc.createProgram(source, "block_sparse.cu", (), ())
-    nvrtc.compileProgram(program, (f"-arch={arch}", *kernels.OPTIONS, "--ptxas-options=-v"))
+    nvrtc.compileProgram(program, (f"-arch={arch}", *cuda_compile.OPTIONS, "--ptxas-options=-v"))
     log = nvrtc.getProgramLog(program)
     assert log.count("0 bytes spill stores, 0 bytes spill loads") == 5
     assert "warning" not in log
@@ -218,7 +224,7 @@ class Namespace:
 
 def test_other_streams_wait_for_the_arrays_and_the_host_does_not() -> None:
     cupy = Namespace(Stream())
-    made = block_store.OnDevice(cupy, lambda: "arrays")
+    made = on_device.OnDevice(cupy, lambda: "arrays")
     event: Any = made._complete
     cupy.current = second = Stream()
     assert made.get() == "arrays"
@@ -239,7 +245,7 @@ def test_another_thread_may_find_the_arrays_complete_first() -> None:
             return False
 
     cupy = Namespace(Stream())
-    made = block_store.OnDevice(cupy, lambda: "arrays")
+    made = on_device.OnDevice(cupy, lambda: "arrays")
     event: Any = made._complete
     event.done = True
     cupy.current = Interrupted()
@@ -265,4 +271,4 @@ def test_a_first_use_inside_of_a_capture_is_an_error() -> None:
         pytest.fail("nothing may be enqueued")
 
     with pytest.raises(RuntimeError, match="once before the capture"):
-        block_store.OnDevice(Namespace(Stream(capturing=True)), make)
+        on_device.OnDevice(Namespace(Stream(capturing=True)), make)

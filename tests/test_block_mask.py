@@ -17,7 +17,8 @@ from mask_cases import BLOCK_SIZES, LENGTHS, SEEDS, Dense, dense_of, grid, rando
 from strategies import examples
 
 import cuflash
-from cuflash import BlockMask, block_mask, block_store
+from cuflash import BlockMask
+from cuflash.masks import block_mask, store
 
 
 @examples(200)
@@ -153,7 +154,7 @@ def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         return [dense_of(bm) for bm in masks]
 
     whole = make()
-    monkeypatch.setattr(block_store, "STRIP_ELEMENTS", 1)
+    monkeypatch.setattr(store, "STRIP_ELEMENTS", 1)
     monkeypatch.setattr(block_mask, "FUNCTION_ELEMENTS", 1)
     for strips, at_once in zip(make(), whole, strict=True):
         np.testing.assert_array_equal(strips, at_once)

@@ -19,11 +19,11 @@ LIBRARIES = str(Path(np.__file__).parent.parent)
 USES_ALL = """
 import numpy as np
 import cuflash
-from cuflash import kernels
+from cuflash.cuda import source
 from cuflash.examples import tape
 x = np.ones((1, 3, 2, 8), np.float32)
 assert np.allclose(cuflash.attention(x, x, x), 1) and cuflash.BlockMask
-assert "struct Mask" in kernels._read("mask.cuh")
+assert "struct Mask" in source._read("rules/mask.cuh")
 print(cuflash.__file__, tape.__file__, cuflash.cuda_src.__file__)
 """
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cuflash import compile_cli
 from cuflash.__main__ import main
-from cuflash.compile_cli import missing
+from cuflash.tools import info
+from cuflash.tools.info import missing
 
 COMMANDS = ("info", "compile", "bench", "demo")
 
@@ -77,7 +77,7 @@ def test_info_is_of_a_sequence_unless_told_otherwise(capsys: pytest.CaptureFixtu
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(compile_cli, "_absent", lambda name: name in names)
+    monkeypatch.setattr(info, "_absent", lambda name: name in names)
 
 
 def test_says_how_to_get_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from address_sanitizer import run_sanitized
 from cpu_device import build, device, tensor_map
 from cpu_device.device import Check, DeviceError
 
-from cuflash import kernels
+from cuflash.cuda import source as cuda_source
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[str, Check, int], float]
@@ -47,7 +47,7 @@ def tensor_core(text: str, check: Check, seed: int) -> float:
     rng = np.random.default_rng(seed)
     a, b = integers(rng, 16, 128), integers(rng, 32, 128)
     out = np.full((16, 32), np.nan, np.float32)
-    module = device.compile(kernels.source_of("sm80/ptx.cuh", {}) + text, (), "tensor_core", check)
+    module = device.compile(cuda_source.source_of("ptx/sm80.cuh", {}) + text, (), "tensor_core", check)
     module.launch("multiply", (1,), (32,), (a, b, out), 2 * (16 + 32) * 32 * 2, seed=seed)
     return error(out, a.astype(np.float64) @ b.astype(np.float64).T)
 
@@ -60,7 +60,7 @@ def hopper(text: str, check: Check, seed: int) -> float:
         tensor_map.encode(x.ctypes.data, "bfloat16", (64, len(x), 1), (128, x.nbytes), (64, 64, 1))
         for x in (q, k, v, out)
     ]
-    module = device.compile(kernels.source_of("sm90/ptx.cuh", {}) + text, (), "hopper", check)
+    module = device.compile(cuda_source.source_of("ptx/sm90.cuh", {}) + text, (), "hopper", check)
     module.launch("multiply", (1,), (160,), (*maps, tiles), 6 * 8192 + 64, seed=seed)
     weights = (q.astype(np.float64) @ k.astype(np.float64).T).astype(ml_dtypes.bfloat16).astype(np.float64)
     return error(out, (weights @ v.astype(np.float64)).astype(ml_dtypes.bfloat16).astype(np.float64))

@@ -12,7 +12,8 @@ import pytest
 from cpu_device import device, tensor_map
 from cpu_device.instructions import CASES, HELPERS, SMEM_BYTES, WORDS_OUT, Case
 
-from cuflash import kernels
+from cuflash.cuda import compile as cuda_compile
+from cuflash.cuda import source as cuda_source
 
 Array = np.ndarray[Any, Any]
 FURTHER = Path(device.__file__).parent  # instructions that no kernel uses
@@ -23,7 +24,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def source_of(arch: str) -> str:
     """The kernels of all instructions of an architecture."""
     folders = ("sm80", "sm90") if arch == "sm_90a" else ("sm80",)
-    used = kernels.source_of(f"{folders[-1]}/ptx.cuh", {})
+    used = cuda_source.source_of(f"ptx/{folders[-1]}.cuh", {})
     others = "".join((FURTHER / folder / "ptx.cuh").read_text().replace("#pragma once", "") for folder in folders)
     own = "".join(case.kernel for case in CASES if case.arch == arch)
     return f"{used}\n{others}\n{HELPERS}{own}"
@@ -101,7 +102,7 @@ def assert_same(got: Array, want: Array, tolerance: float) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_they_compile(arch: str) -> None:
     pytest.importorskip("cupy")
-    assert kernels.compile_for(arch, source_of(arch), "instructions").cubin
+    assert cuda_compile.compile_for(arch, source_of(arch), "instructions").cubin
 
 
 @needs_compiler

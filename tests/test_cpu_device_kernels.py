@@ -18,7 +18,8 @@ from hypothesis import given
 from strategies import cases, examples
 
 import cuflash
-from cuflash import launch, reference
+from cuflash import reference
+from cuflash.gpu import launch
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 

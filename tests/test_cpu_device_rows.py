@@ -17,15 +17,17 @@ from cpu_device import hook
 from cpu_device.device import SMEM_LIMITS, Check, CpuDevice
 from devices import Device
 
-from cuflash import plan, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide
-from cuflash.plan import FLAGS, KernelConfig
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.config import FLAGS, KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
 NUM_SMS, SMS_OF_FEW_TILES = 3, 9
 _WITHOUT_TENSOR_CORES = (7, 0)
 # Kernels around the gradients of scores: they run with these.
-_COMPANIONS = (plan_sm90_backward.ROWS, plan_sm90_backward.DQ)
+_COMPANIONS = (sm90_backward.ROWS, sm90_backward.DQ)
 
 
 class Row(NamedTuple):
@@ -40,11 +42,13 @@ def all_rows() -> Iterator[Row]:
     """A configuration of each row that no older GPU has, that with the fewest options."""
     seen = set()
     for capability, limit in SMEM_LIMITS.items():
-        mma = (plan_sm80.table, plan_sm80_backward.table, plan_wide.table)
-        tables: list[tuple[tuple[int, int], bool, rows.Table]] = [(_WITHOUT_TENSOR_CORES, False, plan.table(limit))]
+        mma = (sm80_forward.table, sm80_backward.table, sm80_wide.table)
+        tables: list[tuple[tuple[int, int], bool, rows.Table]] = [
+            (_WITHOUT_TENSOR_CORES, False, plan_portable.table(limit))
+        ]
         tables += [(capability, False, table(capability, limit)) for table in mma]
         if capability == (9, 0):
-            hopper = plan_sm90.table, plan_sm90_backward.table, plan_split.table, plan_split.gradient_table
+            hopper = sm90_forward.table, sm90_backward.table, plan_split.table, plan_split.gradient_table
             tables += [(capability, True, table()) for table in hopper]
         for own, has_wgmma, table in tables:
             for (config, dtype), *_ in rows.rows_of(table):
@@ -71,7 +75,7 @@ def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 )
 def test_row(row: Row) -> None:
     config = row.config
-    few_tiles = isinstance(config, plan_sm90.Config) and config.splits_keys
+    few_tiles = isinstance(config, sm90_forward.Config) and config.splits_keys
     check = Check.SHARED if row.has_wgmma else None
     device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS, check)
     device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit

@@ -8,7 +8,7 @@ import pytest
 from cpu_device import build, device, tensor_map
 from cpu_device.device import Check, DeviceError
 
-from cuflash import kernels
+from cuflash.cuda import source as cuda_source
 
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 UNINITIALISED = "uninitialised shared memory is read"
@@ -17,7 +17,7 @@ OUT_OF_BOUNDS = "shared memory out of bounds"
 
 def said(text: str, threads: int = 32, grid: int = 1, smem_bytes: int = 4096) -> str:
     """What the checked mode says of the kernel `k`; empty if nothing."""
-    source = kernels.source_of("sm90/ptx.cuh", {}) + text
+    source = cuda_source.source_of("ptx/sm90.cuh", {}) + text
     sums = np.zeros(64, np.float32)
     try:
         device.compile(source, (), "shared", Check.SHARED).launch("k", (grid,), (threads,), (sums,), smem_bytes)
@@ -145,7 +145,7 @@ extern "C" __global__ void k(const __grid_constant__ ptx::TensorMap map) {{
 def test_a_store_by_tma_reads_what_lies_in_the_tensor(written: int, expected: str) -> None:
     out = np.ones((8, 32), ml_dtypes.bfloat16)
     encoded = tensor_map.encode(out.ctypes.data, "bfloat16", (32, 8, 1), (64, out.nbytes), (64, 8, 1))
-    source = kernels.source_of("sm90/ptx.cuh", {}) + STORE.format(written=written)
+    source = cuda_source.source_of("ptx/sm90.cuh", {}) + STORE.format(written=written)
     module = device.compile(source, (), "shared", Check.SHARED)
     if expected:
         with pytest.raises(DeviceError, match=expected):

@@ -14,7 +14,7 @@ from cases import np_dtype
 from devices import Device
 
 import cuflash
-from cuflash.problem import OPTION_NAMES, Options
+from cuflash.problem.options import OPTION_NAMES, Options
 
 Row = tuple[dict[str, Any], type[Exception], tuple[str, ...]]
 

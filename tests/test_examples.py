@@ -195,7 +195,7 @@ def test_thinc() -> None:
 
 
 def test_naive_attention_beside_cuflash() -> None:
-    from cuflash.demo import compare
+    from cuflash.tools.demo import compare
 
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2048, 2, 32)).astype("float32")
     with threads_of_cpu_path(2):  # each has tiles of its own

@@ -14,10 +14,10 @@ from devices import Device
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import numpy_scores
-from cuflash.call import Call
-from cuflash.numpy_threads import BLAS_THREADS
-from cuflash.numpy_tiles import Layout, Tiling
+from cuflash.cpu import scores as cpu_scores
+from cuflash.cpu.threads import BLAS_THREADS
+from cuflash.cpu.tiles import Layout, Tiling
+from cuflash.frontend.call import Call
 
 Array = NDArray[Any]
 
@@ -131,12 +131,12 @@ def test_tops_of_any_shape(columns: int) -> None:
         scores = rng.standard_normal((heads, keys, columns)).astype(np.float32)
         scores[rng.random(scores.shape) < 0.01] = -np.inf
         scores[0, keys // 2, 0] = np.nan
-        tops = numpy_scores.column_tops(scores)
+        tops = cpu_scores.column_tops(scores)
         np.testing.assert_array_equal(tops, scores.max(axis=1))
         assert not np.shares_memory(tops, scores)
         shift = np.where(np.isfinite(tops), tops, 0)
         expected = scores - shift[:, None]
-        numpy_scores.subtract_tops(scores, shift)
+        cpu_scores.subtract_tops(scores, shift)
         np.testing.assert_array_equal(scores, expected)
 
 

@@ -15,23 +15,19 @@ from cpu_device import hook
 from cpu_device.device import CpuDevice
 from devices import Device
 
-from cuflash import (
-    launch,
-    plan,
-    plan_sm80,
-    plan_sm80_backward,
-    plan_sm90,
-    plan_sm90_backward,
-    plan_split,
-    plan_wide,
-)
-from cuflash.problem import AttentionProblem
+from cuflash import hardware
+from cuflash.gpu import launch
+from cuflash.plan import config as plan_config
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.problem.attention_problem import AttentionProblem
 
 MADE_UP = "has_made_up"
-FAMILIES = (plan, plan_sm80, plan_sm80_backward, plan_sm90, plan_sm90_backward, plan_split, plan_wide)
+FAMILIES = (plan_portable, sm80_forward, sm80_backward, sm90_forward, sm90_backward, plan_split, sm80_wide)
 HOST = Device("numpy", np)
 NUM_SMS = 3
-PLACE = True, (9, 0), plan.smem_limit("sm_90")
+PLACE = True, (9, 0), hardware.smem_limit("sm_90")
 # No other test has it, so that nothing is remembered of problems without the option.
 SCALE = 0.2468
 
@@ -40,7 +36,7 @@ SCALE = 0.2468
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An option that problems with the scale of these tests have, and no family knows."""
     forget()
-    monkeypatch.setitem(plan.WANTED, MADE_UP, lambda problem: problem.softmax_scale == SCALE)
+    monkeypatch.setitem(plan_config.WANTED, MADE_UP, lambda problem: problem.softmax_scale == SCALE)
     yield
     forget()
 
@@ -64,20 +60,20 @@ def layouts_of(problem: AttentionProblem, count: int) -> Any:
 
 # Everything that chooses a kernel for a problem: the family that declares the flag, and the choice.
 CHOICES: dict[str, tuple[ModuleType, str, Callable[[AttentionProblem], Any]]] = {
-    "sm90 forward": (plan_sm90, "float16", lambda p: plan_sm90.forward(p, layouts_of(p, 3))),
-    "sm90 backward": (plan_sm90_backward, "float16", lambda p: plan_sm90_backward.backward(p, layouts_of(p, 5))),
+    "sm90 forward": (sm90_forward, "float16", lambda p: sm90_forward.forward(p, layouts_of(p, 3))),
+    "sm90 backward": (sm90_backward, "float16", lambda p: sm90_backward.backward(p, layouts_of(p, 5))),
     "split forward": (plan_split, "float32", plan_split.forward),
     "split forward by halves": (plan_split, "float32", lambda p: plan_split.forward(plan_split.of_half(p))),
     "split backward": (plan_split, "float32", plan_split.backward),
-    "sm80 forward": (plan_sm80, "float16", lambda p: plan_sm80.forward(p, *PLACE)),
-    "sm80 backward": (plan_sm80_backward, "float16", lambda p: plan_sm80_backward.backward(p, *PLACE)),
-    "sm80 dq, slopes": (plan_sm80_backward, "float16", lambda p: plan_sm80_backward.of_queries(p, *PLACE)),
-    "sm80 dbias": (plan_sm80_backward, "float16", lambda p: plan_sm80_backward.of_bias(p, *PLACE)),
-    "parts forward": (plan_wide, "float32", lambda p: plan_wide.forward(p, *PLACE)),
-    "parts backward": (plan_wide, "float32", lambda p: plan_wide.backward(p, *PLACE)),
-    "wide forward": (plan_wide, "float64", lambda p: plan_wide.forward(p, *PLACE)),
-    "wide backward": (plan_wide, "float64", lambda p: plan_wide.backward(p, *PLACE)),
-    "wide dbias": (plan_wide, "float64", lambda p: plan_sm80_backward.of_bias(p, *PLACE)),
+    "sm80 forward": (sm80_forward, "float16", lambda p: sm80_forward.forward(p, *PLACE)),
+    "sm80 backward": (sm80_backward, "float16", lambda p: sm80_backward.backward(p, *PLACE)),
+    "sm80 dq, slopes": (sm80_backward, "float16", lambda p: sm80_backward.of_queries(p, *PLACE)),
+    "sm80 dbias": (sm80_backward, "float16", lambda p: sm80_backward.of_bias(p, *PLACE)),
+    "parts forward": (sm80_wide, "float32", lambda p: sm80_wide.forward(p, *PLACE)),
+    "parts backward": (sm80_wide, "float32", lambda p: sm80_wide.backward(p, *PLACE)),
+    "wide forward": (sm80_wide, "float64", lambda p: sm80_wide.forward(p, *PLACE)),
+    "wide backward": (sm80_wide, "float64", lambda p: sm80_wide.backward(p, *PLACE)),
+    "wide dbias": (sm80_wide, "float64", lambda p: sm80_backward.of_bias(p, *PLACE)),
 }
 
 
@@ -104,33 +100,33 @@ PORTABLE_ENTRIES = ("forward", "backward_dq", "backward_dkv", "backward_dk", "ba
 def test_the_portable_kernels_say_what_they_do_not_know(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("float64", bias=(1, 1, 1, 1), bias_dtype="float64")
     with pytest.raises(NotImplementedError, match="made_up"):
-        plan.plan(problem, entry)
-    monkeypatch.setattr(plan, "HANDLES", (*plan.HANDLES, MADE_UP))
-    assert plan.plan(problem, entry)
+        plan_portable.plan(problem, entry)
+    monkeypatch.setattr(plan_portable, "HANDLES", (*plan_portable.HANDLES, MADE_UP))
+    assert plan_portable.plan(problem, entry)
 
 
 def test_every_flag_is_wanted_by_some_problem_and_known_to_all() -> None:
-    assert tuple(plan.WANTED) == (*plan.FLAGS, MADE_UP)
-    assert set(plan.KNOWN_TO_ALL) <= set(plan.FLAGS)
+    assert tuple(plan_config.WANTED) == (*plan_config.FLAGS, MADE_UP)
+    assert set(plan_config.KNOWN_TO_ALL) <= set(plan_config.FLAGS)
     for family in FAMILIES:
-        assert set(family.HANDLES) <= set(plan.FLAGS)
+        assert set(family.HANDLES) <= set(plan_config.FLAGS)
 
 
 def test_heads_are_rows_of_a_tile_only_beside_options_that_do_not_tell_heads_apart() -> None:
     one_query = AttentionProblem(1, 1, 64, 4, 2, 64, 64, "float16", softcap=2.0)
-    assert plan_sm90.heads_as_rows(one_query).num_heads_q == 2
+    assert sm90_forward.heads_as_rows(one_query).num_heads_q == 2
     problem = AttentionProblem(1, 1, 64, 4, 2, 64, 64, "float16", softmax_scale=SCALE)
-    assert plan_sm90.heads_as_rows(problem) is problem
+    assert sm90_forward.heads_as_rows(problem) is problem
 
 
 def test_info_names_the_option() -> None:
     for dtype, reasons in (
-        ("float16", (plan_sm90.reason, plan_sm90_backward.reason, plan_sm80.reason, plan_sm80_backward.reason)),
-        ("float32", (plan_sm80.reason, plan_sm80_backward.reason)),
+        ("float16", (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason)),
+        ("float32", (sm80_forward.reason, sm80_backward.reason)),
     ):
         for reason in reasons:
             assert "wgmma and TMA" not in reason(problem_of(dtype)) and "tiles of" not in reason(problem_of(dtype))
-    assert "made_up" in plan_sm90.reason(problem_of("float16"))
+    assert "made_up" in sm90_forward.reason(problem_of("float16"))
 
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -160,7 +156,7 @@ def case_of(dtype: str) -> Case:
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_portable_kernels_compute_what_no_other_family_knows(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "HANDLES", (*plan.HANDLES, MADE_UP))
+    monkeypatch.setattr(plan_portable, "HANDLES", (*plan_portable.HANDLES, MADE_UP))
     entries = launched(case_of(dtype))
     assert {"forward", "backward_dq", "backward_dkv", "backward_bias", "delta"} <= entries
     assert {entry for entry in entries if not entry.startswith("reduce_")} <= set(PORTABLE_ENTRIES)
@@ -170,19 +166,19 @@ def test_portable_kernels_compute_what_no_other_family_knows(dtype: str, monkeyp
 @pytest.mark.parametrize(
     ("family", "dtype", "expected"),
     [
-        (plan_sm90, "float16", {"forward_sm90"}),
-        (plan_sm90_backward, "float16", {"backward_sm90"}),
-        (plan_sm80, "float16", {"forward_sm80"}),
-        (plan_sm80_backward, "float16", {"backward_sm80", "ordered_dq", "bias_sm80"}),
+        (sm90_forward, "float16", {"forward_sm90"}),
+        (sm90_backward, "float16", {"backward_sm90"}),
+        (sm80_forward, "float16", {"forward_sm80"}),
+        (sm80_backward, "float16", {"backward_sm80", "ordered_dq", "bias_sm80"}),
         (plan_split, "float32", {"split_forward", "split_dq"}),
-        (plan_wide, "float32", {"parts_forward", "parts_dq", "parts_bias"}),
-        (plan_wide, "float64", {"wide_forward", "wide_dq", "wide_bias"}),
+        (sm80_wide, "float32", {"parts_forward", "parts_dq", "parts_bias"}),
+        (sm80_wide, "float64", {"wide_forward", "wide_dq", "wide_bias"}),
     ],
 )
 def test_a_family_that_knows_an_option_computes_it_beside_portable_kernels(
     family: ModuleType, dtype: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, family):
+    for module in (plan_portable, family):
         monkeypatch.setattr(module, "HANDLES", (*module.HANDLES, MADE_UP))
     entries = launched(case_of(dtype))
     assert expected <= entries
@@ -193,16 +189,16 @@ def test_a_family_that_knows_an_option_computes_it_beside_portable_kernels(
 def family_of(entry: str) -> ModuleType | None:
     """The family that chooses a kernel; None of those that know no options."""
     prefixes = {
-        "forward_sm90": plan_sm90,
-        "backward_sm90": plan_sm90_backward,
-        "forward_sm80": plan_sm80,
-        "backward_sm80": plan_sm80_backward,
-        "ordered_dq": plan_sm80_backward,
-        "bias_sm80": plan_sm80_backward,
+        "forward_sm90": sm90_forward,
+        "backward_sm90": sm90_backward,
+        "forward_sm80": sm80_forward,
+        "backward_sm80": sm80_backward,
+        "ordered_dq": sm80_backward,
+        "bias_sm80": sm80_backward,
         "split_rows": None,
         "split": plan_split,
-        "parts": plan_wide,
-        "wide": plan_wide,
+        "parts": sm80_wide,
+        "wide": sm80_wide,
     }
     return next(family for prefix, family in prefixes.items() if entry.startswith(prefix))
 

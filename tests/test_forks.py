@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from cuflash import numpy_threads
+from cuflash.cpu import threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
@@ -49,7 +49,7 @@ def run(script: str) -> None:
 
 def test_while_threads_compute() -> None:
     run("""
-        from cuflash.numpy_threads import _blas_functions
+        from cuflash.cpu.threads import _blas_functions
         functions = _blas_functions()
         blas_threads = functions[0] if functions else lambda: 1
         before = blas_threads()
@@ -81,10 +81,10 @@ def test_while_threads_compute() -> None:
 
 def test_while_a_thread_is_within_a_call() -> None:
     """Whoever forks then, the child has BLAS's threads back, and the parent's call goes on with one."""
-    if numpy_threads._blas_functions() is None:
+    if threads._blas_functions() is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     run("""
-        from cuflash.numpy_threads import BLAS_THREADS, _blas_functions, run_tasks
+        from cuflash.cpu.threads import BLAS_THREADS, _blas_functions, run_tasks
         blas_threads = _blas_functions()[0]
         before = blas_threads()
         assert before == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cpu_device import device
 
-from cuflash import kernels
+from cuflash.cuda import compile as cuda_compile
 from cuflash.examples.gpt2 import gpu_ops
 from cuflash.examples.gpt2.ops import EPSILON, NumpyOps
 
@@ -156,7 +156,7 @@ def test_gradient_of_gelu() -> None:
 def test_kernels_do_not_spill(arch: str, width: int) -> None:
     pytest.importorskip("cupy")
     text = f"#define WIDTH {width}\n#define EPSILON {EPSILON}f\n{gpu_ops.source()}"
-    report = kernels.compile_for(arch, text, "gpt2")
+    report = cuda_compile.compile_for(arch, text, "gpt2")
     assert report.spill_bytes == 0 and not report.warnings
 
 
@@ -165,7 +165,7 @@ def test_vectors_are_loaded_whole() -> None:
     headers = pytest.importorskip("cuda.pathfinder").find_nvidia_header_directory("cudart")
     program = nvrtc.createProgram(gpu_ops.source(), "gpt2.cu", (), ())
     include = () if headers is None else (f"-I{headers}",)
-    options = ("-arch=compute_90", *kernels.OPTIONS, "-DWIDTH=768", f"-DEPSILON={EPSILON}f", *include)
+    options = ("-arch=compute_90", *cuda_compile.OPTIONS, "-DWIDTH=768", f"-DEPSILON={EPSILON}f", *include)
     nvrtc.compileProgram(program, options)
     text = nvrtc.getPTX(program)
     nvrtc.destroyProgram(program)

@@ -10,9 +10,9 @@ import pytest
 from benchmark_scripts import load_script
 
 from cuflash import reference
-from cuflash.bench.cells import Cell
-from cuflash.bench.inputs import Inputs
-from cuflash.bench.peers import cuflash_calls, sdpa_calls
+from cuflash.tools.bench.cells import Cell
+from cuflash.tools.bench.inputs import Inputs
+from cuflash.tools.bench.peers import cuflash_calls, sdpa_calls
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,11 @@ from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
 
 import cuflash
-from cuflash import launch, launch_sm90, plan_sm90_backward
+from cuflash import hardware
+from cuflash.gpu import launch
+from cuflash.gpu import sm90 as gpu_sm90
+from cuflash.plan import sm90_backward
+from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -23,7 +27,7 @@ LENGTH_Q, LENGTH_K = 150, 200
 @pytest.fixture(autouse=True)
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are prepared beside the gradients here, however few; elsewhere in the suite they are prepared before."""
-    monkeypatch.setattr(launch_sm90, "_FEW_TILES", 0)
+    monkeypatch.setattr(gpu_sm90, "_FEW_TILES", 0)
 
 
 def normal(*shape: int) -> Array:
@@ -84,7 +88,7 @@ def both(
             out=(*grads, *extra_grads),
             **options,
         )
-    assert {plan_sm90_backward.NARROW, plan_sm90_backward.WIDE} & {x.kernel.entry for x in launch._launches.values()}
+    assert {sm90_backward.NARROW, sm90_backward.WIDE} & {x.kernel.entry for x in launch._launches.values()}
     for name, x, ref in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=False):
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3, err_msg=name)
     for x, ref in zip(extras, expected[3:], strict=True):
@@ -228,15 +232,15 @@ def test_bias_and_mask_of_keys_alone(name: str, rows: int) -> None:
     q, k, v = normal(2, LENGTH_Q, 4, 64), normal(2, keys, 2, 64), normal(2, keys, 2, 64)
     options: dict[str, Any] = {name: np.broadcast_to(x, (*x.shape[:-2], rows, keys))}
     both(q, k, v, hidden_keys=HIDDEN_BY_MASK, **options)
-    config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == plan_sm90_backward.NARROW)
-    assert isinstance(config, plan_sm90_backward.Config)
+    config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_backward.NARROW)
+    assert isinstance(config, sm90_backward.Config)
     assert config.has_bias_tiles or config.has_mask_vectors
 
 
 @pytest.mark.parametrize("name", ["softcap", "block mask"])
 def test_options_with_one_tile_of_queries_for_two_of_keys(name: str) -> None:
     both(*inputs(128, 128), **OPTIONS[name])
-    assert plan_sm90_backward.NARROW in {x.kernel.entry for x in launch._launches.values()}
+    assert sm90_backward.NARROW in {x.kernel.entry for x in launch._launches.values()}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -245,9 +249,9 @@ def test_gradient_of_a_whole_bias_comes_beside_the_others(head_dim: int, options
     bias = np.where(MASK, normal(2, 4, LENGTH_Q, LENGTH_K), np.float16(-np.inf))
     both(*inputs(head_dim, head_dim), bias=bias, hidden_keys=HIDDEN_BY_MASK, **options)
     assert {x.kernel.entry for x in launch._launches.values()} == {
-        plan_sm90_backward.ROWS,
-        plan_sm90_backward.NARROW,
-        plan_sm90_backward.DQ,
+        sm90_backward.ROWS,
+        sm90_backward.NARROW,
+        sm90_backward.DQ,
     }
 
 
@@ -265,7 +269,7 @@ def test_gradient_of_a_whole_bias_beside_other_options() -> None:
 def test_sums_have_an_order_in_long_sequences(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(plan_sm90_backward, "L2_BYTES", 0)  # one head alone comes in the order of the last group
+    monkeypatch.setattr(hardware, "L2_BYTES", 0)  # one head alone comes in the order of the last group
     both(*inputs(head_dim, head_dim), deterministic=True, **options)
 
 
@@ -284,8 +288,8 @@ def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
 
 
 def test_float32_takes_other_kernels() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
-    assert "float32" in plan_sm90_backward.reason(problem)
+    problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
+    assert "float32" in sm90_backward.reason(problem)
 
 
 @pytest.mark.parametrize("options", [{"window": (30, 10)}, LENGTHS], ids=["window", "lengths"])
@@ -325,8 +329,8 @@ def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in plan_sm90_backward.table()}))
+@pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward.table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    configs = [c for c, dtype in plan_sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]
+    configs = [c for c, dtype in sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]
     for config in compiled(HOPPER, configs):
         assert_compiles_well(HOPPER, config)

@@ -16,7 +16,10 @@ from cpu_device import device, hook
 from devices import Device
 
 import cuflash
-from cuflash import launch, launch_sm90, plan_sm90, tiles_sm90, times_sm90
+from cuflash.gpu import launch
+from cuflash.gpu import sm90 as gpu_sm90
+from cuflash.plan import sm90_forward, sm90_tiles, sm90_times
+from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
 no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -25,16 +28,16 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 @pytest.fixture(autouse=True)
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Problems of tests are small; they take what large ones do, however many multiprocessors there are."""
-    monkeypatch.setattr(plan_sm90, "_MOST_WAVES", 0)
-    plan_sm90.for_grid.cache_clear()
+    monkeypatch.setattr(sm90_forward, "_MOST_WAVES", 0)
+    sm90_forward.for_grid.cache_clear()
     yield
-    plan_sm90.for_grid.cache_clear()
+    sm90_forward.for_grid.cache_clear()
 
 
 @pytest.fixture
 def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems take what is best for them."""
-    monkeypatch.setattr(plan_sm90, "_MOST_WAVES", 7)
+    monkeypatch.setattr(sm90_forward, "_MOST_WAVES", 7)
 
 
 @pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -179,7 +182,7 @@ def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
     assert np.isnan(bad_lse[0, :2]).all()
     np.testing.assert_array_equal(bad_out[1], out[1])
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.bounded_scores
 
 
@@ -222,7 +225,7 @@ def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
 
 def assert_two_teams() -> None:
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel.config, plan_sm90.Config)
+    assert isinstance(only.kernel.config, sm90_forward.Config)
     assert only.kernel.config.teams == 2
 
 
@@ -328,10 +331,10 @@ def test_keys_split_among_thread_blocks(options: dict[str, Any]) -> None:
 )
 @pytest.mark.usefixtures("small_grids")
 def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, parts: int) -> None:
-    problem = cuflash.problem.AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
-    config = plan_sm90.forward(problem, ())
+    problem = AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
+    config = sm90_forward.forward(problem, ())
     assert config is not None
-    assert plan_sm90.for_grid(problem, config, 132).parts == parts
+    assert sm90_forward.for_grid(problem, config, 132).parts == parts
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -342,24 +345,24 @@ def test_what_is_chosen_takes_the_least_predicted_time(head_dim: int, num_sms: i
     for _ in range(40):
         seqlen_q, seqlen_k = (int(2 ** rng.uniform(7, 15)) for _ in range(2))
         heads, right = int(rng.integers(1, 33)), 0 if rng.random() < 0.5 else None
-        problem = cuflash.problem.AttentionProblem(
+        problem = AttentionProblem(
             1, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim, "bfloat16", window_right=right
         )
-        config = plan_sm90.forward(problem, ())
+        config = sm90_forward.forward(problem, ())
         assert config is not None
-        chosen = plan_sm90.for_grid(problem, config, num_sms)
-        most = times_sm90.predicted_us(problem, config, 1, num_sms)
-        assert times_sm90.predicted_us(problem, *chosen, num_sms) <= most
+        chosen = sm90_forward.for_grid(problem, config, num_sms)
+        most = sm90_times.predicted_us(problem, config, 1, num_sms)
+        assert sm90_times.predicted_us(problem, *chosen, num_sms) <= most
         assert chosen.parts == 1 or chosen.parts * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
         assert chosen.parts <= seqlen_k // chosen.config.block_n + 1
 
 
 def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 1, 8, 4, 2, 64, 64, "float16")
-    assert plan_sm90.heads_as_rows(problem).seqlen_q == 2
+    problem = AttentionProblem(1, 1, 8, 4, 2, 64, 64, "float16")
+    assert sm90_forward.heads_as_rows(problem).seqlen_q == 2
     for change in ({"sink": True}, {"window_left": 3}, {"seqlen_q": 2}, {"num_heads_kv": 4}, {"alibi": (1, 4)}):
         other = dataclasses.replace(problem, **change)
-        assert plan_sm90.heads_as_rows(other) is other
+        assert sm90_forward.heads_as_rows(other) is other
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -384,7 +387,7 @@ def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
     q, k, v = (normal(2, 300, 2, 128) for _ in range(3))
     both(place, q, k, v, hidden=slice(290, None) if "kv_lengths" in FROM_LAST[name] else None, **FROM_LAST[name])
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.from_last
 
 
@@ -399,15 +402,15 @@ PAIRS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seqlen_k", [300, 700])
 def test_pairs_of_blocks(place: Device, name: str, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loads half of the keys for both; a block may have no row of a tile, or rows that see no keys."""
-    monkeypatch.setattr(plan_sm90, "_MANY_KEYS", 1)
-    monkeypatch.setattr(plan_sm90, "_LONG_QUERIES", 1)
-    plan_sm90.forward.cache_clear()
+    monkeypatch.setattr(sm90_forward, "_MANY_KEYS", 1)
+    monkeypatch.setattr(sm90_forward, "_LONG_QUERIES", 1)
+    sm90_forward.forward.cache_clear()
     q, k, v = normal(2, 600, 2, 256), normal(2, seqlen_k, 1, 256), normal(2, seqlen_k, 1, 256)
     hidden = slice(290, None) if name == "kv_lengths" else None
     both(place, q, k, v, hidden=hidden, causal=True, **PAIRS[name])
     (only,) = launch._launches.values()
-    plan_sm90.forward.cache_clear()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    sm90_forward.forward.cache_clear()
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.pair == 2
 
 
@@ -427,13 +430,13 @@ def test_results_at_any_address(causal: bool) -> None:
 
 
 def test_other_layouts_and_dtypes_take_other_kernels() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 56, 56, "float16")
+    problem = AttentionProblem(1, 8, 8, 1, 1, 56, 56, "float16")
     shape = (1, 8, 1, 56)
     odd = np.zeros((1, 8, 1, 59), np.float16)[..., :56].strides
     padded = np.zeros((1, 8, 1, 64), np.float16)[..., :56].strides
-    assert plan_sm90.forward(problem, ((odd, shape),) * 3) is None
-    assert plan_sm90.forward(problem, ((padded, shape),) * 3) is not None
-    assert "float32" in plan_sm90.reason(cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
+    assert sm90_forward.forward(problem, ((odd, shape),) * 3) is None
+    assert sm90_forward.forward(problem, ((padded, shape),) * 3) is not None
+    assert "float32" in sm90_forward.reason(AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32"))
 
 
 BIASES: dict[str, Any] = {
@@ -452,7 +455,7 @@ def test_bias_by_tma(place: Device, name: str) -> None:
     bias = BIASES[name]()
     both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK if name == "some hidden" else None, bias=bias)
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.has_bias_tiles
 
 
@@ -479,7 +482,7 @@ def padded(*shape: int) -> Any:
 def test_mask_by_tma(place: Device, name: str, head_dims: tuple[int, int]) -> None:
     both(place, *inputs(*head_dims), hidden=HIDDEN_BY_MASK, mask=MASKS[name](), causal=name == "one")
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.has_mask_tiles
 
 
@@ -497,7 +500,7 @@ MASKED_OPTIONS: dict[str, dict[str, Any]] = {
 def test_options_beside_a_mask_by_tma(place: Device, name: str) -> None:
     both(place, *inputs(64, 64), hidden=HIDDEN_BY_MASK, mask=padded(2, 1, 150, 200), **MASKED_OPTIONS[name])
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert only.kernel.config.has_mask_tiles
 
 
@@ -507,7 +510,7 @@ def test_mask_of_other_layouts(place: Device, offset: int) -> None:
     mask = padded(150, 216)[:, offset : 200 + offset] if offset else np.ascontiguousarray(padded(150, 200))
     both(place, *inputs(64, 64), mask=mask)
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert not only.kernel.config.has_mask_tiles
 
 
@@ -516,7 +519,7 @@ def test_bias_of_other_layouts(place: Device, columns: int) -> None:
     q, k, v = inputs(64, 64)
     both(place, q, k[:, : max(columns, 2)], v[:, : max(columns, 2)], bias=normal(150, columns))
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel, launch_sm90.Forward)
+    assert isinstance(only.kernel, gpu_sm90.Forward)
     assert not only.kernel.config.has_bias_tiles
 
 
@@ -539,9 +542,11 @@ def test_many_tiles_are_the_same_bits_as_few() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("head_dims", [(row.head_dim, row.head_dim_v) for row in tiles_sm90.FORWARD])
+@pytest.mark.parametrize("head_dims", [(row.head_dim, row.head_dim_v) for row in sm90_tiles.FORWARD])
 def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
-    configs = {c for c, dtype in plan_sm90.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims}
+    configs = {
+        c for c, dtype in sm90_forward.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims
+    }
     assert configs
     for config in compiled(HOPPER, sorted(configs, key=str)):
         assert_compiles_well(HOPPER, config)

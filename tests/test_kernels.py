@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,45 +12,22 @@ import pytest
 from compiling import ARCHITECTURES, HOPPER, assert_compiles_well, compiled, needs_compiler, source, tables_of
 
 import cuflash
-from cuflash import (
-    kernels,
-    launch,
-    launch_sm90,
-    launch_split,
-    params,
-    plan,
-    plan_sm80,
-    plan_sm80_backward,
-    plan_sm90,
-    plan_sm90_backward,
-    plan_split,
-    plan_wide,
-)
-from cuflash.plan import FLAGS
+from cuflash import hardware
+from cuflash.cuda import compile as cuda_compile
+from cuflash.cuda import source as cuda_source
+from cuflash.gpu import kernels as gpu_kernels
+from cuflash.gpu import params as gpu_params
+from cuflash.gpu import portable as gpu_portable
+from cuflash.plan import config as plan_config
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.config import FLAGS
+from cuflash.problem.attention_problem import AttentionProblem
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
 SMALL_ENTRIES = ("delta", "merge_parts", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "number"),
-    [
-        ("params.cuh", "WARP", plan_sm80.WARP),
-        ("params.cuh", "WARP", launch_sm90._ROW_BLOCKS),  # a lane asks for each
-        ("tile.cuh", "SIDE", plan._SIDE),
-        ("score_fragment.cuh", "MASK_WORD", plan_split._MASK_WORD),
-        ("sm90/schedule.cuh", "WARPGROUP", plan_sm90.WARPGROUP),
-        ("sm90/products.cuh", "ROWS_OF_WARPGROUP", plan_sm90.ROWS_OF_WARPGROUP),
-        ("sm90/products.cuh", "ROWS_OF_WARP", plan_sm90.ROWS_OF_WARP),
-        ("sm90/products.cuh", "PANEL", plan_sm90_backward._PANEL),
-        ("sm90/split_layout.cuh", "SPLIT_PANEL", launch_split._PANEL),
-        ("sm90/split_layout.cuh", "ROW_ALIGNMENT", launch_split._ROW_ALIGNMENT),
-    ],
-)
-def test_numbers_that_stand_in_headers_too(file: str, name: str, number: int) -> None:
-    """What a header is written for is no constant of a configuration; the host has the same number."""
-    assert re.findall(rf"constexpr int {name} = (\d+)", kernels.inlined(file))[0] == str(number)
 
 
 @needs_compiler
@@ -77,15 +53,15 @@ def test_every_row_is_compiled_for_hopper_and_for_its_oldest_architecture() -> N
 @pytest.mark.parametrize("entry", SMALL_ENTRIES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_small_kernels_compile(dtype: str, entry: str) -> None:
-    config = plan.config_of("forward", dtype, None, 0, 64, ())
-    text = kernels.source_of("reduce", launch.constants_of_sums(config))
-    report = kernels.compile_for("sm_75", text, entry)
+    config = plan_portable.config_of("forward", dtype, None, 0, 64, ())
+    text = gpu_kernels.text_of("around/reduce", gpu_portable.constants_of_sums(config))
+    report = cuda_compile.compile_for("sm_75", text, entry)
     assert report.spill_bytes == 0
     assert not report.warnings
 
 
 def test_sources_are_self_contained() -> None:
-    for config, _ in plan.table(plan.SMALLEST_SMEM):
+    for config, _ in plan_portable.table(hardware.SMALLEST_SMEM):
         text = source(config)
         assert '#include "' not in text
         assert text.count("struct AttentionParams {") == 1
@@ -93,7 +69,7 @@ def test_sources_are_self_contained() -> None:
 
 
 def test_every_constant_is_emitted() -> None:
-    config = plan.config_of("forward", "float32", None, 0, 64, ("has_window",))
+    config = plan_portable.config_of("forward", "float32", None, 0, 64, ("has_window",))
     text = source(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -108,26 +84,30 @@ def test_every_constant_is_emitted() -> None:
 
 
 def test_an_edited_header_is_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = plan.config_of("forward", "float32", None, 0, 64, ())
+    config = plan_portable.config_of("forward", "float32", None, 0, 64, ())
     before = source(config)
-    read = kernels._read
-    monkeypatch.setattr(kernels, "_read", lambda path: read(path) + ("// edited\n" if path == "mask.cuh" else ""))
+    read = cuda_source._read
+    monkeypatch.setattr(
+        cuda_source, "_read", lambda path: read(path) + ("// edited\n" if path == "rules/mask.cuh" else "")
+    )
     assert source(config) != before
 
 
 def test_lines_of_messages_are_those_of_the_files() -> None:
     """Behind every #line the text goes on as the named file does from that line on."""
-    text = kernels.inlined("forward.cu")
-    root = Path(kernels.__file__).parent.parent / "cuda_src"
+    text = source(plan_portable.config_of("forward", "float32", None, 0, 64, ()))
+    root = Path(cuflash.__file__).parent.parent / "cuda_src"
     lines = text.splitlines()
     seen = 0
     for number, line in enumerate(lines):
         if line.startswith("#line"):
             _, first, name = line.split()
+            if not name.startswith('"cuda_src/'):
+                continue  # a generated header
             file_lines = (root / name.strip('"').removeprefix("cuda_src/")).read_text().splitlines()
             following = lines[number + 1]
             original = file_lines[int(first) - 1] if int(first) <= len(file_lines) else ""
-            if not following.startswith("#line") and not original.startswith("#include"):
+            if not following.startswith("#line") and not original.lstrip().startswith("#include"):
                 assert following == original, line
                 seen += 1
     assert seen > 5
@@ -135,20 +115,22 @@ def test_lines_of_messages_are_those_of_the_files() -> None:
 
 @needs_compiler
 def test_compile_errors_name_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = plan.config_of("forward", "float32", None, 0, 64, ())
-    read = kernels._read
+    config = plan_portable.config_of("forward", "float32", None, 0, 64, ())
+    read = cuda_source._read
     broken = "int broken = undefined_name;\n"
-    monkeypatch.setattr(kernels, "_read", lambda path: (broken if path == "mask.cuh" else "") + read(path))
-    with pytest.raises(RuntimeError, match=r"cuda_src/mask\.cuh\(1\): error"):
-        kernels.compile_for("sm_90", source(config), "forward")
+    monkeypatch.setattr(cuda_source, "_read", lambda path: (broken if path == "rules/mask.cuh" else "") + read(path))
+    with pytest.raises(RuntimeError, match=r"cuda_src/rules/mask\.cuh\(1\): error"):
+        cuda_compile.compile_for("sm_90", source(config), "forward")
 
 
 @needs_compiler
 def test_two_processes_compile_at_once() -> None:
     code = (
-        "from cuflash import kernels, plan\n"
-        "config = plan.config_of('forward', 'float32', None, 0, 64, ())\n"
-        "print(len(kernels.compile_for('sm_90', kernels.source_of('forward', config), 'forward').cubin))\n"
+        "from cuflash.cuda.compile import compile_for\n"
+        "from cuflash.gpu.kernels import source_of\n"
+        "from cuflash.plan.portable import config_of\n"
+        "config = config_of('forward', 'float32', None, 0, 64, ())\n"
+        "print(len(compile_for('sm_90', source_of(config), 'forward').cubin))\n"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sizes = [int(run.communicate(timeout=120)[0]) for run in runs]
@@ -158,21 +140,20 @@ def test_two_processes_compile_at_once() -> None:
 
 def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
     """Offsets are asserted on the device; here, that the launch code can address every pointer as a whole word."""
-    assert params.PARAMS.fields is not None
-    assert params.PARAMS.itemsize % 8 == 0
-    for name in (*params.TENSORS, *params.SCORE_TENSORS, *params.POINTERS, "dropout_key"):
-        assert params.PARAMS.fields[name][1] % 8 == 0
-    assert params.PARAMS.itemsize <= 4096, "what a launch may pass by value"
+    assert gpu_params.PARAMS.dtype.itemsize % 8 == 0
+    for name in (*gpu_params.TENSORS, *gpu_params.SCORE_TENSORS, *gpu_params.POINTERS, "dropout_key"):
+        assert gpu_params.PARAMS.offset(name) % 8 == 0
+    assert gpu_params.PARAMS.dtype.itemsize <= 4096, "what a launch may pass by value"
 
 
 def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
     """One that waited for more (setmaxnreg.inc) would wait for ever: a block has those that it was launched with."""
-    tables = (plan_sm90.table, plan_sm90_backward.table, plan_split.table, plan_split.gradient_table)
+    tables = (sm90_forward.table, sm90_backward.table, plan_split.table, plan_split.gradient_table)
     configs = [config for table in tables for config, _ in table()]
     assert configs
     for config in configs:
         of_thread = min(65536 // config.threads // 8 * 8, 255)  # as ptxas gives them to kernels with launch bounds
-        left = of_thread * config.threads // plan_sm90.WARPGROUP - config.producer_registers
+        left = of_thread * config.threads // hardware.WARPGROUP - config.producer_registers
         if of_dq := getattr(config, "dq_registers", 0):  # the one for dv is told, that for dk has what is left
             of_dk = left - config.consumer_registers - of_dq
             assert of_thread <= of_dk <= config.consumer_registers and of_dk % 8 == 0, config
@@ -185,24 +166,24 @@ def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
 )
 def test_a_gpu_that_no_table_names_has_kernels(arch: str, kin: str) -> None:
     """Those of the newest of its major version, or in the least shared memory since Ampere."""
-    capability, limit = plan.capability_of(arch), plan.smem_limit(arch)
-    assert limit == plan.smem_limit(kin)
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
-    assert plan_wide.backward(problem, True, capability, limit)
-    for table in (plan_sm80.table, plan_sm80_backward.table, plan_wide.table):
+    capability, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
+    assert limit == hardware.smem_limit(kin)
+    problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")
+    assert sm80_wide.backward(problem, True, capability, limit)
+    for table in (sm80_forward.table, sm80_backward.table, sm80_wide.table):
         assert all(config.smem_bytes <= limit for config, _ in table(capability, limit))
 
 
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 64, 65, 128, 129, 256])
 def test_classes_hold_their_head_dims(head_dim: int) -> None:
-    wide = plan.head_dim_class(head_dim)
+    wide = plan_config.head_dim_class(head_dim)
     assert wide >= head_dim
-    assert all(c < head_dim or c >= wide for c in plan.HEAD_DIM_CLASSES)
+    assert all(c < head_dim or c >= wide for c in plan_config.HEAD_DIM_CLASSES)
 
 
 def test_the_table_names_every_dtype_and_flag() -> None:
-    configs = [config for config, _ in plan.table(plan.smem_limit("sm_90"))]
+    configs = [config for config, _ in plan_portable.table(hardware.smem_limit("sm_90"))]
     assert {config.element for config in configs} == {"__half", "__nv_bfloat16", "float", "double"}
     for flag in FLAGS:
         assert {getattr(config, flag) for config in configs} == {False, True}
-    assert np.all([config.smem_bytes <= plan.smem_limit("sm_90") for config in configs])
+    assert np.all([config.smem_bytes <= hardware.smem_limit("sm_90") for config in configs])

@@ -16,7 +16,9 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from devices import Device, has_gpu
 
-from cuflash import launch, plan, plan_sm80, plan_sm80_backward
+from cuflash import hardware
+from cuflash.gpu import launch
+from cuflash.plan import sm80_backward, sm80_forward
 
 CPUS = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_86": (8, 6)}
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -45,7 +47,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
     with hook.kernels_on(cpu_device.CpuDevice(CPUS[request.param], num_sms=3)):
         yield Device(request.param, np, nullcontext)
     entries = {x.kernel.entry for x in launch._launches.values()}
-    assert {plan_sm80.ENTRY, plan_sm80_backward.MAIN} <= entries
+    assert {sm80_forward.ENTRY, sm80_backward.MAIN} <= entries
 
 
 def agrees(place: Device, case: Any) -> None:
@@ -62,15 +64,15 @@ def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
     agrees(place, gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, causal=causal))
 
 
-@pytest.mark.parametrize("entry", [plan_sm80_backward.ROWS, plan_sm80_backward.DQ])
+@pytest.mark.parametrize("entry", [sm80_backward.ROWS, sm80_backward.DQ])
 def test_kernels_around_the_gradients_are_compiled_once_for_all_options(entry: str) -> None:
     given = "float16", None
     with_one, with_other = (
-        plan_sm80_backward.configs(plan_sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), plan.smem_limit("sm_80"))[0]
+        sm80_backward.configs(sm80_backward.BACKWARD[0], *given, (flag,), (8, 0), hardware.smem_limit("sm_80"))[0]
         for flag in ("has_alibi", "has_dropout")
     )
     assert with_one != with_other
-    assert plan_sm80_backward.of_rows(with_one, entry) == plan_sm80_backward.of_rows(with_other, entry)
+    assert sm80_backward.of_rows(with_one, entry) == sm80_backward.of_rows(with_other, entry)
 
 
 def test_no_queries_in_order(place: Device) -> None:
@@ -152,7 +154,7 @@ def test_listed_tiles(dims: tuple[int, int], size: int, causal: bool) -> None:
         for before, after in zip(clean, case.on(place).forward(), strict=True):
             np.testing.assert_array_equal(before, after)
     configs: dict[str, Any] = {x.kernel.entry: x.kernel.config for x in launch._launches.values()}
-    of_queries, of_keys = configs[plan_sm80.ENTRY], configs[plan_sm80_backward.MAIN]
+    of_queries, of_keys = configs[sm80_forward.ENTRY], configs[sm80_backward.MAIN]
     assert of_queries.listed == (2 if dims[0] == 64 and size == 128 and not causal else 1)
     widest = size if dims[0] <= 128 else 64
     assert (of_queries.block_m, of_keys.block_n) == (widest, widest)

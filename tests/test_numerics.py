@@ -17,7 +17,8 @@ from cpu_device import hook
 from devices import Device
 from numpy.typing import NDArray
 
-from cuflash import launch, plan_sm90_backward
+from cuflash.gpu import launch
+from cuflash.plan import sm90_backward
 
 Array = NDArray[Any]
 
@@ -318,7 +319,7 @@ def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
         test_any_positive_softcap(device, dtype, softcap)
     taken = {x.kernel.entry for x in launch._launches.values()}
     assert "forward_sm90" in taken
-    assert (plan_sm90_backward.NARROW in taken) == (softcap > 1)
+    assert (sm90_backward.NARROW in taken) == (softcap > 1)
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

@@ -15,11 +15,13 @@ from devices import Device, threads_of_cpu_path
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import numpy_scores, numpy_threads, numpy_tiles, reference
-from cuflash.call import Call
-from cuflash.numpy_scores import keep_tile
-from cuflash.numpy_threads import InOrder, Workspace, run_tasks
-from cuflash.numpy_tiles import Tiling
+from cuflash import reference
+from cuflash.cpu import scores as cpu_scores
+from cuflash.cpu import threads, tiles
+from cuflash.cpu.dropout import keep_tile
+from cuflash.cpu.threads import InOrder, Workspace, run_tasks
+from cuflash.cpu.tiles import Tiling
+from cuflash.frontend.call import Call
 
 Array = NDArray[Any]
 
@@ -53,14 +55,14 @@ def everything(seed: int, dtype: str, rows: int, keys: int, batch: int = 2, head
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that short sequences have many, of every kind."""
-    monkeypatch.setattr(numpy_tiles, "_layout_of_whole", numpy_tiles._layout_of_whole.__wrapped__)
-    monkeypatch.setattr(numpy_tiles, "TILE_NUMBERS", 300)
-    monkeypatch.setattr(numpy_tiles, "TILE_COPIED_NUMBERS", 200)
-    monkeypatch.setattr(numpy_tiles, "TASK_WORK", 1)
-    monkeypatch.setattr(numpy_tiles, "BLOCK_ROWS", 24)
-    monkeypatch.setattr(numpy_tiles, "BLOCK_KEYS", 20)
-    monkeypatch.setattr(numpy_tiles, "CUT_KEYS", 7)
-    monkeypatch.setattr(numpy_tiles, "MIN_TASKS", 3)
+    monkeypatch.setattr(tiles, "_layout_of_whole", tiles._layout_of_whole.__wrapped__)
+    monkeypatch.setattr(tiles, "TILE_NUMBERS", 300)
+    monkeypatch.setattr(tiles, "TILE_COPIED_NUMBERS", 200)
+    monkeypatch.setattr(tiles, "TASK_WORK", 1)
+    monkeypatch.setattr(tiles, "BLOCK_ROWS", 24)
+    monkeypatch.setattr(tiles, "BLOCK_KEYS", 20)
+    monkeypatch.setattr(tiles, "CUT_KEYS", 7)
+    monkeypatch.setattr(tiles, "MIN_TASKS", 3)
 
 
 def check(case: Case) -> None:
@@ -128,7 +130,7 @@ def test_hidden_tiles_are_not_visited() -> None:
     half = n * (n + 1) // 2
     assert half <= visible_pairs(tiling_of(n, causal=True)) <= 1.05 * half
     width = 400
-    assert visible_pairs(tiling_of(n, window=(width, 0))) <= n * (width + numpy_tiles.CUT_KEYS + 1)
+    assert visible_pairs(tiling_of(n, window=(width, 0))) <= n * (width + tiles.CUT_KEYS + 1)
     lengths = {"q_lengths": np.array([100], np.int32), "kv_lengths": np.array([200], np.int32)}
     assert visible_pairs(tiling_of(n, **lengths)) == 100 * 200
     blocks = np.random.default_rng(0).random((n // 64, n // 64)) < 0.1
@@ -167,7 +169,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, packed: 
 
 
 def blas_threads() -> int:
-    functions = numpy_threads._blas_functions()
+    functions = threads._blas_functions()
     if functions is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     return functions[0]()
@@ -232,21 +234,21 @@ def test_scratch_memory_is_reused() -> None:
 def test_float16_is_widened_exactly() -> None:
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     finite = every[np.isfinite(every)]
-    assert same_bits(numpy_scores.widen(finite), finite.astype(np.float32))
-    assert same_bits(numpy_scores.widen(every), every.astype(np.float32))
-    assert numpy_scores.widen(np.zeros((3, 0), np.float16)).shape == (3, 0)
+    assert same_bits(cpu_scores.widen(finite), finite.astype(np.float32))
+    assert same_bits(cpu_scores.widen(every), every.astype(np.float32))
+    assert cpu_scores.widen(np.zeros((3, 0), np.float16)).shape == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_hiding_whatever_it_hides(dtype: Any) -> None:
-    heads = numpy_tiles.Heads(0, 4, 0, 2)
+    heads = tiles.Heads(0, 4, 0, 2)
     values = np.array([1.5, -0.0, np.inf, -np.inf, np.nan, np.finfo(dtype).min], dtype)
     rng = np.random.default_rng(0)
     scores = rng.choice(values, (2, 5, 6))  # two KV heads, five keys, two query heads of three rows
     for shape in ((2, 5, 2, 3), (1, 5, 1, 3), (1, 1, 1, 3), (2, 5, 2, 1)):
         visible = rng.random(shape) < 0.5
         whole = np.broadcast_to(visible, (2, 5, 2, 3)).reshape(scores.shape)
-        for function, filler in ((numpy_scores.hide, -np.inf), (numpy_scores.zero_hidden, 0.0)):
+        for function, filler in ((cpu_scores.hide, -np.inf), (cpu_scores.zero_hidden, 0.0)):
             changed = scores.copy()
             function(changed, visible, heads)
             assert same_bits(changed, np.where(whole, scores, dtype(filler)))

@@ -22,8 +22,13 @@ import test_numerics
 from cases import Case
 from devices import Device
 
-from cuflash import kernels, plan, plan_sm80, plan_sm80_backward, plan_wide, recording
-from cuflash.plan import KernelConfig
+from cuflash import hardware
+from cuflash.cuda import compile as cuda_compile
+from cuflash.cuda import device as cuda_device
+from cuflash.frontend import metadata
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan.config import KernelConfig
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -50,9 +55,9 @@ def all_rows() -> Iterator[Row]:
     """
     seen: set[tuple[Any, ...]] = set()
     for arch in ARCHITECTURES:
-        own, limit = plan.capability_of(arch), plan.smem_limit(arch)
-        mma = (plan_sm80.table, plan_sm80_backward.table, plan_wide.table)
-        tables = [(_WITHOUT_TENSOR_CORES, plan.table(limit)), *((own, table(own, limit)) for table in mma)]
+        own, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
+        mma = (sm80_forward.table, sm80_backward.table, sm80_wide.table)
+        tables = [(_WITHOUT_TENSOR_CORES, plan_portable.table(limit)), *((own, table(own, limit)) for table in mma)]
         for capability, table in tables:
             for number, row in enumerate(rows.rows_of(table)):
                 of_row = rows.identity(row[0][0])
@@ -62,26 +67,26 @@ def all_rows() -> Iterator[Row]:
                         yield Row(arch, capability, *kernel)
 
 
-class OtherGpu(kernels.Device):
+class OtherGpu(cuda_device.Device):
     """This GPU, with the kernels and the shared memory of another."""
 
     def __init__(self, arch: str, capability: tuple[int, int]) -> None:
         super().__init__(cupy.cuda.runtime.getDevice())
-        number, own = (10 * major + minor for major, minor in (plan.capability_of(arch), self.capability))
-        if plan.smem_limit(arch) > self.smem_limit or number >= 90 > own:
+        number, own = (10 * major + minor for major, minor in (hardware.capability_of(arch), self.capability))
+        if hardware.smem_limit(arch) > self.smem_limit or number >= 90 > own:
             pytest.skip("more shared memory than this GPU has, or instructions that it lacks")
         known = [x for x in cupy.cuda.nvrtc.getSupportedArchs() if number <= x < own]
         self._ptx_arch = f"compute_{min(known)}" if known else None
-        self.capability, self.smem_limit, self.has_wgmma = capability, plan.smem_limit(arch), False
+        self.capability, self.smem_limit, self.has_wgmma = capability, hardware.smem_limit(arch), False
 
-    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> kernels.LoadedKernel:
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> cuda_device.LoadedKernel:
         assert smem_bytes <= self.smem_limit
         if self._ptx_arch is None:
             return super().load(source, entry, smem_bytes, options)
         kernel = cupy.RawModule(path=str(ptx_file(source, self._ptx_arch))).get_function(entry)
-        if smem_bytes > kernels._DEFAULT_SMEM_BYTES:
+        if smem_bytes > cuda_device._DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return kernels.LoadedKernel(cupy, self.index, kernel.kernel)
+        return cuda_device.LoadedKernel(cupy, self.index, kernel.kernel)
 
 
 def ptx_file(source: str, arch: str) -> Path:
@@ -99,7 +104,7 @@ def ptx_file(source: str, arch: str) -> Path:
 
 def ptx_options(arch: str) -> list[str]:
     """What NVRTC is asked for."""
-    return [f"-arch={arch}", *kernels.OPTIONS, "-ftz=true"]
+    return [f"-arch={arch}", *cuda_compile.OPTIONS, "-ftz=true"]
 
 
 def ptx_of(source: str, arch: str) -> bytes:
@@ -124,9 +129,9 @@ def kernels_on(gpu: OtherGpu) -> Iterator[None]:
     """Calls with CuPy arrays take the kernels of `gpu`, and no later one repeats them."""
     blocks = [cupy.full(size, 0xFF, np.uint8) for size in _SIZES]
     del blocks
-    with mock.patch.object(kernels, "device_of", return_value=gpu):
+    with mock.patch.object(cuda_device, "device_of", return_value=gpu):
         yield
-    recording._repeats.clear()
+    metadata._repeats.clear()
 
 
 @pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: rows.name_of(row.arch, row.config))

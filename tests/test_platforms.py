@@ -13,7 +13,9 @@ import compile_sm70
 import numpy as np
 import pytest
 
-from cuflash import kernels, numpy_threads, params
+from cuflash.cpu import threads
+from cuflash.cuda import driver
+from cuflash.cuda import source as cuda_source
 
 # sys.platform there, the driver's library, and whether BLAS is found through the module that links to it.
 SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
@@ -22,10 +24,10 @@ SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
 @pytest.fixture(autouse=True, params=SYSTEMS)
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("sys.platform", request.param)
-    for cached in (params.driver, numpy_threads._blas_functions):
+    for cached in (driver.driver, threads._blas_functions):
         cached.cache_clear()
     yield request.param
-    for cached in (params.driver, numpy_threads._blas_functions):
+    for cached in (driver.driver, threads._blas_functions):
         cached.cache_clear()
 
 
@@ -45,8 +47,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_driver(system: str, opened: dict[str, Any]) -> None:
-    opened[SYSTEMS[system][0]] = driver = object()
-    assert params.driver() is driver
+    opened[SYSTEMS[system][0]] = library = object()
+    assert driver.driver() is library
 
 
 def test_threads_of_blas(system: str, opened: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +62,12 @@ def test_threads_of_blas(system: str, opened: dict[str, Any], tmp_path: Path, mo
     blas = SimpleNamespace(scipy_openblas_get_num_threads64_=lambda: 3, scipy_openblas_set_num_threads64_=print)
     extension = Path(importlib.import_module("numpy._core._multiarray_umath").__file__ or "")
     opened.update({name: blas, extension.name: blas if SYSTEMS[system][1] else SimpleNamespace()})
-    functions = numpy_threads._blas_functions()
+    functions = threads._blas_functions()
     assert functions is not None and functions[0]() == 3
 
 
 def test_no_blas_that_we_know(opened: dict[str, Any]) -> None:
-    assert numpy_threads._blas_functions() is None
+    assert threads._blas_functions() is None
 
 
 def test_python_of_an_environment(system: str) -> None:
@@ -75,7 +77,8 @@ def test_python_of_an_environment(system: str) -> None:
 
 def test_sources_are_the_same_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A checkout may have another line ending; the kernels' key and the lines of messages are of the text."""
-    text = kernels._read("score.cuh")
-    (tmp_path / "score.cuh").write_bytes(text.replace("\n", "\r\n").encode())
-    monkeypatch.setattr(kernels, "files", lambda package: tmp_path)
-    assert kernels._read("score.cuh") == text
+    text = cuda_source._read("rules/score.cuh")
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules/score.cuh").write_bytes(text.replace("\n", "\r\n").encode())
+    monkeypatch.setattr(cuda_source, "files", lambda package: tmp_path)
+    assert cuda_source._read("rules/score.cuh") == text

@@ -19,7 +19,9 @@ from devices import Device
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import call, kernels, launch
+from cuflash.cuda import device as cuda_device
+from cuflash.frontend import call
+from cuflash.gpu import launch
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -241,7 +243,7 @@ def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
 
 def test_memory_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under graph capture CuPy's pool has only the blocks that the call before gave back."""
-    device = kernels.device_of(None)
+    device = cuda_device.device_of(None)
     sizes: list[int] = []
     empty, scratch = device.empty, device.scratch
 

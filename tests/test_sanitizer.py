@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash.kernels import WITHOUT_WGMMA
+from cuflash.cuda.device import WITHOUT_WGMMA
 
 SCRIPT = Path(__file__).with_name("sanitized_cases.py")
 BLIND_SPOTS = Path(__file__).with_name("racecheck_blind_spots.py")

@@ -12,8 +12,10 @@ from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
 
 import cuflash
-from cuflash import launch, plan_split
-from cuflash.plan import key_results
+from cuflash.gpu import launch
+from cuflash.plan import split as plan_split
+from cuflash.plan.entries import key_results
+from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -168,7 +170,7 @@ def test_range(exponent: int) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_float32_alone_takes_these_kernels(dtype: str) -> None:
     for head_dim in (1, 64, 129, 256):
-        problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
+        problem = AttentionProblem(1, 8, 8, 1, 1, head_dim, 64, dtype)
         assert bool(plan_split.backward(problem)) == (dtype == "float32")
 
 
@@ -186,7 +188,7 @@ BESIDE_BLOCK_MASK: dict[str, dict[str, Any]] = {
 def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
     others = list(BESIDE_BLOCK_MASK)[list(BESIDE_BLOCK_MASK).index(name) :]  # a pair is one test's, not two's
     for head_dim, precision in ((64, "tf32"), (128, None)):  # what has the fewest registers left
-        problem = cuflash.problem.AttentionProblem(
+        problem = AttentionProblem(
             1, 8, 8, 1, 1, head_dim, head_dim, "float32", window_right=0, block_mask=True, precision=precision
         )
         problem = replace(problem, **BESIDE_BLOCK_MASK[name])
@@ -198,7 +200,7 @@ def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
 
 
 def test_wide_heads_with_a_block_mask_beside_two_options_take_other_kernels() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", softcap=2.0, block_mask=True)
+    problem = AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", softcap=2.0, block_mask=True)
     for precision in (None, "tf32"):
         problem = replace(problem, precision=precision)
         assert plan_split.backward(problem)
@@ -206,7 +208,7 @@ def test_wide_heads_with_a_block_mask_beside_two_options_take_other_kernels() ->
 
 
 def test_wide_heads_with_options_that_would_spill_take_other_kernels() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", **BESIDE_BLOCK_MASK["bias"])
+    problem = AttentionProblem(1, 8, 8, 1, 1, 200, 64, "float32", **BESIDE_BLOCK_MASK["bias"])
     for name in ("slopes", "mask"):
         assert plan_split.backward(replace(problem, **BESIDE_BLOCK_MASK[name])) == ()
         assert plan_split.backward(replace(problem, precision="tf32", **BESIDE_BLOCK_MASK[name]))
@@ -215,7 +217,7 @@ def test_wide_heads_with_options_that_would_spill_take_other_kernels() -> None:
 
 
 def test_a_block_mask_beside_three_options_takes_other_kernels() -> None:
-    problem = cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", softcap=2.0, block_mask=True)
+    problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32", softcap=2.0, block_mask=True)
     assert plan_split.backward(replace(problem, dropout_p=0.1, window_right=0))
     assert plan_split.backward(replace(problem, dropout_p=0.1, alibi=(1, 1))) == ()
 

@@ -11,7 +11,9 @@ from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
 
 import cuflash
-from cuflash import launch, plan_split
+from cuflash.gpu import launch
+from cuflash.plan import split as plan_split
+from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
@@ -203,8 +205,8 @@ def test_not_finite() -> None:
 
 def test_what_is_no_float32_takes_other_kernels() -> None:
     for dtype in ("float16", "float64"):
-        assert plan_split.forward(cuflash.problem.AttentionProblem(1, 8, 8, 1, 1, 64, 64, dtype)) is None
-    assert plan_split.forward(cuflash.problem.AttentionProblem(1, 8, 0, 1, 1, 64, 64, "float32")) is None
+        assert plan_split.forward(AttentionProblem(1, 8, 8, 1, 1, 64, 64, dtype)) is None
+    assert plan_split.forward(AttentionProblem(1, 8, 0, 1, 1, 64, 64, "float32")) is None
 
 
 @needs_compiler

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cuflash.bench import report
-from cuflash.bench.cells import BACKWARD, FORWARD, Grid, cells_of
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, Grid, cells_of
 
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
 FACTS = {

@@ -12,18 +12,18 @@ import pytest
 from cases import assert_same_bits, gaussian_case
 from devices import Device, threads_of_cpu_path
 
-from cuflash import numpy_tiles
-from cuflash.numpy_threads import Workspace, run_tasks
+from cuflash.cpu import tiles
+from cuflash.cpu.threads import Workspace, run_tasks
 
 CPU = Device("numpy", np)
 # Enough scores for several tasks and threads.
 SCRIPT = """
 import numpy as np
 import cuflash
-from cuflash import numpy_tiles
-from cuflash.numpy_threads import _BlasThreads
+from cuflash.cpu import tiles
+from cuflash.cpu.threads import _BlasThreads
 
-numpy_tiles.TASK_WORK = 1
+tiles.TASK_WORK = 1
 x = np.linspace(-1, 1, 2 * 900 * 4 * 8, dtype=np.float32).reshape(2, 900, 4, 8)
 
 def compute():
@@ -86,8 +86,8 @@ def test_beyond_the_limit_of_the_system() -> None:
 @pytest.mark.parametrize("granted", [0, 1, 2])
 def test_bits_with_fewer_threads_than_wanted(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
     case = gaussian_case(1, "float32", (90, 90), heads=(4, 1), causal=True)
-    monkeypatch.setattr(numpy_tiles, "_layout_of_whole", numpy_tiles._layout_of_whole.__wrapped__)
-    monkeypatch.setattr(numpy_tiles, "TASK_WORK", 1)
+    monkeypatch.setattr(tiles, "_layout_of_whole", tiles._layout_of_whole.__wrapped__)
+    monkeypatch.setattr(tiles, "TASK_WORK", 1)
 
     def results() -> dict[str, object]:
         with threads_of_cpu_path(4):

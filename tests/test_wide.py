@@ -14,8 +14,8 @@ from cpu_device import hook
 from devices import Device
 
 import cuflash
-from cuflash import launch
-from cuflash.plan import key_results
+from cuflash.gpu import launch
+from cuflash.plan.entries import key_results
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)

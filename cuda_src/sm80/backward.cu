@@ -1,23 +1,31 @@
-// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2. A block has BLOCK_N keys and walks the queries that
-// see them. Scores are transposed: weights and their gradients stay in registers as left factors of dv and dk.
-// QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other columns of dv and dk.
+// Gradients by mma.sync for 16-bit inputs (sm_75 and newer): FlashAttention-2 (Dao 2023), Algorithm 2, in one pass. A
+// block keeps BLOCK_N keys and loops over the tiles of queries that see them. Scores are transposed, so weights and
+// their gradients stay in registers as left factors of dV and dK; dQ goes by way of shared memory, and is added up in
+// global memory (gradient_rows.cuh). QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other
+// columns of dv and dk. backward_rows.cu has the kernels before and behind; gradients.cuh is the version without
+// atomics, sm90/backward/backward.cu Hopper's.
 constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
-#include "../gradient_fragment.cuh"
+#include "../fragment/gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
+// DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands in for what is not computed, because arrays must
+// have a size.
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
-              DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;  // arrays have a size
-// So many that those of a head, which add to a tile of queries one after the other, are some steps apart.
+              DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
+// TILES_IN_TURN is so large that tiles of one head, which add to a tile of queries one after the other, are some steps
+// apart.
 constexpr u32 TILES_IN_TURN = 1024;
-// Of a step, where queries and gradients of scores have two buffers.
+// ONE_BARRIER: a step has one barrier, where queries and gradients of scores have two buffers.
 constexpr bool ONE_BARRIER = STAGES == 2;
-// dq waits for its addition where the queries of its step were, and the next go there later.
+// DQ_IN_QUERIES: dq waits for its addition in the buffer of its step's queries, and the next queries are loaded there
+// later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
-// A tile is a block of a mask's store, whose slot comes with the queries: that saves registers.
+// BRINGS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
 constexpr bool BRINGS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
-// Beside these and, of queries, a window, addresses that the compiler keeps would leave too few registers.
+// FOLDS: tiles fold addresses (Tile), except with a block mask, with an order of additions and, for tiles of queries,
+// with a window: there addresses that the compiler keeps would leave too few registers.
 constexpr bool FOLDS = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
 using KeyTile = Tile<BLOCK_N, HEAD_DIM, FOLDS>;
@@ -27,22 +35,23 @@ using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, FOLDS && !HAS_WINDOW>;
 using ScoreTile = Tile<BLOCK_N, BLOCK_M, FOLDS>;
 
 struct SharedStorage {
-  alignas(128) unsigned char k[KeyTile::BYTES];
-  alignas(128) unsigned char v[COMPUTES_DK ? ValueTile::BYTES : 16];
-  alignas(128) unsigned char q[STAGES * QueryTile::BYTES];
-  alignas(128) unsigned char dout[STAGES * DoutTile::BYTES];
+  alignas(128) unsigned char k[KeyTile::BYTES];                       // (BLOCK_N, HEAD_DIM)
+  alignas(128) unsigned char v[COMPUTES_DK ? ValueTile::BYTES : 16];  // (BLOCK_N, HEAD_DIM_V)
+  alignas(128) unsigned char q[STAGES * QueryTile::BYTES];            // (STAGES, BLOCK_M, HEAD_DIM)
+  alignas(128) unsigned char dout[STAGES * DoutTile::BYTES];          // (STAGES, BLOCK_M, HEAD_DIM_V)
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last
-  Work work;                                                         // read again: registers are scarce
-  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];                     // which have not ended
+  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last in delta
+  Work work;                                      // read again and again, because registers are scarce
+  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
+// BitsOfBlock is what a block mask shows of a fragment.
 struct BitsOfBlock {
   static constexpr bool HIDES = HAS_BLOCK_MASK;
   static_assert(!HIDES || (CANONICAL % FRAGMENT_QUERIES == 0 && FRAGMENTS * FRAGMENT <= 32), "a thread has one word");
@@ -55,6 +64,7 @@ struct BitsOfBlock {
   }
 };
 
+// Step is a tile of queries.
 struct Step {
   int head, block;
   bool partial;
@@ -64,6 +74,7 @@ struct Step {
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
+// load_queries() starts to load q and dout of a step, load_rows() its lse and delta.
 DEVICE void load_queries(const AttentionParams& p, SharedStorage& shared, u32 stage, const Step& step) {
   const Sequence& s = shared.work.sequence;
   const i64 batch = batch_of(p, s);
@@ -92,7 +103,8 @@ DEVICE void load_step(const AttentionParams& p, SharedStorage& shared, u32 stage
   load_rows(p, shared, stage, step);
 }
 
-// Complete for all behind a barrier. lse becomes inf where a query has no weights.
+// finish_queries() waits for a step's copies, which are complete for all threads behind a barrier, and makes lse inf
+// where a query has no weights.
 DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   wait_for_copies();
   if (threadIdx.x < BLOCK_M) {
@@ -102,7 +114,8 @@ DEVICE void finish_queries(SharedStorage& shared, u32 stage, const Step& step) {
   }
 }
 
-// Hidden keys that are not finite would count in dq: they become 0. Others need no look at every query.
+// clear_hidden_keys() makes hidden keys 0 that are not finite, because they would count in dq. Finite keys need no look
+// at every query.
 DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& shared, const KeyTile& keys) {
   const Sequence& s = shared.work.sequence;
   const int group = group_size(p), j = shared.work.tile * BLOCK_N + threadIdx.x;
@@ -117,13 +130,14 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
   keys.clear_row(threadIdx.x);
 }
 
+// backward_sm80 computes dk and dv (or one of them) of a tile of keys of one KV head, and adds this tile's share to dq.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     if constexpr (DETERMINISTIC) {
       for (auto& turn : shared.own_turns) turn = nullptr;
-      // What a block waits for has been taken before, by one that runs.
+      // Blocks take tiles when they run, so whatever a block waits for was taken before, by a block that runs.
       const u32 id = p.dq_turns == nullptr ? blockIdx.x : atomicAdd(p.dq_turns, 1);
       shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, TILES_IN_TURN);
     } else {
@@ -139,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const KeyTile keys{ptx::shared_address(shared.k)}, own_keys = keys.from_row(warp_key);
   const ValueTile values{ptx::shared_address(shared.v)}, own_values = values.from_row(warp_key);
   const ScoreTile shared_weights{ptx::shared_address(shared.weights)};
+  // The warp's keys x its columns.
   float dk[COMPUTES_DK ? FRAGMENTS : 1][DK_COLUMNS / 2], dv[COMPUTES_DV ? FRAGMENTS : 1][DV_COLUMNS / 2];
 #pragma unroll
   for (auto& x : dk) clear(x);
@@ -150,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   bool exists = !walk.done();
   if (exists) {
     const i64 batch = batch_of(p, s);
-    const int first_seen = Mask(p, s, step.head).columns(0).begin;  // keys before it are hidden from all
+    // Keys before first_seen are hidden from all queries.
+    const int first_seen = Mask(p, s, step.head).columns(0).begin;
     keys.load(Rows(p.k.at(batch, s.row_k, shared.work.head), p.k.row_stride, s.len_k, p.head_dim), tile_key,
               first_seen);
     if constexpr (COMPUTES_DK) {
@@ -199,10 +215,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
 #pragma unroll
       for (auto& fragment : x) clear(fragment);
+      // 1. S^T = K Q^T.
       multiply_rows<!BRINGS_SLOT>(x, own_keys, queries.from_row(query));
       if (DQ_IN_QUERIES && part == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
-        __syncwarp();  // the rows that a warp loads are those of its dq
+        __syncwarp();  // the rows that a warp loads are those of its own dq
         if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
         commit_copies();
       }
@@ -210,10 +227,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         float dp[FRAGMENTS][FRAGMENT];
 #pragma unroll
         for (auto& fragment : dp) clear(fragment);
+        // 2. dP^T = V dO^T.
         multiply_rows<false>(dp, own_values, douts.from_row(query));
         u32 ds[FRAGMENTS][FRAGMENT / 2];
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
+          // 3. From both come P^T and dS^T.
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
@@ -226,13 +245,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
             dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
             if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // in a branch: 64 selections fewer
+          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);
           gradients.from_row(warp_key + 16 * f).store_fragment(ds[f], query);
         }
+        // 4. dV += P^T dO and dK += dS^T Q, with the warp's own queries.
         if constexpr (COMPUTES_DV) multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
         multiply_weights(dk, ds, queries.from_row(query), query_warp * DK_COLUMNS);
       } else {
@@ -248,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
       }
     }
+    // 5. The same with the queries of the warps that have the same keys.
     if constexpr (QUERY_WARPS > 1) ptx::barrier_sync(1 + warp / QUERY_WARPS, QUERY_WARPS * WARP);
 #pragma unroll 1
     for (int other = 1; other < QUERY_WARPS; other++) {
@@ -262,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 
     if (ONE_BARRIER && !walk.done()) finish_queries(shared, stage ^ 1, Step(walk));
     __syncthreads();  // all gradients are there, and the queries are read
+    // 6. The next step's operands are loaded.
     const int head = step.head, tile = step.block;
     step = Step(walk);
     exists = !walk.done();
@@ -275,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     commit_copies();
     if constexpr (COMPUTES_DK) {
       if (p.dq_sum != nullptr) {
+        // 7. dQ = dS K of this step is added to its sum.
         const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
         int known = 0;
         if constexpr (DETERMINISTIC) {
@@ -312,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   } else if constexpr (BULK_ADDS) {
     if (lane() == 0) ptx::bulk_wait_group_read<0>();
   }
-  __syncthreads();  // the keys are read, and their place is free
+  __syncthreads();  // all threads have read the keys, so their buffer is free for the epilogue
+  // The epilogue writes dk and dv by way of the keys' buffer.
   const int head = shared.work.head, first_key = tile_key + warp_key;
   if constexpr (COMPUTES_DK) {
     if (p.dk.data != nullptr) {

@@ -1,12 +1,14 @@
-// Before the gradients: delta (reduce.cu), and zeros for the sum of dq. Behind them: dq from that sum.
+// The kernels before and behind sm80/backward.cu, for 16-bit inputs. backward_sm80_rows computes delta
+// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) and makes the sums of dq 0; backward_sm80_dq converts dq from its
+// float32 sums.
 #include "gradient_rows.cuh"
 
-// Lanes of a row, and rows of a thread that are on their way at once.
+// LANES lanes share a row; a thread reads OWN_ROWS rows at once, so that their reads overlap.
 constexpr int LANES = HEAD_DIM_V > 128 ? 32 : HEAD_DIM_V > 64 ? 16 : 8, ROWS_APART = NUM_THREADS / LANES;
 constexpr int OWN_ROWS = BLOCK_M / ROWS_APART < 4 ? BLOCK_M / ROWS_APART : 4;
 static_assert(BLOCK_M % (OWN_ROWS * ROWS_APART) == 0, "all threads have as many rows");
 
-// Without a test for each where all are there.
+// read_own() reads a thread's vectors of OWN_ROWS rows, without a test for each where all are inside.
 DEVICE void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
   const int column = threadIdx.x % LANES * VECTOR;
   const Element* from = rows.data + own_row * rows.stride + column;
@@ -20,6 +22,7 @@ DEVICE void read_own(Vector (&x)[OWN_ROWS], const Rows& rows, int own_row) {
   }
 }
 
+// backward_sm80_rows prepares a tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(const AttentionParams p) {
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
@@ -41,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
     Vector a[OWN_ROWS], b[OWN_ROWS];
     read_own(a, dout, own_row);
     read_own(b, out, own_row);
-    // All is read before anything is written: to the compiler that could be what is read.
+    // All is read before anything is written, because for the compiler a write could change what is read.
     bool counts[OWN_ROWS];
     float sum[OWN_ROWS];
 #pragma unroll
@@ -74,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   }
 }
 
+// backward_sm80_dq converts a tile of dq: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_dq(const AttentionParams p) {
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;

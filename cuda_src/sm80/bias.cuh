@@ -1,10 +1,14 @@
-// dbias by mma.sync. A warp has FRAGMENTS * 16 queries of each tile. What stands before says how to multiply.
-#include "../score_gradient.cuh"
-#include "../softmax.cuh"
+// The gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasTile computes dS of one tile of
+// scores and sums it; ../bias_walk.cuh has the kernel, and visits the tiles that one tile of the bias was added to. A
+// warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
+// split/sm80_tile.cuh) says how to multiply.
+#include "../fragment/score_gradient.cuh"
+#include "../fragment/softmax.cuh"
 
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-// With more than one stage these are chunks of columns: those of q and k, and in their place those of dout and v.
+// IN_CHUNKS: with more than one stage the operands come in chunks of columns: those of q and k, and in their place
+// those of dout and v. So wide elements and wide heads fit shared memory.
 constexpr bool IN_CHUNKS = STAGES > 1;
 constexpr int KEYED_CHUNKS = IN_CHUNKS ? HEAD_DIM / CHUNK : 1, VALUED_CHUNKS = IN_CHUNKS ? HEAD_DIM_V / CHUNK : 1;
 using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM / KEYED_CHUNKS>;
@@ -22,10 +26,11 @@ struct SharedStorage {
   Factors<BLOCK_N, 1> factors;
 };
 
-// What is in shared memory.
+// Loaded is which rows are in shared memory, so that rows that stay are not loaded again.
 struct Loaded {
   int batch = -1, head = 0, first = 0;
 
+  // changes_to() tells whether other rows must be loaded, and notes them.
   DEVICE bool changes_to(int new_batch, int new_head, int new_first) {
     const bool changes = new_batch != batch || new_head != head || new_first != first;
     batch = new_batch, head = new_head, first = new_first;
@@ -33,7 +38,8 @@ struct Loaded {
   }
 };
 
-// From a thread's (row, column) on, in pairs where they are neighbours in memory.
+// read_biases() reads the biases of a thread's elements from (row, column) on, in pairs where they are neighbours in
+// memory.
 DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int column) {
   struct alignas(2 * sizeof(BiasElement)) Pair {
     BiasElement x, y;
@@ -53,10 +59,11 @@ DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int c
   }
 }
 
+// BiasTile sums the gradient of one tile of the bias (BLOCK_M, BLOCK_N).
 struct BiasTile {
   SharedStorage& shared;
   Loaded own_queries, own_keys;
-  Accum sum[FRAGMENTS][FRAGMENT];
+  Accum sum[FRAGMENTS][FRAGMENT];  // the thread's elements of the warp's FRAGMENTS * 16 rows
 
   DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared) {
 #pragma unroll
@@ -64,7 +71,8 @@ struct BiasTile {
   }
   static DEVICE int warp_row() { return threadIdx.x / WARP * FRAGMENTS * 16; }
 
-  // x += rows columns^T by chunks [begin, end); `load` begins to bring one, in the place of that before.
+  // multiply_chunks() computes x += rows columns^T by chunks [begin, end); `load` starts to load a chunk in the place
+  // of the one before.
   template <class X, class R, class C, class Load>
   DEVICE void multiply_chunks(X& x, R rows, C columns, int begin, int end, const Load& load) const {
 #pragma unroll 1
@@ -78,6 +86,7 @@ struct BiasTile {
     }
   }
 
+  // add() adds dS of the tile of scores at (first_row, first_key).
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {
     const u32 tiles = ptx::shared_address(shared.tiles);
     const QueryTile queries{tiles};
@@ -104,12 +113,12 @@ struct BiasTile {
       if (new_queries) queries.load(q, first_row);
       if (new_keys) keys.load(k, first_key);
     }
-    __syncthreads();  // dout, v and factors of the step before are read; q and k were at its last barrier
+    __syncthreads();  // all have read dout, v and factors of the step before; q and k were read at its last barrier
     if (new_queries) shared.row_factors.load(0, q, dout, first_row);
     if (new_keys) shared.factors.load(0, k, v, first_key);
     if constexpr (IN_CHUNKS) {
 #pragma unroll
-      for (int i = 0; i < STAGES - 1; i++) load_chunk(i);  // with the factors
+      for (int i = 0; i < STAGES - 1; i++) load_chunk(i);  // the first chunk is committed with the factors
     } else {
       commit_copies();
       if (new_queries) douts.load(dout, first_row);
@@ -149,7 +158,7 @@ struct BiasTile {
 #pragma unroll
       for (int e = 0; e < FRAGMENT; e++) {
         const Accum reference = lse[f][e / 2 % 2];
-        // Beside others a query that sees nothing may have any scores.
+        // A query that sees nothing may have any scores, where others of the tile see something.
         x[f][e] = reference == -infinity() ? 0 : weight(x[f][e], reference);
       }
       scores.mark_dropped(x[f], own_row + 16 * f, first_key);
@@ -169,6 +178,7 @@ struct BiasTile {
     }
   }
 
+  // store() writes the sums to shared memory, (BLOCK_M, stride).
   DEVICE void store(Accum* sums, int stride) const {
     sums += (warp_row() + fragment_row()) * stride + fragment_column();
 #pragma unroll
@@ -181,4 +191,4 @@ struct BiasTile {
   }
 };
 
-#include "../bias_walk.cuh"
+#include "../around/bias_range.cuh"

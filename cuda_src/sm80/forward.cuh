@@ -1,9 +1,12 @@
-// Forward attention by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS
-// warps have the same, each some of a tile's keys and columns of the result, and exchange weights and maxima.
-//
-// What stands before says how: Weights, pack, multiply_*, write_results, and what `direct` of tile.cuh has.
-#include "../score_fragment.cuh"
-#include "../softmax_fragment.cuh"
+// Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
+// FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
+// heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
+// and maxima.
+// The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it defines
+// Weights, pack, multiply_*, write_results, and what namespace `direct` of portable/tile.cuh has.
+// sm90/forward/forward.cu is the counterpart for Hopper.
+#include "../fragment/score_fragment.cuh"
+#include "../fragment/softmax_fragment.cuh"
 
 constexpr int QUERY_WARPS = NUM_WARPS / KEY_WARPS, FRAGMENTS = BLOCK_M / (QUERY_WARPS * 16);
 constexpr int WARP_COLUMNS = HEAD_DIM_V / KEY_WARPS;
@@ -16,14 +19,15 @@ constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 constexpr int LISTED_N = BLOCK_N / LISTED;
 
 struct SharedStorage {
-  alignas(128) unsigned char q[QueryTile::BYTES];
-  alignas(128) unsigned char k[STAGES * KeyTile::BYTES];
-  alignas(128) unsigned char v[STAGES * ValueTile::BYTES];
-  alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];  // or biases
-  Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];
-  Work work;  // from here on: read again, registers are scarce
+  alignas(128) unsigned char q[QueryTile::BYTES];           // (BLOCK_M, HEAD_DIM)
+  alignas(128) unsigned char k[STAGES * KeyTile::BYTES];    // (STAGES, BLOCK_N, HEAD_DIM)
+  alignas(128) unsigned char v[STAGES * ValueTile::BYTES];  // (STAGES, BLOCK_N, HEAD_DIM_V)
+  // (BLOCK_M, BLOCK_N): weights that warps exchange, or biases.
+  alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];
+  Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];  // (KEY_WARPS, BLOCK_M): maxima or sums that warps exchange
+  Work work;  // from here on members are read again and again, because registers are scarce
   OperandRows k_rows, v_rows;
-  FragmentSoftmax softmax;  // its factors
+  FragmentSoftmax softmax;  // only its factors are used
   Factors<BLOCK_M, 1> query_factors;
   Factors<BLOCK_N, 2> factors;
   u8 seen[HIDES_ANYWHERE ? BLOCK_N : 1];
@@ -32,17 +36,18 @@ static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "w
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
 static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
               "one buffer of keys; plain, with a window or a block mask");
-// The first scores do not wait for values. Beside a block mask that takes registers.
+// VALUES_LATER: the first scores do not wait for values. With a block mask that takes registers, so it is left out.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
-// Whether keys that are hidden one by one are looked after only where the result is not finite.
+// LOOKS_BEHIND: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
+// tile.
 constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
-// A mask and a bias are read while scores are computed where registers hold them.
+// FETCHES_AHEAD: a mask and a bias are read while scores are computed, where registers hold them.
 constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BIAS_TILES;
-// What scores need is held in registers, or made anew for every tile.
+// HOLDS_SCORES: what scores need is held in registers, or made anew for every tile.
 constexpr bool HOLDS_SCORES = sizeof(Element) == 2 && !(HIDES_ANYWHERE && (FRAGMENTS > 1 || NUM_OPTIONS == 1)) &&
                               !(HAS_WINDOW && (HEAD_DIM_V > 192 || BLOCK_N > 64));
 
-// Combines a number of each of a thread's rows over all keys of the tile.
+// across_warps() combines a number of each of a thread's rows over all keys of the tile, by way of shared memory.
 template <class Combine>
 DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int warp_row, int key_warp, Combine combine) {
 #pragma unroll
@@ -66,21 +71,23 @@ DEVICE void across_warps(SharedStorage& shared, Accum (&x)[FRAGMENTS][2], int wa
   }
 }
 
-// The sums of a thread's rows over all keys so far.
+// find_totals() finds the sums of a thread's rows over all keys so far.
 DEVICE void find_totals(SharedStorage& shared, Accum (&total)[FRAGMENTS][2],
                         const FragmentSoftmax (&softmax)[FRAGMENTS], int warp_row, int key_warp) {
-  __syncthreads();  // what was combined before is read
+  __syncthreads();  // every thread has read what was combined before
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) total[f][0] = softmax[f].sum[0], total[f][1] = softmax[f].sum[1];
   across_warps(shared, total, warp_row, key_warp, [](Accum a, Accum b) { return a + b; });
 }
 
+// share() puts a warp's packed weights into shared memory for the warps with the same queries.
 template <class W, class T>
 DEVICE void share(const W& weights, const T& shared) {
   shared.store_fragment(weights, threadIdx.x / WARP % KEY_WARPS * WARP_KEYS);
 }
 
-// out += weights values: weights of own keys are in registers, those of other warps in `shared`.
+// multiply_shared() computes out += weights values: weights of own keys are in registers, those of other warps in
+// `shared`.
 template <class W, class T, int N>
 DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGMENTS], const T& shared,
                             const ValueTile& values) {
@@ -93,7 +100,7 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   }
 }
 
-// Brings the two listed tiles of a step, neighbours at once.
+// load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
 DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
   using One = Tile<LISTED_N, T::PER_ROW * VECTOR, true>;
@@ -107,17 +114,19 @@ DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int 
   }
 }
 
+// clear_unseen() makes the values of keys that no query sees 0.
 DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
   if (threadIdx.x < BLOCK_N && shared.seen[threadIdx.x] == 0) values.clear_row(threadIdx.x);
   __syncthreads();
   if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
 }
 
-// False where the block has no queries. Unless careful, hidden keys that are not finite show: the sums are not, either.
+// attend() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck (`careful`),
+// hidden keys that are not finite show in the result, and the sums are not finite either.
 DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful,
                    Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
                    Units (&units)[FRAGMENTS]) {
-  // In every thread, so that the first copies start at once.
+  // Every thread finds the work itself, so that the first copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const int head = work.head, tile_row = work.tile * BLOCK_M;
   if (tile_row >= work.sequence.rows_q) return false;
@@ -127,7 +136,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   KeyTile keys{ptx::shared_address(shared.k)};
   ValueTile values{ptx::shared_address(shared.v)};
   [[maybe_unused]] const WeightTile biases{ptx::shared_address(shared.weights)};
-  // Keys before it are hidden: they may hold anything.
+  // Keys before first_seen are hidden from all queries, and may hold anything.
   const int first_seen = Mask(p, work.sequence, head).columns(0).begin;
 
   Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, LISTED_N);
@@ -179,7 +188,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N)
                                  : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
     blocks.advance();
-    const int next_key = blocks.block * LISTED_N;  // of the next step, or the second of this one
+    const int next_key = blocks.block * LISTED_N;  // the keys of the next step, or the second tile of this one
     if constexpr (LISTED == 2) {
       masked |= scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N);
       blocks.advance();
@@ -189,6 +198,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       values.address = ptx::shared_address(shared.v) + stage * ValueTile::BYTES;
     }
 
+    // 1. Wait for this tile's keys (and values), and start to load what comes next.
     if (VALUES_LATER && first) {
       wait_for_copies<1>();
       __syncthreads();
@@ -214,12 +224,13 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     }
     commit_copies();
     FragmentOptions options[FRAGMENTS];
-    Accum x[FRAGMENTS][WARP_KEYS / 2];
+    Accum x[FRAGMENTS][WARP_KEYS / 2];  // S, then P: the warp's queries x its keys
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       if constexpr (FETCHES_AHEAD) scores.fetch(options[f], first_row + 16 * f + fragment_row(), first_key);
       clear(x[f]);
     }
+    // 2. S = Q K^T.
     multiply_scores(x, own_queries, keys.from_row(own_key));
     if constexpr (STAGES == 1 && !SHARES_QUERIES) {
       finish_copies();
@@ -230,6 +241,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       commit_copies();
     }
 
+    // 3. Products become scores, and scores weights P; O is rescaled where a row's reference has grown.
     Weights weights[FRAGMENTS];
     if constexpr (SHARES_QUERIES) {
       const WeightTile shared_weights = WeightTile{ptx::shared_address(shared.weights)}.from_row(warp_row);
@@ -270,6 +282,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
           for (int r = 0; r < 2; r++) softmax[f].settle(r, totals[f][r], blocks.count() + 1);
         }
       }
+      // 4. O += P V.
       multiply_shared(out, weights, shared_weights, values);
     } else {
 #pragma unroll
@@ -311,28 +324,33 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         __syncthreads();
         clear_unseen(shared, values);
       }
+      // 4. O += P V.
       multiply_values(out, weights, values);
     }
   }
 
+  // Warps that share queries add up their rows' sums.
   if constexpr (SHARES_QUERIES) {
     Accum sums[FRAGMENTS][2];
     find_totals(shared, sums, softmax, warp_row, key_warp);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) softmax[f].sum[r] = lane() % 4 == 0 ? sums[f][r] : 0;  // a row's lanes are added
+      // finish() adds a row's lanes, so one of them has the sum.
+      for (int r = 0; r < 2; r++) softmax[f].sum[r] = lane() % 4 == 0 ? sums[f][r] : 0;
     }
   }
   return true;
 }
 
+// forward_sm80 computes a tile of queries of one head: the grid has a block for each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
   Accum out[FRAGMENTS][WARP_COLUMNS / 2];
   FragmentSoftmax softmax[FRAGMENTS];
   Units units[FRAGMENTS];
+  // A tile whose result is not finite is computed once more, as a recheck that looks for hidden keys.
   for (bool careful = !LOOKS_BEHIND;; careful = true) {
     if (!attend(p, shared, careful, out, softmax, units)) return;
     if (careful) break;
@@ -345,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if (!__syncthreads_or(zero != 0)) break;
   }
 
+  // The epilogue normalises O and writes it with lse.
   const Sequence& s = shared.work.sequence;
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, warp_row = warp / KEY_WARPS * FRAGMENTS * 16;
   const int first_row = shared.work.tile * BLOCK_M + warp_row;

@@ -1,13 +1,16 @@
-// The sum of dq: tiles of BLOCK_M queries in the order of the fragments that are added.
-#include "../sm90/ptx.cuh"
+// Where sm80/backward.cu adds up dq: a float32 sum for each tile of BLOCK_M queries, in the order of the fragments that
+// are added to it, and the order of additions where results must repeat their bits. backward_rows.cu clears the sums
+// and converts them in the end.
+#include "../ptx/sm90.cuh"
 #include "tile.cuh"
 
-// A warp has DQ_FRAGMENTS * 16 queries and some of the columns.
+// A warp has DQ_FRAGMENTS * 16 queries of dq and some of its columns.
 constexpr int DQ_WARPS_M = BLOCK_M / (DQ_FRAGMENTS * 16), DQ_WARPS_N = NUM_WARPS / DQ_WARPS_M;
 constexpr int DQ_COLUMNS = HEAD_DIM / DQ_WARPS_N;
 static_assert(DQ_WARPS_M * DQ_WARPS_N == NUM_WARPS && DQ_COLUMNS % 32 == 0, "how dq is divided");
 
-// A warp's part of a tile's sum, fragment by fragment: side by side for its lanes, in the width of the additions.
+// OWN_SUM is a warp's part of a tile's sum, fragment by fragment: its lanes' numbers lie side by side, in the width of
+// the additions.
 constexpr int OWN_SUM = DQ_FRAGMENTS * 16 * DQ_COLUMNS;
 constexpr int ADDED = VECTOR_ADDS ? 4 : 1;
 DEVICE constexpr int sum_offset(int e) { return e / ADDED * ADDED * WARP + e % ADDED; }
@@ -15,6 +18,7 @@ DEVICE float* own_sum_at(const AttentionParams& p, i64 tile) {
   return p.dq_sum + (tile * NUM_WARPS + threadIdx.x / WARP) * OWN_SUM;
 }
 
+// read_fragment() reads a thread's share of a fragment of the sum; add_fragment() adds to it.
 DEVICE void read_fragment(float (&x)[DQ_COLUMNS / 2], const float* sum) {
   sum += lane() * ADDED;
 #pragma unroll
@@ -40,12 +44,13 @@ DEVICE void add_fragment(float* sum, const float (&x)[DQ_COLUMNS / 2]) {
   }
 }
 
-// The same for all fragments of a warp, while it goes on. Half of them wait at `first`, half at `second`.
+// add_in_bulk() adds all fragments of a warp by TMA while the warp goes on. Half of them wait in shared memory at
+// `first`, half at `second`.
 DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x)[DQ_FRAGMENTS][DQ_COLUMNS / 2]) {
   constexpr int GROUPS = DQ_COLUMNS / 8, HALF = OWN_SUM / 2;
   first += threadIdx.x / WARP * HALF;
   second += threadIdx.x / WARP * HALF;
-  if (lane() == 0) ptx::bulk_wait_group_read<0>();  // what waited there before
+  if (lane() == 0) ptx::bulk_wait_group_read<0>();  // TMA has read what waited there before
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < DQ_FRAGMENTS * GROUPS; i++) {
@@ -63,15 +68,16 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
   }
 }
 
-// With an order, that of the keys, a warp adds its part of a tile when all before are there. In front of all turns
-// stands how many blocks have begun.
+// dq_turn_at() counts additions where they have an order, which is that of the keys: a warp adds its part of a tile
+// when all before it are there. The first word counts how many blocks have begun.
 static_assert(NUM_WARPS <= TURNS, "each has a turn");
 DEVICE int* dq_turn_at(const AttentionParams& p, i64 tile) {
   return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
 }
-// Asked for early, as an answer takes long.
+// turns_before() asks how many additions are there. It is called early, because an answer takes long.
 DEVICE int turns_before(const int* turn) { return *static_cast<const volatile int*>(turn); }
-// The L2 adds, one behind the other, whatever was read or written otherwise.
+// take_turn() waits until it is this addition's place in the order. No fence is needed: L2 adds, one behind the other,
+// whatever was read or written otherwise.
 DEVICE void take_turn(int*& own, int* turn, int known, int before) {
   if (lane() == 0) {
     own = turn;
@@ -79,7 +85,7 @@ DEVICE void take_turn(int*& own, int* turn, int known, int before) {
   }
   __syncwarp();
 }
-// Not at once: until then the addition has arrived.
+// end_turn() passes the order on. It is called a step later, when the addition has arrived.
 DEVICE void end_turn(int* own) {
   __syncwarp();
   if (lane() != 0 || own == nullptr) return;

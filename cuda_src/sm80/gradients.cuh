@@ -1,41 +1,45 @@
-// Gradients by mma.sync: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels without atomics. Blocks stay
-// with rows, FRAGMENTS * 16 a warp: for dq BLOCK_M queries, for dk and dv BLOCK_N keys. They walk columns, the others.
-// What stands before says how to multiply.
-#include "../score_gradient.cuh"
-#include "../softmax_fragment.cuh"
+// Gradients by mma.sync without atomics: FlashAttention-2 (Dao 2023), Algorithm 2, as two or three kernels, so that
+// every sum has one owner. It serves float32 (in parts) and float64, and dq of 16-bit inputs where results must repeat
+// their bits under a block mask. A thread block keeps `rows`, FRAGMENTS * 16 a warp: BLOCK_M queries for dq, BLOCK_N
+// keys for dk and dv; it loops over `columns`, the others. The text before this file (half_tile.cuh, wide_tile.cuh or
+// split/sm80_tile.cuh) says how to multiply. backward.cu is the one-pass version, split/sm90_backward.cu the
+// counterpart for float32 on Hopper.
+#include "../fragment/score_gradient.cuh"
+#include "../fragment/softmax_fragment.cuh"
 
-// KEY_WARPS warps have the same rows, each a part of the columns.
+// KEY_WARPS warps have the same rows, and each a part of the columns.
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
 static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
 static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-// dv needs no gradients of scores.
+// NEEDS_GRADIENTS: dv alone needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
-// Float64's warps that share rows have room to trade in, and bring one operand while they multiply the other.
+// IN_TURN: float64's warps that share rows have a buffer of their own for exchanging results, and load one operand
+// while they multiply the other.
 constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),
                LAST_VALUED = !IN_TURN || COMPUTES_DV;
 static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
               "one product is traded a tile");
 static_assert(KEY_WARPS == 1 || IN_TURN || HEAD_DIM >= 2 * ROWS, "room to trade in");
-// Rows: q and dout, or k and v. Columns: k and v, or q and dout.
+// Rows are q and dout, or k and v; columns are k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
 using ColumnTile = KeyedTile<COLUMNS, HEAD_DIM>;
 using ColumnTileV = ValuedTile<COLUMNS, HEAD_DIM_V>;
 
 struct SharedStorage {
-  alignas(128) unsigned char rows[RowTile::BYTES];
-  alignas(128) unsigned char rows_v[NEEDS_GRADIENTS ? RowTileV::BYTES : 16];
-  alignas(128) unsigned char columns[STAGES * ColumnTile::BYTES];
-  alignas(128) unsigned char columns_v[STAGES * ColumnTileV::BYTES];
-  Accum lse[STAGES][COLUMNS], delta[STAGES][COLUMNS];  // of walked queries
-  Work work;                                           // read again: registers are scarce
+  alignas(128) unsigned char rows[RowTile::BYTES];                            // q or k: (ROWS, HEAD_DIM)
+  alignas(128) unsigned char rows_v[NEEDS_GRADIENTS ? RowTileV::BYTES : 16];  // dout or v: (ROWS, HEAD_DIM_V)
+  alignas(128) unsigned char columns[STAGES * ColumnTile::BYTES];             // k or q: (STAGES, COLUMNS, HEAD_DIM)
+  alignas(128) unsigned char columns_v[STAGES * ColumnTileV::BYTES];  // v or dout: (STAGES, COLUMNS, HEAD_DIM_V)
+  Accum lse[STAGES][COLUMNS], delta[STAGES][COLUMNS];  // lse and delta of the columns, if they are queries
+  Work work;                                           // read again and again, because registers are scarce
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
-  Accum traded[IN_TURN ? ROWS * COLUMNS : 1];
+  Accum traded[IN_TURN ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
 };
 
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
@@ -43,13 +47,15 @@ DEVICE void copy_number(double* to, const double* from) {
   ptx::cp_async_8(ptx::shared_address(to), from, sizeof(double));
 }
 
-// What a query's scores are compared with, from its lse: inf where it sees nothing.
+// reference_of() is what a query's scores are compared with, from its lse: inf where it sees nothing. weight_of() is
+// the weight of a score.
 DEVICE Accum reference_of(Accum lse) { return lse == -infinity() ? infinity() : SUBTRACTS_FIRST ? lse : lse * LOG2_E; }
 DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
   return SUBTRACTS_FIRST ? weight(score * scale, reference) : power_of_2(score * (scale * LOG2_E) - reference);
 }
 
-// Keys before `first_seen` are hidden: they may hold anything.
+// load_columns() starts to load the current tile of columns, both operands or one. Keys before `first_seen` are hidden
+// from all queries, and may hold anything.
 template <bool KEYED, bool VALUED>
 DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
   const Sequence& s = shared.work.sequence;
@@ -72,7 +78,7 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
   }
 }
 
-// What warps with the same rows have found.
+// whole() puts together what warps with the same rows have found of all columns.
 template <class X, class Columns>
 DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* traded) {
   if constexpr (KEY_WARPS == 1) {
@@ -94,6 +100,7 @@ DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accu
   }
 }
 
+// gradients_sm80 computes the gradients of one tile of rows: the grid has a block for each tile of each head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     gradients_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
@@ -130,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
   }
-  Accum lse[FRAGMENTS][2], delta[FRAGMENTS][2];  // of own queries
+  Accum lse[FRAGMENTS][2], delta[FRAGMENTS][2];  // lse and delta of the rows, if they are queries
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
@@ -142,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
 
-  // Arrays have a size.
+  // 4 stands in for what is not computed, because arrays must have a size.
   Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? OWN_DIM / 2 : 4],
       gradient_v[FRAGMENTS][COMPUTES_DV ? HEAD_DIM_V / KEY_WARPS / 2 : 4];
   Accum dslope[FRAGMENTS][2];
@@ -158,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
                                           OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
+    // 1. Wait for this tile of columns, and start to load the next.
     wait_for_copies<IN_TURN>();
     __syncthreads();
     walk.advance();
@@ -166,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       commit_copies();
     }
 
-    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];
+    Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];  // S, then P; and dP, then dS: the warp's rows x its columns
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
     if constexpr (IN_TURN) {
@@ -180,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       if (!walk.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
       commit_copies();
     }
+    // 2. S = Q K^T or its transpose; from it come the weights P.
     if constexpr (LAST_KEYED) multiply_scores(x, own_rows, columns.from_row(own_column));
     SoftcapFragment softcap[FRAGMENTS];
 #pragma unroll
@@ -201,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
       for (auto& fragment : y) clear(fragment);
     }
+    // 3. dP = dO V^T or its transpose; from it comes dS.
     if constexpr (NEEDS_GRADIENTS) {
       if constexpr (!IN_TURN) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
 #pragma unroll
@@ -227,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
         pack(left[f], all);
       }
+      // 4. dV += P^T dO.
       multiply_values(gradient_v, left, columns_v, own_dim);
     }
     if constexpr (NEEDS_GRADIENTS) {
@@ -245,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         __syncthreads();
         if (threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
       }
+      // 5. dQ += dS K or dK += dS^T Q.
       if (sizeof(Element) > 2 || p.dq.data != nullptr) multiply_values(gradient, left, columns, own_dim);
     }
     if constexpr (STAGES == 1) {
@@ -279,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           if constexpr (KEY_WARPS > 1) {
             Accum* totals = reinterpret_cast<Accum*>(shared.rows) + fragment_row();
 #pragma unroll
-            for (int other = 1; other < KEY_WARPS; other *= 2) {  // in an order that gives all the same bits
+            for (int other = 1; other < KEY_WARPS; other *= 2) {  // the order gives all warps the same bits
               __syncthreads();
               totals[warp * 8] = total;
               __syncthreads();

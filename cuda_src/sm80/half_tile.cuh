@@ -1,8 +1,11 @@
-// Tiles of 16-bit elements as they lie.
+// How the mma.sync kernels multiply 16-bit elements, which lie as they are in their arrays. Turing (sm_75) uses it as
+// well, with products of depth 8. It stands before forward.cuh, gradients.cuh or bias.cuh; wide_tile.cuh and
+// split/sm80_tile.cuh are its counterparts for float64 and float32.
 #include "tile.cuh"
 
 using namespace direct;
 constexpr int WARP_KEYS = BLOCK_N / KEY_WARPS;
+// LeftFragment is a packed accumulator of COLUMNS columns as a left factor.
 template <int COLUMNS>
 using LeftFragment = u32[COLUMNS / 4];
 using Weights = LeftFragment<WARP_KEYS>;
@@ -17,6 +20,8 @@ DEVICE void multiply_values(Arguments&&... arguments) {
   multiply_weights(arguments...);
 }
 
+// write_results() writes a warp's results; where warps share queries they go by way of shared memory, as each warp has
+// few columns.
 template <class T, int FRAGMENTS, int N>
 DEVICE void write_results(const Units (&)[FRAGMENTS], const T& staging, int column, Element* data, i64 row_stride,
                           int row, int len, int rows, int head_dim, const float (&out)[FRAGMENTS][N]) {

@@ -1,13 +1,16 @@
-// Tiles of 16-bit elements in shared memory, on their way there and as the factors of a warp's products; which of
-// queries are walked.
-#include "../fragment.cuh"
-#include "../mask.cuh"
+// Tiles in shared memory for the mma.sync kernels: how they are loaded (cp.async), how a warp reads them as factors
+// (ldmatrix), the warp's products, and the iterator over tiles of queries. forward.cuh, gradients.cuh, backward.cu and
+// bias.cuh build on it. The plan puts half_tile.cuh (16 bits), wide_tile.cuh (float64) or split/sm80_tile.cuh (float32
+// in parts) before them, which say how the elements are multiplied.
+#include "../fragment/fragment.cuh"
+#include "../rules/mask.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP;
-constexpr int STEP = 16;  // depth of a product
+constexpr int STEP = 16;  // depth of one product
 constexpr u32 VECTOR_BYTES = 16;
 
-// Complete for a thread behind wait_for_copies, for all behind a barrier.
+// copy_float() starts to copy a number. The copy is complete for this thread behind wait_for_copies(), for all threads
+// behind a barrier.
 DEVICE void copy_float(float* to, const float* from) {
   if constexpr (ASYNC_COPIES) {
     ptx::cp_async_4(ptx::shared_address(to), from, sizeof(float));
@@ -18,36 +21,40 @@ DEVICE void copy_float(float* to, const float* from) {
 DEVICE void commit_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_commit_group();
 }
-template <int PENDING = 0>  // commits that may go on
+template <int PENDING = 0>  // the number of commits that may still be under way
 DEVICE void wait_for_copies() {
   if constexpr (ASYNC_COPIES) ptx::cp_async_wait_group<PENDING>();
 }
+// finish_copies() waits for the copies of all threads.
 DEVICE void finish_copies() {
   wait_for_copies();
   __syncthreads();
 }
 
-// ROWS x COLUMNS elements at a shared address, row by row. Vectors trade places within 128 bytes or less, so that the
-// eight rows of a matrix of ldmatrix lie in different banks. FOLDS: of a thread's addresses one is found, the
-// others from it, if registers hold them.
+// Tile is ROWS x COLUMNS elements at a shared address, row by row. Vectors are permuted within 128 bytes or less
+// (swizzle), so that the eight rows of a matrix of ldmatrix lie in different banks. FOLDS: one of a thread's addresses
+// is computed, and the others follow from it, where registers are too few for each.
 template <int ROWS, int COLUMNS, bool FOLDS = false>
 struct Tile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
-  static constexpr int SPAN = PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;  // vectors that trade places
+  // Vectors among which the swizzle permutes.
+  static constexpr int SPAN = PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;
   static_assert(PER_ROW % SPAN == 0, "whole spans");
   u32 address;
 
+  // swizzle() is what a row's vectors are permuted by, and offset() the place of a vector in bytes.
   static DEVICE u32 swizzle(int row) {
-    // Reads of float64 factors (wide_tile.cuh): the first bit of the row moves a vector by four.
+    // Reads of float64 factors (wide_tile.cuh) differ: the first bit of the row moves a vector by four.
     if constexpr (sizeof(Element) == 8 && SPAN == 8) return (row & 6) ^ (row & 1) * 4;
     return row / (8 / SPAN) % SPAN;
   }
   static DEVICE u32 offset(int row, int vector) { return row * ROW_BYTES + (vector ^ swizzle(row)) * VECTOR_BYTES; }
 
-  // Fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; those before `begin` count as 0.
+  // load() fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; rows before `begin` count
+  // as 0.
   DEVICE void load(Rows rows, int first_row, int begin = 0) const {
-    // Threads side by side on a row: a power of two.
+    // LANES threads share a row: a power of two.
     constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
@@ -59,9 +66,9 @@ struct Tile {
       if constexpr (!FOLDS) return address + offset(own_row + row, own_vector + v);
       return (own ^ swizzle(row) * VECTOR_BYTES) + row * ROW_BYTES + v * VECTOR_BYTES;
     };
-    // Nothing to test for each vector: most tiles.
+    // Most tiles need no test for each vector.
     if (ALIGNED && first_row >= begin && first_row + ROWS <= rows.num_rows && rows.num_columns == COLUMNS) {
-#pragma unroll(NUM_WARPS == 2 && ROWS == 64 ? 4 : WARP_ROWS / ROWS_AT_ONCE)  // two warps: their addresses are many
+#pragma unroll(NUM_WARPS == 2 && ROWS == 64 ? 4 : WARP_ROWS / ROWS_AT_ONCE)  // with two warps each has many addresses
       for (int row = 0; row < WARP_ROWS; row += ROWS_AT_ONCE) {
 #pragma unroll
         for (int v = 0; v < PER_ROW; v += LANES) {
@@ -101,7 +108,8 @@ struct Tile {
     return *static_cast<const Vector*>(__cvta_shared_to_generic(address + offset(row, vector)));
   }
 
-  // Stores a warp's packed accumulator: 16 rows, columns from `column` on. Rows 8 apart swap alike.
+  // store_fragment() stores a warp's packed accumulator: 16 rows, columns from `column` on. Rows 8 apart are swizzled
+  // alike.
   template <int N>
   DEVICE void store_fragment(const u32 (&pairs)[N], int column) const {
     const int vector = column / VECTOR;
@@ -113,6 +121,7 @@ struct Tile {
     }
   }
 
+  // is_finite() tells whether all elements of a row are finite.
   DEVICE bool is_finite(int row) const {
     bool finite = true;
     for (int v = 0; v < PER_ROW; v++) {
@@ -128,23 +137,24 @@ struct Tile {
     for (int v = 0; v < PER_ROW; v++) store(address + offset(row, v), Vector{});
   }
 
-  // row: a multiple of 16.
+  // from_row() is the tile from a row on, which is a multiple of 16.
   DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
-  // Lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns by lane / 16, or
-  // (ACROSS) the other way round.
+  // lane_address() is the lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns
+  // by lane / 16, or (ACROSS) the other way round. block_address() adds the block's part.
   template <bool ACROSS>
   DEVICE u32 lane_address() const {
     const int row = ACROSS ? lane() / 16 * 8 + lane() % 8 : lane() % 16, vector = ACROSS ? lane() / 8 % 2 : lane() / 16;
     return address + offset(row, vector);
   }
   static DEVICE u32 block_address(u32 lane_address, int row, int step) {
-    constexpr int STEPS = SPAN / 2;  // two vectors each
+    constexpr int STEPS = SPAN / 2;  // a step is two vectors
     return (lane_address ^ (step % STEPS * 2 * VECTOR_BYTES)) + step / STEPS * (SPAN * VECTOR_BYTES) + row * ROW_BYTES;
   }
 
-  // 16 x 16 blocks at (row, 16 * step) as factors: left as it lies, left transposed, right transposed (the rows of the
-  // tile are columns of the factor), right as it lies. Of a right factor the first two registers are eight columns.
+  // These functions read 16 x 16 blocks at (row, 16 * step) as factors: left as it lies, left transposed, right
+  // transposed (the rows of the tile are columns of the factor), right as it lies. The first two registers of a right
+  // factor are eight columns.
   DEVICE void left(u32 (&a)[4], int row, int step) const {
     ptx::ldmatrix_x4(a, block_address(lane_address<false>(), row, step));
   }
@@ -154,7 +164,7 @@ struct Tile {
   DEVICE void right_transposed(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4(b, block_address(lane_address<true>(), row, step));
   }
-  // Of eight rows alone, twice.
+  // right_of_eight() reads eight rows alone, twice.
   DEVICE void right_of_eight(u32 (&b)[4], int row, int step) const {
     ptx::ldmatrix_x4(b, block_address(address + offset(lane() % 8, lane() / 8 % 2), row, step));
   }
@@ -169,7 +179,7 @@ DEVICE void clear(Accum (&x)[N]) {
   for (int e = 0; e < N; e++) x[e] = 0;
 }
 
-// What products take: float32 comes in float16 parts.
+// Multiplied is the type of the factors of a product: float32 comes in float16 parts.
 template <class T>
 struct Multiplied {
   using Type = T;
@@ -179,7 +189,8 @@ struct Multiplied<float> {
   using Type = __half;
 };
 
-// d += a b, 16 x 16 times 16 x 16: elements first .. first + 7 of an accumulator, or all four of one.
+// multiply() computes d += a b, 16 x 16 times 16 x 16, where d is elements first .. first + 7 of an accumulator, or all
+// four of one of four.
 template <int N>
 DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)[4]) {
 #pragma unroll
@@ -194,7 +205,8 @@ DEVICE void multiply(float (&x)[N], int first, const u32 (&a)[4], const u32 (&b)
   }
 }
 
-// x += a b in `STEPS` steps of depth 16: left(f, step) and right(block, step) read 16 x 16 blocks of a and b ahead.
+// multiply_ahead() computes x += a b in STEPS steps of depth 16. left(f, step) and right(block, step) read 16 x 16
+// blocks of a and b AHEAD blocks before they are used, so that reads overlap with products.
 template <int STEPS, int FRAGMENTS, int N, class Left, class Right>
 DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Right& right) {
   constexpr int BLOCKS = N / 8, TOTAL = STEPS * BLOCKS, AHEAD = FRAGMENTS == 1 ? 2 : 1, RING = AHEAD + 1;
@@ -216,8 +228,8 @@ DEVICE void multiply_ahead(float (&x)[FRAGMENTS][N], const Left& left, const Rig
   }
 }
 
-// x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a loop, where registers
-// allow.
+// multiply_rows() computes x += a b^T, where a and b are tiles: FRAGMENTS * 16 rows of a, all of b. WHOLE: without a
+// loop, where registers allow.
 template <bool WHOLE, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_rows(float (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int STEPS = A::PER_ROW * VECTOR / STEP, UNROLLED = WHOLE ? STEPS : STEPS % 4 == 0 ? 4 : 2;
@@ -234,7 +246,7 @@ DEVICE void copy_words(u32 (&to)[4], const u32* from) {
   for (int i = 0; i < 4; i++) to[i] = from[i];
 }
 
-// x += weights b, columns from `column` on: weights are packed accumulators.
+// multiply_weights() computes x += weights b for columns of b from `column` on; weights are packed accumulators.
 template <class B, int FRAGMENTS, int M, int N>
 DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAGMENTS][M], const B& b, int column = 0) {
   multiply_ahead<M / 4>(
@@ -242,7 +254,8 @@ DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAG
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from `column` on.
+// multiply_part() computes x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from
+// `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);
@@ -251,7 +264,8 @@ DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const
       [&](u32(&to)[4], int block, int step) { rows.right(to, STEP * step, column / 16 + block); });
 }
 
-// x += a^T b for columns of a from `row` on (the rows of x) and columns of b from `column` on.
+// multiply_columns() computes x += a^T b for columns of a from `row` on (the rows of x) and columns of b from `column`
+// on.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, const B& b, int column) {
   multiply_ahead<A::NUM_ROWS / STEP>(
@@ -259,12 +273,13 @@ DEVICE void multiply_columns(float (&x)[FRAGMENTS][N], const A& a, int row, cons
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// Results by way of shared memory, so that lanes side by side store whole lines: a warp's accumulators, columns from
-// `column` on, to rows from `row` on of `data`; rows in [len, rows) are padding and 0.
+// write_through() is the epilogue by way of shared memory, so that neighbouring lanes store whole lines. It writes a
+// warp's accumulators, columns from `column` on, to rows from `row` on of `data` (rows, head_dim); rows in [len, rows)
+// are padding and become 0.
 template <class T, int FRAGMENTS, int N>
 DEVICE void write_through(const T& staging, int column, Element* data, i64 row_stride, int row, int len, int rows,
                           int head_dim, const float (&out)[FRAGMENTS][N]) {
-  __syncwarp();  // what was there is read
+  __syncwarp();  // every lane has read what was there
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     u32 pairs[N / 2];
@@ -312,15 +327,17 @@ DEVICE void scale_all(float (&x)[FRAGMENTS][N], float factor) {
 
 enum class Operand { Q, K, V, DOUT };
 
-// Operands as they lie in their arrays.
+// Namespace `direct` is for operands that are used as they lie in their arrays; split/sm80_tile.cuh has the same names
+// for operands in parts.
 namespace direct {
 
 template <int ROWS, int COLUMNS, bool FOLDS = false>
-using KeyedTile = Tile<ROWS, COLUMNS, FOLDS>;  // of queries or keys
+using KeyedTile = Tile<ROWS, COLUMNS, FOLDS>;  // a tile of queries or keys
 template <int ROWS, int COLUMNS, bool FOLDS = false>
-using ValuedTile = Tile<ROWS, COLUMNS, FOLDS>;  // of values or dout
+using ValuedTile = Tile<ROWS, COLUMNS, FOLDS>;  // a tile of values or dout
 
 using OperandRows = Rows;
+// rows_of() is an operand's rows of one (sequence, head).
 DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand, int head) {
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
@@ -329,6 +346,7 @@ DEVICE Rows rows_of(const AttentionParams& p, const Sequence& s, Operand operand
               keyed ? p.head_dim : p.head_dim_v);
 }
 
+// chunk_of() is chunk `number` of WIDTH columns.
 template <int, int WIDTH>
 DEVICE Rows chunk_of(Rows rows, int number) {
   rows.data += number * WIDTH;
@@ -336,7 +354,7 @@ DEVICE Rows chunk_of(Rows rows, int number) {
   return rows;
 }
 
-// Nothing has factors.
+// Factors, take_scores(), take_values() and Units do nothing here: elements that are used as they lie have no factors.
 template <int, int>
 struct Factors {
   DEVICE void load(u32, const Rows&, const Rows&, int) {}
@@ -357,9 +375,9 @@ struct Units {
 
 }  // namespace direct
 
-// The tiles of queries, of all heads of the group, that see some key of a tile.
+// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
 struct QueryWalk {
-  // Bits of a block mask take registers.
+  // HELD: the ends are held in registers, except with a block mask, whose bits take registers.
   static constexpr bool HELD = !HAS_BLOCK_MASK;
   const AttentionParams& p;
   const Work& work;
@@ -371,7 +389,7 @@ struct QueryWalk {
     skip();
   }
   DEVICE int first_row() const { return blocks.block * BLOCK_M; }
-  // Its tile if each head's are walked from the last.
+  // from_last() is the number of the current tile if each head's tiles are visited from the last.
   DEVICE int from_last() const {
     const Blocks all = of_head();
     return all.block + all.end - 1 - blocks.block;

@@ -1,15 +1,16 @@
-// Tiles of float64 elements as the factors of a warp's products.
+// How the mma.sync kernels multiply float64 elements (sm_80 and newer; the 16 x 8 x 8 product from sm_90 on). It stands
+// before forward.cuh, gradients.cuh or bias.cuh, in place of half_tile.cuh.
 #include "tile.cuh"
 
 using namespace direct;
-constexpr int DEPTH = 8;  // of a product
-constexpr int WIDTH = 8;  // of a right factor
+constexpr int DEPTH = 8;  // depth of one product
+constexpr int WIDTH = 8;  // columns of a right factor
 constexpr int BLOCK_VECTORS = WIDTH / VECTOR, SPAN_BLOCKS = 8 / BLOCK_VECTORS;
 
 using Left = double[4];
 using Right = double[2];
 
-// sum += a b, 16 x 8 times 8 x 8.
+// multiply() computes sum += a b, 16 x 8 times 8 x 8.
 DEVICE void multiply(double (&sum)[4], const Left& a, const Right& b) {
   if constexpr (WHOLE_PRODUCTS) {
     ptx::mma_m16n8k8_f64(sum, a, b);
@@ -23,13 +24,13 @@ DEVICE void multiply(double (&sum)[4], const Left& a, const Right& b) {
   }
 }
 
-// Four accumulators of block `block` of eight columns.
+// block_of() is the four accumulators of block `block` of eight columns.
 template <int N>
 DEVICE double (&block_of(double (&x)[N], int block))[4] {
   return *reinterpret_cast<double (*)[4]>(&x[4 * block]);
 }
 
-// An address in a row of a tile, moved by rows that are a multiple of eight and by blocks of eight columns.
+// moved() is an address in a row of a tile, moved by rows that are a multiple of eight and by blocks of eight columns.
 template <class T>
 DEVICE u32 moved(u32 address, int row, int block) {
   static_assert(T::SPAN == 8, "spans of 128 bytes");
@@ -41,13 +42,14 @@ DEVICE V read_shared(u32 address) {
   return *static_cast<const V*>(__cvta_shared_to_generic(address));
 }
 
-// The factors of scores lie along the columns of both tiles: a lane's two of eight are neighbours.
+// read_pair() reads factors of scores, which lie along the columns of both tiles: a lane's two of eight are neighbours.
 template <class T>
 DEVICE double2 read_pair(const T& tile, int row, int block) {
   return read_shared<double2>(moved<T>(tile.address + T::offset(lane() / 4, lane() % 4), row, block));
 }
 
-// x += a b^T: FRAGMENTS * 16 rows of a, all of b. Of eight columns two sums, as a product waits for its sum.
+// multiply_scores() computes x += a b^T: FRAGMENTS * 16 rows of a, all of b. With eight columns it makes two sums,
+// because a product waits for its sum.
 template <class A, class B, int FRAGMENTS, int N>
 DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
   constexpr int SUMS = N == 4 ? 2 : 1;
@@ -86,7 +88,7 @@ DEVICE void multiply_scores(double (&x)[FRAGMENTS][N], const A& a, const B& b) {
   }
 }
 
-// Accumulators as left factors, in the order in which lanes have them.
+// LeftFragment is an accumulator as a left factor, in the order in which lanes have it.
 template <int COLUMNS>
 struct LeftFragment {
   Left steps[COLUMNS / DEPTH];
@@ -99,7 +101,7 @@ DEVICE void pack(LeftFragment<2 * N>& weights, const double (&x)[N]) {
   for (int e = 0; e < N; e++) weights.steps[e / 4][e % 2 * 2 + e / 2 % 2] = x[e];
 }
 
-// x += weights b, whose rows are a right factor in that order.
+// multiply_values() computes x += weights b, where the rows of b are read as a right factor in that order.
 template <class B, int FRAGMENTS, int COLUMNS, int N>
 DEVICE void multiply_values(double (&x)[FRAGMENTS][N], const LeftFragment<COLUMNS> (&weights)[FRAGMENTS], const B& b,
                             int begin = 0) {

@@ -1,14 +1,18 @@
-// Values of hidden keys must not count, and 0 * NaN would: their rows become 0 in shared memory. Which are hidden one
-// by one shows in all warpgroups' scores, at a cost: a tile is done again, carefully, if its result is not finite.
-#include "../mask.cuh"
-#include "products.cuh"
+// This header keeps values of hidden keys out of results: they must not count, but 0 * NaN would, so their rows become
+// 0 in shared memory. Keys outside lengths and window are known beforehand. Which keys are hidden one by one shows only
+// in the scores of all warpgroups together, and finding it out in every tile costs time. So portable/forward.cu
+// computes a tile of queries without looking, and if its result is not finite computes it once more, as a recheck
+// (`careful` in the code) that finds the hidden keys. split/sm90_forward.cu and split/sm90_backward.cu look in every
+// masked tile.
+#include "../rules/mask.cuh"
+#include "wgmma.cuh"
 
-// The two buffers take turns.
+// SeenKeys has a flag for each key of a tile that some query sees: (2, BLOCK_N), where the two buffers alternate.
 struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last warpgroups of two teams (forward_loader.cuh) have tiles of keys of their own.
+// The last ALONE warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their own.
 constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
 constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
 DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }
@@ -16,11 +20,12 @@ DEVICE u32 thread_of_team() { return threadIdx.x - is_alone() * FIRST_ALONE; }
 DEVICE int threads_of_team() { return is_alone() ? ALONE * WARPGROUP : FIRST_ALONE; }
 DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + is_alone(), threads_of_team()); }
 
-// All warpgroups find a tile masked, or careful, and clear its rows together.
+// HiddenValues clears the rows of hidden values of a tile. All warpgroups of a team agree on whether a tile is masked
+// or a recheck, and clear its rows together.
 struct HiddenValues {
   SeenKeys& seen;
   int parity;
-  int first_seen, end_of_seen;  // keys
+  int first_seen, end_of_seen;  // the range of keys that some query sees, and whose values count
 
   DEVICE explicit HiddenValues(SeenKeys& seen) : seen(seen), parity(0), first_seen(0), end_of_seen(0) {
     if (HIDES_ANYWHERE) {
@@ -31,12 +36,13 @@ struct HiddenValues {
 
   DEVICE void begin(const AttentionParams& p, const Sequence& s, const Mask& mask, int first_row = 0) {
     first_seen = mask.columns(first_row).begin;
-    // Beyond the end of an array TMA has written zeros.
+    // Rows beyond the end of an array need no clearing, because TMA has written zeros there.
     const bool at_end = p.cu_seqlens_k == nullptr && s.len_k == p.seqlen_k;
     end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
   }
 
-  // Whether hidden keys may have come into the results of rows `row` and row + 8.
+  // spoil() tells whether hidden keys may have come into the results of rows `row` and row + 8: whether a result is not
+  // finite.
   template <int N>
   static DEVICE bool spoil(const float (&out)[N], int row, int len_q) {
     float zero[2] = {};
@@ -45,13 +51,13 @@ struct HiddenValues {
     return (row < len_q && zero[0] != 0) || (row + 8 < len_q && zero[1] != 0);
   }
 
-  // x: the scores of a careful tile.
+  // find() marks the keys that are seen; x are the scores of a recheck.
   template <int N>
   DEVICE void find(const float (&x)[N]) const {
     if constexpr (HIDES_ANYWHERE) mark_seen(seen.flags[parity], x);
   }
 
-  // v: the ring at the values of that tile.
+  // clear() makes rows of hidden values 0; `v` is the ring at the values of that tile.
   template <class ValueRing>
   DEVICE void clear(const ValueRing& v, int first_key, bool careful = true) {
     if (HIDES_ANYWHERE && careful) {
@@ -65,12 +71,13 @@ struct HiddenValues {
       const int begin = first_seen - first_key, end = end_of_seen - first_key;
       if (begin <= 0 && end >= BLOCK_N) return;
       v.wait();
-      sync_team();  // others may still read these rows
+      sync_team();  // another warpgroup may still read these rows
       clear_rows<ValueRing::SIZE>(v.buffer(), [&](int row) { return row < begin || row >= end; });
     }
   }
 
  private:
+  // clear_rows() makes the rows for which hidden(row) holds 0.
   template <u32 BYTES, class Hidden>
   static DEVICE void clear_rows(u32 values, Hidden hidden) {
 #pragma unroll 1

@@ -71,9 +71,9 @@ def make_calls(calls: Sequence[Call]) -> None:
     """What ncu watches: each call once, compiled before."""
     import cupy
 
-    from cuflash.bench.cells import Cell
-    from cuflash.bench.inputs import Inputs
-    from cuflash.bench.peers import gpu_peers
+    from cuflash.tools.bench.cells import Cell
+    from cuflash.tools.bench.inputs import Inputs
+    from cuflash.tools.bench.peers import gpu_peers
 
     mark = cupy.RawKernel(f'extern "C" __global__ void {MARK}() {{}}', MARK)
     for call in calls:
@@ -111,7 +111,7 @@ def by_call(rows: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
 
 def count(calls: Sequence[Call], without_wgmma: bool) -> list[dict[str, Any]]:
     """The same calls, each with its longest kernel's counters."""
-    from cuflash.kernels import WITHOUT_WGMMA
+    from cuflash.cuda.device import WITHOUT_WGMMA
 
     environment = {**os.environ, WITHOUT_WGMMA: "1"} if without_wgmma else dict(os.environ)
     command = [*NCU, sys.executable, str(Path(__file__).resolve()), "--calls", json.dumps(list(calls))]
@@ -160,7 +160,7 @@ def main() -> None:
         parser.error("ncu (Nsight Compute) is not on the path")
     import cupy
 
-    from cuflash.bench import report
+    from cuflash.tools.bench import report
 
     calls = [call for part in args.part for call in best_and_worst(part, args.results)]
     counted = []

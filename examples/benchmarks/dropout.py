@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cuflash import bench
-from cuflash.bench import report
-from cuflash.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
-from cuflash.bench.inputs import DROPOUT_P, Inputs
-from cuflash.bench.peers import PLAIN, US, cuflash_calls, plain_calls
+from cuflash.tools import bench
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
+from cuflash.tools.bench.inputs import DROPOUT_P, Inputs
+from cuflash.tools.bench.peers import PLAIN, US, cuflash_calls, plain_calls
 
 BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 HEAD_DIMS, SEQLENS = (64, 128), (1024, 4096, 16384)

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import bench
-from cuflash.bench import report
-from cuflash.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
-from cuflash.bench.inputs import Inputs, as_torch
-from cuflash.bench.peers import US, cuflash_calls, fa3_calls
+from cuflash.tools import bench
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
+from cuflash.tools.bench.inputs import Inputs, as_torch
+from cuflash.tools.bench.peers import US, cuflash_calls, fa3_calls
 
 FA3 = "fa3"
 DTYPES = ("bfloat16", "float16")

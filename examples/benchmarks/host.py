@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash import bench, gpu_backend, kernels, recording
-from cuflash.bench import report
-from cuflash.bench.cells import Cell
-from cuflash.bench.inputs import Array, Inputs
-from cuflash.bench.peers import Unavailable, sdpa_calls
-from cuflash.call import Call
+from cuflash.cuda import device as cuda_device
+from cuflash.frontend import metadata
+from cuflash.frontend.call import Call
+from cuflash.gpu import backend as gpu_backend
+from cuflash.tools import bench
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import Cell
+from cuflash.tools.bench.inputs import Array, Inputs
+from cuflash.tools.bench.peers import Unavailable, sdpa_calls
 
 # One small problem: its kernels take less time than their launch, so that the host never waits for the GPU.
 SMALL = Cell("small", "float16", 1, 64, 64, 2, 2, 64, 64)
@@ -93,7 +96,7 @@ class _NoLaunches:
     """A device whose kernels do nothing: else as the current one, or any GPU for NumPy arrays."""
 
     def __init__(self, xp: ModuleType) -> None:
-        self._device: Any = _HostDevice if xp is np else kernels.device_of(xp.empty(1))
+        self._device: Any = _HostDevice if xp is np else cuda_device.device_of(xp.empty(1))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -148,16 +151,16 @@ class _HostDevice:
 def _without_launches(xp: ModuleType) -> Iterator[None]:
     """Send every call to the GPU path, on a device whose kernels do nothing."""
     device: Any = _NoLaunches(xp)
-    device_of, backend, host_device = kernels.device_of, vars(Call)["_backend"], recording.host_device
-    kernels.device_of = lambda x: device
-    recording.host_device = device if xp is np else None
-    recording._repeats.clear()
+    device_of, backend, host_device = cuda_device.device_of, vars(Call)["_backend"], metadata.host_device
+    cuda_device.device_of = lambda x: device
+    metadata.host_device = device if xp is np else None
+    metadata._repeats.clear()
     Call._backend = property(lambda call: gpu_backend)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        kernels.device_of, recording.host_device = device_of, host_device
-        recording._repeats.clear()
+        cuda_device.device_of, metadata.host_device = device_of, host_device
+        metadata._repeats.clear()
         Call._backend = backend  # type: ignore[method-assign]
 
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cuflash
-from cuflash.bench.peers import matmul as cublas_matmul
-from cuflash.bench.report import environment
+from cuflash.tools.bench.peers import matmul as cublas_matmul
+from cuflash.tools.bench.report import environment
 
 Array = Any
 HERE = Path(__file__).parent

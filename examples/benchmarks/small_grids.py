@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import bench
-from cuflash.bench import report
-from cuflash.bench.cells import Cell
-from cuflash.bench.inputs import Inputs
-from cuflash.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
+from cuflash.tools import bench
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import Cell
+from cuflash.tools.bench.inputs import Inputs
+from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
 
 CALLS, REPLAYS = 8, 12
 MOST_FLOPS = 2e12

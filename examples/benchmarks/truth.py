@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from errors import truth
 
-from cuflash import bench
-from cuflash.bench import report
-from cuflash.bench.cells import BACKWARD, FORWARD, Cell, short
-from cuflash.bench.inputs import Inputs, as_torch
-from cuflash.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
 from cuflash.interop import dtype_of
+from cuflash.tools import bench
+from cuflash.tools.bench import report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, short
+from cuflash.tools.bench.inputs import Inputs, as_torch
+from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
 
 KINDS = ("normal", "outliers", "sharp")
 STATISTICS = ("mean", "p99.99", "max")

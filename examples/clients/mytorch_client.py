@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash.bench.report import environment
+from cuflash.tools.bench.report import environment
 
 Array = Any
 Tensor = Any  # mytorch.Tensor

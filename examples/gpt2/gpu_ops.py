@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.kernels import source_of
+from cuflash.cuda.source import source_of
 
 from .ops import EPSILON, Array, NumpyOps, Rounded, Statistics, Weight
 from .products import Products
@@ -53,7 +53,7 @@ ACTIVATION_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 8.0, 64.0, 32.0
 def source() -> str:
     """All kernels as one text, behind `CONSTANTS` and cuflash's functions of one instruction each."""
     own = (f'#line 1 "{name}"\n{Path(__file__).with_name(name).read_text()}' for name in SOURCES)
-    return "".join((source_of("sm90/ptx.cuh", CONSTANTS), *own))
+    return "".join((source_of("ptx/sm90.cuh", CONSTANTS), *own))
 
 
 class CupyOps(NumpyOps):

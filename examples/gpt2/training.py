@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.bench.report import environment
+from cuflash.tools.bench.report import environment
 
 from .gpu_ops import CupyOps
 from .model import ATTENTIONS, GPT2, TINY, Config

@@ -1,7 +1,7 @@
 """The CPU test device: runs CUDA C++ kernels as fibers, with checks that a GPU does not make.
 
 ``compile(source, options, name)`` gives a module and ``module.launch(entry, grid, block, args, shared_mem)`` runs a
-kernel of it. ``CpuDevice`` is the same as a ``cuflash.kernels.Device``. Arrays are NumPy arrays in host memory.
+kernel of it. ``CpuDevice`` is the same as a ``cuflash.cuda.device.Device``. Arrays are NumPy arrays in host memory.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def compile(source: str, options: Sequence[str] = (), name: str = "kernel", chec
     Parameters
     ----------
     source : str
-        Constants, headers and entries, as ``cuflash.kernels`` hands it to ``cupy.RawModule``.
+        Constants, headers and entries, as ``cuflash.cuda.device`` hands it to ``cupy.RawModule``.
     options : sequence of str
         NVRTC options; only ``-D`` has a meaning here.
     name : str
@@ -281,7 +281,7 @@ SMEM_LIMITS = {
 
 
 class CpuDevice:
-    """The CPU as a ``cuflash.kernels.Device`` of some compute capability.
+    """The CPU as a ``cuflash.cuda.device.Device`` of some compute capability.
 
     Parameters
     ----------
@@ -341,7 +341,7 @@ class CpuDevice:
 
 
 class CpuKernel:
-    """An entry of a module as a ``cuflash.kernels.LoadedKernel``."""
+    """An entry of a module as a ``cuflash.cuda.device.LoadedKernel``."""
 
     def __init__(self, module: Module, entry: str, smem_bytes: int) -> None:
         self._module, self._entry, self._smem_bytes = module, entry, smem_bytes

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from cuflash import call, gpu_backend, kernels, recording
+from cuflash.cuda import device as cuda_device
+from cuflash.frontend import call, metadata
+from cuflash.gpu import backend as gpu_backend
 
 from .device import CpuDevice
 
@@ -14,8 +16,8 @@ from .device import CpuDevice
 @contextmanager
 def kernels_on(device: CpuDevice) -> Iterator[CpuDevice]:
     """While the context lives, calls with NumPy arrays launch kernels on ``device`` instead of computing in NumPy."""
-    recording._repeats.clear()  # what another device recorded
+    metadata._repeats.clear()  # what another device recorded
     backend = mock.patch.object(call.Call, "_backend", new=property(lambda self: gpu_backend))
-    host = mock.patch.object(recording, "host_device", device)
-    with backend, host, mock.patch.object(kernels, "device_of", return_value=device):
+    host = mock.patch.object(metadata, "host_device", device)
+    with backend, host, mock.patch.object(cuda_device, "device_of", return_value=device):
         yield device

@@ -27,7 +27,7 @@ def encode(
     box: Sequence[int],
     swizzle: int | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Describe a tensor for TMA; what ``cuflash.params.encode_tensor_map`` does for a GPU.
+    """Describe a tensor for TMA; what ``cuflash.gpu.params.encode_tensor_map`` does for a GPU.
 
     Parameters
     ----------

@@ -1,0 +1,185 @@
+// Small kernels around the passes over tiles: delta before backward, the gradients of sink, slopes and bias behind it,
+// and the merge of attentions over splits of the keys (Flash-Decoding's reduction). Every sum has a fixed order, so
+// results repeat their bits. They serve all families and every GPU.
+#include "../fragment/softmax.cuh"
+
+constexpr int WARPS = THREADS / WARP;  // rows that a thread block computes, where each warp has a row of one head
+
+// sum_of_block() adds x over the thread block; the sum is complete in thread 0. It is in float64, so that the sum of a
+// long column loses nothing.
+DEVICE double sum_of_block(double x) {
+  __shared__ double sums[THREADS];
+  sums[threadIdx.x] = x;
+  __syncthreads();
+  for (int step = THREADS / 2; step > 0; step /= 2) {
+    if (threadIdx.x < step) sums[threadIdx.x] += sums[threadIdx.x + step];
+    __syncthreads();
+  }
+  return sums[0];
+}
+
+// SequenceRows are the packed rows that belong to sequences; rows outside every sequence may hold anything.
+struct SequenceRows {
+  i64 begin, end;
+
+  DEVICE explicit SequenceRows(const AttentionParams& p) : begin(0), end(p.seqlen_q) {
+    if (p.cu_seqlens_q == nullptr) return;
+    begin = clamped(p.cu_seqlens_q[0], p.seqlen_q);
+    end = clamped(p.cu_seqlens_q[p.batch], p.seqlen_q);
+  }
+};
+
+// reduce_sink computes dsink = -sum of the sink's weight times delta, over all rows. One block computes one head.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const AttentionParams p) {
+  const int head = blockIdx.x;
+  const Accum sink = p.sink[head];
+  const SequenceRows own(p);
+  const i64 batches = p.cu_seqlens_q == nullptr ? p.batch : 1, rows = own.end - own.begin;
+  double sum = 0;
+  for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
+    const i64 batch = index / rows, row = own.begin + index % rows;
+    const Accum lse = *p.lse.at(batch, row, head);
+    // Padded rows may hold anything; their delta is 0.
+    const Accum delta = *p.delta.at(batch, row, head);
+    if (delta != 0) sum -= static_cast<double>(weight(sink, lse)) * static_cast<double>(delta);
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) p.dsink[head] = static_cast<Accum>(sum);
+}
+
+// reduce_slopes sums the gradient of the slopes over its rows. One block computes one (slope batch, head).
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
+  const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
+  // A stride of 0 in the slopes themselves would not tell: they may still have one gradient for each sequence.
+  const bool shared_slopes = p.dalibi_batch_stride == 0;
+  const SequenceRows all(p);
+  i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
+  if (p.cu_seqlens_q != nullptr) {
+    first_batch = 0;
+    batches = 1;
+    if (!shared_slopes) {
+      const Sequence s = sequence_of(p, batch);
+      begin = s.row_q;
+      end = s.row_q + s.rows_q;
+    }
+  }
+  const i64 rows = end - begin;
+  double sum = 0;
+  for (i64 index = threadIdx.x; index < batches * rows; index += THREADS) {
+    sum += static_cast<double>(*p.dslope_rows.at(first_batch + index / rows, begin + index % rows, head));
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
+}
+
+// Reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
+  const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
+  const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= size) return;
+  Accum sum = 0;
+  for (int split = 0; split < p.splits; split++) sum += p.dbias_parts[split * size + index];
+  i64 rest = index;
+  const i64 column = rest % p.dbias_columns;
+  rest /= p.dbias_columns;
+  const i64 row = rest % p.dbias_rows;
+  rest /= p.dbias_rows;
+  p.dbias.data[rest / p.dbias_heads * p.dbias.batch_stride + rest % p.dbias_heads * p.dbias.head_stride +
+               row * p.dbias.row_stride + column * p.dbias.column_stride] = from_accum<BiasElement>(sum);
+}
+
+// delta computes delta = rowsum(dout * out) - dlse: FlashAttention-2 (Dao 2023), Algorithm 2, line 4. One warp computes
+// one row.
+extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParams p) {
+  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
+  const Sequence& s = work.sequence;
+  const int row = work.tile * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, head = work.head;
+  if (row >= s.rows_q) return;
+  const i64 batch = batch_of(p, s);
+  const i64 at = s.row_q + row;
+
+  // Padded rows and rows that saw nothing may hold anything; their delta is 0.
+  Accum sum = 0;
+  if (row < s.len_q && *p.lse.at(batch, at, head) != -infinity()) {
+    const Element* dout = p.dout.at(batch, at, head);
+    const Element* out = p.out.at(batch, at, head);
+    for (int column = lane; column < p.head_dim_v; column += WARP)
+      sum += to_accum(dout[column]) * to_accum(out[column]);
+    sum = sum_of_row<WARP>(sum);
+    if (p.dlse.data != nullptr) sum -= *p.dlse.at(batch, at, head);
+  }
+  if (lane == 0) *p.delta.at(batch, at, head) = sum;
+}
+
+// merge_parts makes one attention of its splits over disjoint keys (Dao et al. 2022, section 3.1). One block computes
+// one row, one thread one column. It serves few rows with many splits (decoding); merge_rows serves many rows.
+extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
+  const Work work = work_of<false>(p, 1, p.num_heads_q, false);
+  const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
+  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+  const bool inside = column < p.head_dim_v;
+
+  // read_outs() reads the thread's column of as many splits as a warp has lanes, so that all reads are under way at
+  // once.
+  Accum outs[WARP];
+  const auto read_outs = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < WARP; i++) {
+      const int part = first + i;
+      outs[i] = inside && part < p.splits ? p.out_parts.at(first_part + part, row, head)[column] : Accum(0);
+    }
+  };
+  const auto lse_of = [&](int part) {
+    return part < p.splits ? *p.lse_parts.at(first_part + part, row, head) : -infinity();
+  };
+  read_outs(0);
+  Accum top = -infinity();
+  for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
+  top = max_of_row<WARP>(top);
+  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
+  Accum total = 0, sum = 0;
+  for (int first = 0; first < p.splits; first += WARP) {
+    if (first > 0) read_outs(first);
+    const Accum own = weight(lse_of(first + lane), top);  // each lane has the weight of another split
+    total += own;
+#pragma unroll
+    for (int i = 0; i < WARP; i++) sum += __shfl_sync(ALL_LANES, own, i) * outs[i];
+  }
+  total = sum_of_row<WARP>(total);
+  if (inside) p.out.at(batch, row, head)[column] = from_accum<Element>(total == 0 ? Accum(0) : sum / total);
+  if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
+}
+
+// merge_rows does the same where rows are many and their splits at most 32: one warp computes one row, and each lane
+// has every 32nd column.
+extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const AttentionParams p) {
+  constexpr int AT_ONCE = 4;  // columns that a lane sums at a time
+  const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
+  const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
+  if (row >= p.seqlen_q) return;
+  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+  const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_part + lane, row, head) : -infinity();
+  Accum top = max_of_row<WARP>(own_lse);
+  if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
+  const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
+  for (int first = lane; first - lane < p.head_dim_v; first += AT_ONCE * WARP) {
+    Accum sum[AT_ONCE] = {};
+#pragma unroll 4
+    for (int part = 0; part < p.splits; part++) {
+      const Accum of_part = __shfl_sync(ALL_LANES, own, part);
+      const Accum* columns = p.out_parts.at(first_part + part, row, head);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int column = first + i * WARP;
+        if (column < p.head_dim_v) sum[i] += of_part * columns[column];
+      }
+    }
+    Element* out = p.out.at(batch, row, head);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int column = first + i * WARP;
+      if (column < p.head_dim_v) out[column] = from_accum<Element>(sum[i] * inverse);
+    }
+  }
+  if (lane == 0) *p.lse.at(batch, row, head) = top + log_e(total);
+}

@@ -1,0 +1,106 @@
+// Weights P and gradients dS of one tile for the portable gradient kernels: FlashAttention-2 (Dao 2023), Algorithm 2,
+// lines 10 to 14. portable/backward_dq.cu, portable/backward_dkv.cu and portable/backward_bias.cu differ only in which
+// tiles they visit and which sums they keep; dropout and softcap's derivative are applied here.
+#include "tile.cuh"
+#include "../fragment/softmax.cuh"
+
+// SoftcapTile holds the derivative of softcap at the products of a tile (ROWS, COLUMNS).
+template <int ROWS, int COLUMNS>
+struct SoftcapTile {
+  SoftcapDerivative<COLUMNS> rows[HAS_SOFTCAP ? ROWS : 1];
+
+  DEVICE void take(const Score& score, const Accum (&products)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].take(score, products[r]);
+  }
+  DEVICE void apply(Accum (&ds)[ROWS][COLUMNS]) const {
+#pragma unroll
+    for (int r = 0; HAS_SOFTCAP && r < ROWS; r++) rows[r].apply(ds[r]);
+  }
+};
+
+// GradientTile is one (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles are keys x queries,
+// else queries x keys.
+template <bool TRANSPOSED>
+struct GradientTile {
+  Rows q, k, v, dout;  // (len_q, head_dim), (len_k, head_dim), (len_k, head_dim_v), (len_q, head_dim_v)
+  Score score;
+  Mask mask;
+  const AttentionParams& p;  // kept because what dropout needs is read again: registers are scarce
+  const Sequence& s;
+  int head;
+  const Accum *lse, *delta;  // (len_q,) each
+  i64 lse_stride, delta_stride;
+  int len_q;
+
+  DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv)
+      : GradientTile(p, s, head, head_kv, batch_of(p, s)) {}
+
+  DEVICE GradientTile(const AttentionParams& p, const Sequence& s, int head, int head_kv, i64 batch)
+      : q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim),
+        k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim),
+        v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v),
+        dout(p.dout.at(batch, s.row_q, head), p.dout.row_stride, s.len_q, p.head_dim_v),
+        score(p, s, head),
+        mask(p, s, head),
+        p(p),
+        s(s),
+        head(head),
+        lse(p.lse.at(batch, s.row_q, head)),
+        delta(p.delta.at(batch, s.row_q, head)),
+        lse_stride(p.lse.row_stride),
+        delta_stride(p.delta.row_stride),
+        len_q(s.len_q) {}
+
+  template <int A, int B>
+  DEVICE void fetch(ChunkPair<A, B>& chunks, int first_row, int first_column) const {
+    chunks.fetch(TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column, 0);
+  }
+
+  // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
+  // `ds` becomes the gradient of the scores, from which `softcap` makes that of the products. `seen` is cleared before,
+  // and complete behind the next barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
+  template <int SIZE, int ROWS, int COLUMNS, class Next>
+  DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
+                      Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
+                      int first_column, bool masked, u8* seen, Next next) const {
+    clear(dropped);
+    clear(ds);
+    const Rows &left = TRANSPOSED ? v : dout, &right = TRANSPOSED ? dout : v;
+    multiply_transposed(dropped, buffers, chunks, TRANSPOSED ? k : q, first_row, TRANSPOSED ? q : k, first_column,
+                        [&] { chunks.fetch(left, first_row, right, first_column, 0); });
+    multiply_transposed(ds, buffers, chunks, left, first_row, right, first_column, next);
+
+    softcap.take(score, dropped);
+    score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);
+    // Each query has its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
+    constexpr int QUERIES = TRANSPOSED ? COLUMNS : ROWS;
+    Accum reference[QUERIES], own_delta[QUERIES];
+#pragma unroll
+    for (int e = 0; e < QUERIES; e++) {
+      const int i = TRANSPOSED ? first_column + owned_index<QUERIES>(thread_column(), e)
+                               : first_row + owned_index<QUERIES>(thread_row(), e);
+      const Accum value = i < len_q ? lse[i * lse_stride] : -infinity();
+      reference[e] = value == -infinity() ? infinity() : value;
+      own_delta[e] = i < len_q ? delta[i * delta_stride] : Accum(0);
+    }
+    const Accum rescale = static_cast<Accum>(p.dropout_rescale);
+    const auto finish = [&](int r, int c, bool kept) {
+      const int e = TRANSPOSED ? c : r;
+      const Accum w = reference[e] == infinity() ? Accum(0) : weight(dropped[r][c], reference[e]);
+      const Accum dp = !HAS_DROPOUT ? ds[r][c] : kept ? ds[r][c] * rescale : Accum(0);
+      // A hidden element's dP may be NaN.
+      ds[r][c] = w == 0 ? Accum(0) : w * (dp - own_delta[e]);
+      dropped[r][c] = kept ? w : Accum(0);
+    };
+    if constexpr (HAS_DROPOUT) {
+      for_each_kept<TRANSPOSED, ROWS, COLUMNS>(Dropout(p, s, head), first_row, first_column, finish);
+    } else {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) finish(r, c, true);
+      }
+    }
+  }
+};

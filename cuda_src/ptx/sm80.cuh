@@ -1,0 +1,176 @@
+// Instructions of compute capability 8.0 (7.5 where it says sm_75), one function each, after the PTX ISA: ldmatrix,
+// cp.async, mma.sync, conversions and barriers. ptx/sm90.cuh adds Hopper's. Every kernel with tensor cores reaches the
+// hardware through these functions, so that tests can put an emulation on the CPU in their place.
+#ifndef CUFLASH_CPU_DEVICE
+
+namespace ptx {
+
+template <class T>
+constexpr bool is_bfloat16 = false;
+template <>
+constexpr bool is_bfloat16<__nv_bfloat16> = true;
+
+// shared_address() is the address that instructions on shared memory take.
+DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+
+// ---- Fragments from and to shared memory
+
+// ldmatrix_x4() reads four 8 x 8 matrices of 16-bit elements: lane 8 m + r gives the address of row r of matrix m, and
+// lane l gets in d[m] elements 2 (l % 4) and + 1 of row l / 4; transposed, those of column l / 4. sm_75.
+DEVICE void ldmatrix_x4(unsigned (&d)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+DEVICE void ldmatrix_x4_trans(unsigned (&d)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ---- Asynchronous copies from global to shared memory
+
+// cp_async_16() (_8, _4) copies `bytes` <= 16 (8, 4) bytes and writes zeros behind them; with bytes = 0 nothing is
+// read.
+DEVICE void cp_async_16(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+DEVICE void cp_async_8(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+DEVICE void cp_async_4(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// cp_async_wait_group() waits until at most PENDING of this thread's groups are unfinished.
+template <int PENDING>
+DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- Matrix products of a warp: d += a b, a is 16 x k by rows, b is k x 8 by columns.
+// With g = lane / 4 and t = lane % 4: d[0], d[1] are row g, columns 2 t and 2 t + 1; d[2], d[3] the same of row g + 8.
+
+// mma_m16n8k16() multiplies 16-bit elements, two in a register. a[0] is row g, columns 2 t and + 1; a[1] is row g + 8;
+// a[2] and a[3] are the same at columns + 8. b[0] is rows 2 t and + 1 of column g; b[1] is rows + 8.
+template <class T>
+DEVICE void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  if constexpr (is_bfloat16<T>)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// mma_m16n8k8_f16() is the half of it in k, for float16 only: it takes a[0], a[1] and b[0] of the above. sm_75.
+DEVICE void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+// mma_m8n8k4_f64() multiplies float64, 8 x 4 times 4 x 8: a is row g, column t; b is row t of column g; d is row g,
+// columns 2 t and 2 t + 1.
+DEVICE void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+d"(d[0]), "+d"(d[1])
+               : "d"(a), "d"(b));
+}
+// mma_m16n8k8_f64() multiplies 16 x 8 times 8 x 8: a[0] and a[1] are rows g and g + 8, column t; a[2] and a[3] the same
+// at column t + 4; b[0] is row t of column g, b[1] row t + 4; d is as above. sm_90.
+DEVICE void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+
+// ---- Numbers
+
+// multiply() is a * b with subnormal factors and results, which the option -ftz takes from the operator.
+DEVICE float multiply(float a, float b) {
+  float y;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// multiply_below() lets the low half of `word` decide on x and the high half on y: where it is below that half of
+// `limits` (both halves are the same), the number is multiplied by `factor` (NaN stays). That is issued in less time
+// than a selection.
+DEVICE void multiply_below(float& x, float& y, unsigned word, unsigned limits, float factor) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("{.reg .pred p, q; .reg .b16 a, b, c, d; .reg .b32 m;"  // one instruction gives the maximum and both predicates
+      "max.u16x2 m, %2, %3; mov.b32 {a, b}, m; mov.b32 {c, d}, %2; setp.eq.b16 p, a, c; setp.eq.b16 q, b, d;"
+      "@!p mul.ftz.f32 %0, %0, %4; @!q mul.ftz.f32 %1, %1, %4;}"
+      : "+f"(x), "+f"(y)
+      : "r"(word), "r"(limits), "f"(factor));
+#else
+  asm("{.reg .pred p, q; setp.lo.u32 p, %2, %4; setp.lo.u32 q, %3, %4;"
+      "@p mul.ftz.f32 %0, %0, %5; @q mul.ftz.f32 %1, %1, %5;}"
+      : "+f"(x), "+f"(y)
+      : "r"(word << 16), "r"(word & 0xffff0000u), "r"(limits << 16), "f"(factor));
+#endif
+}
+
+// packed_positive() puts two numbers in 16 bits each into a word, the first below; negative ones become 0. sm_80.
+template <class T>
+DEVICE unsigned packed_positive(float low, float high) {
+  unsigned y;
+  if constexpr (is_bfloat16<T>)
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// ex2() is 2^x, flushing subnormals, with a relative error of 2^-22; 2^-inf is 0.
+DEVICE float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// lg2() is log2 x, with an absolute error of 2^-22 around 1, else a relative one of 2^-22.
+DEVICE float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// tanh() is tanh x, with a relative error of 2^-11. sm_75.
+DEVICE float tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- Order among threads
+
+// barrier_sync() waits at named barrier `id` (1..15; 0 is __syncthreads) for `threads` threads, a multiple of 32;
+// barrier_arrive() only counts.
+DEVICE void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// load_acquire() and add_release() pass data between thread blocks through a counter in global memory.
+DEVICE int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+DEVICE void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+}  // namespace ptx
+
+#endif

@@ -1,0 +1,102 @@
+// This header turns a product q.k into a score and finds the score's derivative: scale, softcap (Gemma 2's tanh), bias
+// and ALiBi (Press et al. 2022), in that order. It works on one element at a time, so every family of kernels uses it;
+// kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
+#include "../params.cuh"
+#include "../ptx/sm80.cuh"
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
+// used, because there it spills registers.
+constexpr bool QUICK_TANH =
+    sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT || HAS_BLOCK_MASK);
+#else
+constexpr bool QUICK_TANH = false;
+#endif
+
+// Score holds what one (sequence, query head) needs to turn products into scores.
+struct Score {
+  Accum scale, softcap, slope;
+  const BiasElement* bias;  // (seqlen_q, seqlen_k) at this (batch, head); a broadcast axis has stride 0
+  i64 bias_row_stride, bias_column_stride;
+  int bias_last_row, bias_last_column;
+  int diagonal;
+
+  DEVICE Score(const AttentionParams& p, const Sequence& s, int head) {
+    scale = static_cast<Accum>(p.softmax_scale);
+    softcap = static_cast<Accum>(p.softcap);
+    diagonal = s.diagonal();
+    // Rows outside every sequence have no slope, and without sequences there is no array of slopes to read.
+    if constexpr (HAS_ALIBI) slope = s.batch < 0 ? Accum(0) : p.alibi_slopes[s.batch * p.alibi_batch_stride + head];
+    if constexpr (HAS_BIAS) {
+      bias = p.bias.data + s.batch_or_0() * p.bias.batch_stride + head * p.bias.head_stride;
+      bias_row_stride = p.bias.row_stride;
+      bias_column_stride = p.bias.column_stride;
+      bias_last_row = static_cast<int>(p.bias.num_rows - 1);
+      bias_last_column = static_cast<int>(p.bias.num_columns - 1);
+    }
+  }
+
+  // capped() is tanh(scale * product / softcap): the score in units of softcap.
+  DEVICE Accum capped(Accum product) const {
+    if constexpr (QUICK_TANH) return ptx::tanh(static_cast<float>(product * (scale / softcap)));
+    return tanh_of(product * scale / softcap);
+  }
+
+  // derivative() is d(score) / d(scale * q.k).
+  DEVICE Accum derivative(Accum product) const {
+    if constexpr (HAS_SOFTCAP) {
+      const Accum t = capped(product);
+      return 1 - t * t;
+    }
+    return 1;
+  }
+
+  // distance() is how far key j is from the diagonal of query i, which ALiBi multiplies by its slope.
+  DEVICE Accum distance(int i, int j) const {
+    const int d = i + diagonal - j;
+    return static_cast<Accum>(d < 0 ? -d : d);
+  }
+
+  // bias_at() is the bias of element (i, j).
+  DEVICE Accum bias_at(int i, int j) const {
+    return to_accum(
+        bias[smaller(i, bias_last_row) * bias_row_stride + smaller(j, bias_last_column) * bias_column_stride]);
+  }
+
+  // value() is the score of element (i, j), which must lie inside its sequence. `own_bias` is the bias where it was
+  // read already; null makes this function read it. STRICT: a bias of -inf hides the element even where the product is
+  // NaN; otherwise the result is NaN where the product is.
+  template <bool STRICT = true>
+  DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
+    Accum s = product * scale;
+    if constexpr (HAS_SOFTCAP) s = softcap * capped(product);
+    if constexpr (HAS_BIAS) {
+      const Accum b = own_bias == nullptr ? bias_at(i, j) : *own_bias;
+      s = STRICT && b == -infinity() ? b : s + b;
+    }
+    if constexpr (HAS_ALIBI) s -= slope * distance(i, j);
+    return s;
+  }
+};
+
+// SoftcapDerivative holds the derivative of softcap at N products; without softcap it takes no registers.
+template <int N>
+struct SoftcapDerivative {
+  Accum x[HAS_SOFTCAP ? N : 1];
+
+  // take() finds the derivatives before the products become scores.
+  DEVICE void take(const Score& score, const Accum (&products)[N]) {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; e++) x[e] = score.derivative(products[e]);
+    }
+  }
+  // apply() turns gradients of scores into those of products. A hidden element has ds = 0, and its derivative may be
+  // NaN.
+  DEVICE void apply(Accum (&ds)[N]) const {
+    if constexpr (HAS_SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; e++) ds[e] = ds[e] == 0 ? Accum(0) : ds[e] * x[e];
+    }
+  }
+};

@@ -1,0 +1,426 @@
+// Gradients on Hopper (sm_90a) for 16-bit inputs up to head dim 128: FlashAttention-2 (Dao 2023), Algorithm 2, in the
+// manner of FlashAttention-3 (Shah et al. 2024). A thread block keeps BLOCK_N keys, 64 for each warpgroup, and loops
+// over the queries that see them. Scores are transposed, so weights and their gradients stay in registers as left
+// factors of dV and dK; dQ takes the gradients of all warpgroups through shared memory, and is added up in global
+// memory. backward_rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
+constexpr int FRAGMENT_QUERIES = BLOCK_M;
+#include "../../fragment/gradient_fragment.cuh"
+#include "loader.cuh"
+
+constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
+constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
+constexpr u32 DQ_BYTES = DQ_PART * sizeof(float);
+
+struct SharedStorage {
+  alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];         // (KEY_STAGES, PANELS, BLOCK_N, 64)
+  alignas(1024) unsigned char v[V_BYTES];                      // (PANELS_V, BLOCK_N, 64)
+  alignas(1024) unsigned char q[QUERY_STAGES * Q_BYTES];       // (QUERY_STAGES, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];  // (DOUT_STAGES, PANELS_V, BLOCK_M, 64)
+  // (DS_STAGES, CONSUMERS, BLOCK_M, 64): dS, a panel for the keys of each warpgroup.
+  alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
+  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PART / 4];  // parts of dq on their way to the sums
+  float lse[QUERY_STAGES][BLOCK_M];
+  float delta[DOUT_STAGES][BLOCK_M];
+  Step steps[QUERY_STAGES];
+  DqStep dq_steps[DQ_STEPS];
+  KeyWork work[WORK_STAGES];
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<KEY_STAGES> k_barriers;
+  RingBarriers<1> v_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
+  RingBarriers<DOUT_STAGES> dout_barriers;
+  RingBarriers<DS_STAGES> ds_barriers;
+  RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
+  RingBarriers<DQ_STEPS> dq_step_barriers;
+  u64 clearing;         // a barrier (Loader::clearing)
+  int rows_done[WARP];  // params.rows_done as far as each lane knows it
+  GradientBias bias;    // last, so that the others begin with whole lines: bulk additions of dq are faster then
+};
+static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
+static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
+
+// PASSES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
+// queries, a loss with 64.
+constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
+
+using DsRing = Ring<DS_STAGES, DS_BYTES>;
+using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
+
+// Rings are one thread's positions in the circular buffers of the kernel.
+struct Rings {
+  Ring<WORK_STAGES, sizeof(KeyWork)> work;
+  Ring<KEY_STAGES, K_BYTES> k;
+  Ring<1, V_BYTES> v;
+  Ring<QUERY_STAGES, Q_BYTES> q;
+  Ring<DOUT_STAGES, DOUT_BYTES> dout;
+  DsRing ds;
+  Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
+
+  DEVICE explicit Rings(const SharedStorage& shared)
+      : work(shared.work, shared.work_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers),
+        q(shared.q, shared.q_barriers),
+        dout(shared.dout, shared.dout_barriers),
+        ds(shared.ds, shared.ds_barriers),
+        dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
+};
+
+// add_part() adds a part of dq to its sum by TMA, or stores it as the first.
+DEVICE void add_part(float* sum, u32 part, bool first) {
+  if (first) {
+    ptx::bulk_store(sum, part, DQ_BYTES);
+  } else {
+    ptx::bulk_reduce_add_f32(sum, part, DQ_BYTES);
+  }
+}
+
+// add_parts() is the warp that adds a warpgroup's parts of dq to their sums.
+DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int part) {
+  DqRing ring(shared.dq[part], shared.dq_barriers[part]);
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.sum == NO_DQ) break;
+    const bool adds = p.dq_sum != nullptr && lane() == 0;
+    int found = STORED;
+    if (adds) {
+      wait_for_turn(p, step.sum, part, step.turn);
+      if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // meanwhile the part is computed
+    }
+    const bool first = found == NO_PART || (DETERMINISTIC && step.turn == 0);
+    __syncwarp();
+    ring.wait();
+    if (adds) {
+      if (found == TAKEN) wait_until_stored(p, step.sum, part);
+      add_part(p.dq_sum + step.sum * DQ_TILE + part * DQ_PART, ring.buffer(), first);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    ring.release();
+    if (adds && (DETERMINISTIC || first)) {
+      ptx::bulk_wait_group<0>();
+      end_turn(p, step.sum, part);
+    }
+    if (adds && step.last) {
+      ptx::bulk_wait_group<0>();
+      ptx::add_release(warps_done_at(p, step.number()), 1);
+    }
+  }
+  if (lane() == 0) ptx::bulk_wait_group<0>();
+}
+
+// ADDS_STEPS: an addition that waits for its place in the order takes longer than a step. So with two buffers two warps
+// take steps alternately, and each adds all parts of its steps (add_steps()).
+constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
+static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
+
+DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rings& rings, u32 warp) {
+  DqRing first(shared.dq[0], shared.dq_barriers[0]), second(shared.dq[1], shared.dq_barriers[1]);
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.sum == NO_DQ) break;
+    second.follow(first);
+    const bool adds = p.dq_sum != nullptr && lane() == 0;
+    if (first.stage != warp) {
+      if (adds && step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
+      first.advance();
+      continue;
+    }
+    if (adds) wait_for_turn(p, step.sum, 0, step.turn);
+    __syncwarp();
+    first.wait();
+    second.wait();
+    if (adds) {
+      float* sum = p.dq_sum + step.sum * DQ_TILE;
+      add_part(sum, first.buffer(), step.turn == 0);
+      add_part(sum + DQ_PART, second.buffer(), step.turn == 0);
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    first.release();
+    second.release();
+    if (adds) {
+      ptx::bulk_wait_group<0>();
+      end_turn(p, step.sum, 0);
+      if (step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
+    }
+  }
+}
+
+// write_bias() is the warp that writes dbias, which is dS.
+DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Rings& rings, const ptx::TensorMap* map) {
+  while (true) {
+    const DqStep step = next_dq_step(shared, rings);
+    if (step.sum == NO_DQ) break;
+    const BiasPlace place(p, step.number());
+    rings.ds.wait();
+    if (lane() == 0) {
+#pragma unroll
+      for (int panel = 0; panel < CONSUMERS; panel++) {
+        ptx::tma_store(map, rings.ds.buffer() + panel * DS_PANEL_BYTES, step.first_key + panel * PANEL, place.row,
+                       place.head, place.batch);
+      }
+      ptx::bulk_commit_group();
+      ptx::bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    rings.ds.release();
+  }
+  if (lane() == 0) ptx::bulk_wait_group<0>();
+}
+
+// differentiate() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its part of dq of every tile of
+// queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the exponentials
+// of one run while the products of the other are computed. dQ of a step is computed in the next one, when all
+// warpgroups have written dS.
+DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
+  const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+  const u32 own_v = ptx::shared_address(shared.v) + own_keys;
+  const u32 own_ds = warpgroup * DS_PANEL_BYTES;
+  const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
+  // Where one part has all columns of the keys, the other parts repeat it, and nobody takes their result.
+  constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
+  const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
+  DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
+  const Turns turns(warpgroup);
+  float scale = static_cast<float>(p.softmax_scale);
+  ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
+
+  while (true) {
+    rings.work.wait();
+    const KeyWork& work = shared.work[rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    const Sequence& s = work.sequence;
+    // first_key() is read from shared memory again where it is used: registers are scarce.
+    const auto first_key = [&] { return work.tile * BLOCK_N + warpgroup * ROWS_OF_WARPGROUP; };
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];  // the thread's fragments of dk (64, HEAD_DIM) and dv (64, HEAD_DIM_V)
+#pragma unroll
+    for (float& x : dk) x = 0;
+#pragma unroll
+    for (float& x : dv) x = 0;
+
+    // multiply_dq() starts dQ = dS K for a step whose dS all warpgroups have written.
+    const auto multiply_dq = [&](float (&dq)[DQ_COLUMNS / 2], const DsRing& ready) {
+      ready.wait();
+      multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
+    };
+    // store_dq() releases dS, and hands the part of dQ to the warp that adds it.
+    const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
+      keep(dq);
+      ready.release();
+      dq_ring.acquire();
+#pragma unroll
+      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+        shared.dq[warpgroup][dq_ring.stage][dq_place() + i * WARP] = {
+            {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
+      }
+    };
+    float dq[DQ_COLUMNS / 2];
+    if (!work.unseen) {
+      if (HAS_BIAS_TILES) {
+        rings.k.stage = work.key_stage;
+        rings.k.phase = work.key_phase;
+      }
+      rings.v.follow(rings.k);
+      rings.k.wait();
+      rings.v.wait();
+      // step_on() is the main loop's body; it returns whether it was the last step. The first step has a copy of its
+      // own, which keeps products out of branches.
+      const auto step_on = [&](bool first) {
+        // S^T, then P^T; dP^T, then dS^T: (64, BLOCK_M); dQ: (64, DQ_COLUMNS).
+        float x[FRAGMENT], dp[FRAGMENT], dq[DQ_COLUMNS / 2];
+        u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
+        rings.dout.follow(rings.q);
+        rings.ds.follow(rings.q);
+        const DsRing ready = rings.ds.behind();
+        // 1. Start S^T = K Q^T.
+        rings.q.wait();
+        multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
+        // 2. Start dP^T = V dO^T.
+        rings.dout.wait();
+        u32 values = own_v;
+        if (HAS_BLOCK_MASK || HAS_MASK) ptx::forget(values);
+        multiply_by_rows<HEAD_DIM_V, BLOCK_N, BLOCK_M>(dp, values, rings.dout.buffer());
+        // 3. Random bits and the bits of masks are found while the products are computed.
+        const Step& step = shared.steps[rings.q.stage];
+        const GradientFragment scores(p, s, step.head, step.first_row, first_key() + warp_row(), scale);
+        bool masked = step.masked >> warpgroup & 1;
+        const bool last = step.last >> warpgroup & 1;
+        const LseValues<> lse(shared.lse[rings.q.stage]);
+        GradientFragment::Random<EARLY_DRAWS> random;
+        scores.draw_ahead<HOLDS_DRAWS>(random);
+        const BlockBits bits(p, step.slots, warpgroup, masked);
+        const MaskBits mask(p, s, step.head, step.first_row, first_key() + warp_row());
+        // 4. Wait for S^T; scores become weights P^T.
+        ptx::wgmma_wait_group<1>();
+        keep(x);
+        SoftcapFactors<> factors(nullptr);
+        cap(x, scores, factors);
+        if constexpr (HAS_BIAS_TILES) {
+          masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
+        }
+        weigh(x, scores, lse, masked, bits);
+        if constexpr (MASK_IN_BITS) {
+          mask.clear_hidden(x);
+          masked = true;
+        }
+        GradientFragment same = scores;
+        // Without this branch the draws that are not made ahead would be made early, too.
+        if constexpr (HAS_DROPOUT && EARLY_DRAWS < decltype(random)::GROUPS) {
+          u32 first_row = step.first_row;
+          ptx::forget(first_row);
+          same.row = first_row + fragment_column();
+        }
+        same.mark_dropped(x, random);
+        keep(x);  // all of this runs while the second product is computed
+        const QueryValues delta(shared.delta[rings.dout.stage]);
+        pack_kept(weights, x);
+        // 5. Wait for dP^T; from it comes dS^T.
+        ptx::wgmma_wait_group<0>();
+        keep(dp);
+        if (last) rings.v.release();
+#pragma unroll
+        for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
+        if (masked) clear_hidden(dp, x);
+        uncap(dp, x, lse, scores, factors);
+        pack(ds, dp);
+        // 6. dS goes to shared memory for dQ of all warpgroups.
+        rings.ds.acquire();
+        store_transposed(rings.ds.buffer() + own_ds, ds);
+        // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
+        turns.take();
+        if (!first) multiply_dq(dq, ready);
+        add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
+        rings.ds.publish_part();  // its fence waits while the products are computed
+        add_product<BLOCK_M>(dk, ds, rings.q.buffer());
+        // 8. The results arrive one by one, and buffers are released as early as possible.
+        ptx::wgmma_wait_group<2>();
+        if (!first) store_dq(dq, ready);
+        ptx::wgmma_wait_group<1>();
+        keep(dv);
+        rings.dout.release();
+        if (PASSES_EARLY) turns.pass();
+        ptx::wgmma_wait_group<0>();
+        keep(dk);
+        if (!PASSES_EARLY) turns.pass();
+        if (!first) dq_ring.publish_part();
+        __syncwarp();  // all lanes have read the step
+        rings.q.release();
+        return last;
+      };
+      // pass_over() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
+      // dS is 0.
+      const auto pass_over = [&] {
+        rings.dout.follow(rings.q);
+        rings.ds.follow(rings.q);
+        rings.q.wait();  // without waiting, the buffers could be released twice in a phase
+        rings.ds.acquire();
+        const u32 zeros[FRAGMENT / 2] = {};
+        store_transposed(rings.ds.buffer() + own_ds, zeros);
+        rings.ds.publish_part();
+        rings.dout.release();
+        rings.q.release();
+      };
+      // hand_on_dq() computes and hands on dQ of a step that the main loop does not.
+      const auto hand_on_dq = [&](const DsRing& ready) {
+        multiply_dq(dq, ready);
+        ptx::wgmma_wait_group<0>();
+        store_dq(dq, ready);
+        dq_ring.publish_part();
+      };
+      const u32 passes = PASSES ? __shfl_sync(ALL_LANES, work.passes, 0) : 0;
+      const bool own = PASSES && (passes >> warpgroup & 1) != 0, passed = own && warpgroup == 1;
+      if (passed) pass_over();
+      bool last = step_on(true);
+      if (passed) hand_on_dq(rings.ds.behind().behind());
+      while (!last) last = step_on(false);
+      if (own && !passed) {
+        hand_on_dq(rings.ds.behind());
+        pass_over();
+      }
+      if (own && passes != 3) {  // the other warpgroup took one place more in the order
+        turns.take();
+        turns.pass();
+      }
+      multiply_dq(dq, rings.ds.behind());
+      ptx::wgmma_wait_group<0>();
+      keep(dq);
+      rings.k.release();
+    }
+
+    // The epilogue writes dk and dv, and hands on dQ of the last step.
+    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const int row = first_key() + warp_row();
+    dq_ring.acquire();  // the results pass through the warp's own part of the buffer of dq
+    auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
+    if (p.dk.data != nullptr) {
+      // The scale is converted again where there is dropout: registers are scarce.
+      const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
+      const float factor[2] = {own_scale, own_scale};
+      write_rows(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk, factor,
+                 staging);
+    }
+    if (p.dv.data != nullptr) {
+      const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, factor[2] = {rescale, rescale};
+      write_rows(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv, factor,
+                 staging);
+    }
+    if (!work.unseen) {
+      store_dq(dq, rings.ds.behind());
+      dq_ring.publish_part();
+    }
+    rings.work.stage = work.stage;
+    rings.work.phase = work.phase;
+    __syncwarp();
+    rings.work.release();
+  }
+  turns.finish();
+}
+
+// backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    backward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
+                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                  const __grid_constant__ ptx::TensorMap dout_map, const __grid_constant__ ptx::TensorMap bias_map,
+                  const __grid_constant__ ptx::TensorMap dbias_map) {
+  VIEW_SHARED_STORAGE(shared);
+  if (threadIdx.x == 0) {
+    shared.work_barriers.init(WARPS);
+    shared.k_barriers.init(WARPS);
+    shared.v_barriers.init(WARPS);
+    shared.q_barriers.init(WARPS);
+    shared.dout_barriers.init(WARPS);
+    shared.ds_barriers.init(WRITES_DBIAS ? WARPS + 1 : WARPS, WARPS);
+    for (auto& barriers : shared.dq_barriers) barriers.init(1, WARPGROUP / WARP);
+    shared.dq_step_barriers.init(WRITES_DBIAS ? DQ_PARTS + 1 : DQ_PARTS);
+    ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (p.rows_done == nullptr) ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_begin();
+
+  Rings rings(shared);
+  const int warpgroup = own_warpgroup();
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x % WARPGROUP / WARP, 0);
+    if (warp == 0) {
+      load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
+    } else if (warp <= DQ_PARTS) {
+      if constexpr (ADDS_STEPS) {
+        add_steps(p, shared, rings, warp - 1);
+      } else {
+        add_parts(p, shared, rings, warp - 1);
+      }
+    } else if (WRITES_DBIAS) {
+      write_bias(p, shared, rings, &dbias_map);
+    }
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    differentiate(p, shared, rings, warpgroup);
+  }
+}

@@ -1,0 +1,286 @@
+// The kernels before and behind Hopper's backward pass. backward_sm90_rows prepares lse and delta (FlashAttention-2,
+// Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes the sums of dq 0, and writes zeros where
+// dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both overlap with the pass
+// itself (programmatic dependent launch).
+constexpr int FRAGMENT_QUERIES = BLOCK_M;
+#include "../../fragment/gradient_fragment.cuh"
+#include "rows.cuh"
+
+// The constants of these kernels' own stages: tiles of dout and out, and sums.
+constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
+
+// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles in turn, so that
+// each has buffers of its own.
+constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
+static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
+// 16-byte chunks of a row that a lane reads in each panel.
+constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;
+constexpr u32 TILE_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
+
+// SharedStorage is the shared memory of the first kernel.
+struct SharedStorage {
+  alignas(1024) unsigned char tiles[ROW_STAGES][2][TILE_BYTES];  // (ROW_STAGES, dout or out, PANELS_V, BLOCK_M, 64)
+  RingBarriers<ROW_STAGES> barriers;
+};
+using TileRing = Ring<ROW_STAGES, 2 * TILE_BYTES>;
+
+// clear_bias() makes rows [row, row + rows) of dbias 0 outside columns [begin, end). A warpgroup calls it; rows are
+// vectors of 16 bytes.
+DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int rows, int begin, int end) {
+  const int skipped = larger(end - begin, 0);
+  BiasElement* target = p.dbias.data + work.sequence.batch * p.dbias.batch_stride + work.head * p.dbias.head_stride;
+  for (int i = row; i < row + rows; i++) {
+    for (int j = threadIdx.x % WARPGROUP * VECTOR; j < p.seqlen_k - skipped; j += WARPGROUP * VECTOR) {
+      auto* vector = target + i * p.dbias.row_stride + (j < begin ? j : j + skipped);
+      *reinterpret_cast<uint4*>(vector) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// clear_sums() makes the sum of dq of a tile 0. A warpgroup calls it.
+DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
+  if (!STORES_FIRST && p.dq_sum != nullptr) {
+    auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
+#pragma unroll 2
+    for (int i = threadIdx.x % WARPGROUP; i < DQ_TILE / 4; i += WARPGROUP) sum[i] = make_float4(0, 0, 0, 0);
+  }
+}
+
+// load_rows() is the loading thread. It tells how many tiles are done as it comes around its buffers, because telling
+// is a fence for all memory, which costs time.
+DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const ptx::TensorMap* dout,
+                      const ptx::TensorMap* out) {
+  int loaded = 0, told = 0;
+  const auto tell = [&](int done) {
+    if (p.rows_done != nullptr && done > told) ptx::add_release(p.rows_done + blockIdx.x, done - told);
+    told = larger(told, done);
+  };
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, tile);
+    const int row = work.sequence.row_q + work.tile * BLOCK_M, batch = batch_of(p, work.sequence);
+    ring.acquire();
+    ring.expect();
+#pragma unroll
+    for (int panel = 0; panel < PANELS_V; panel++) {
+      const u32 target = ring.buffer() + panel * BLOCK_M * ROW_BYTES;
+      ptx::tma_load(target, dout, ring.full(), panel * PANEL, row, work.head, batch);
+      ptx::tma_load(target + TILE_BYTES, out, ring.full(), panel * PANEL, row, work.head, batch);
+    }
+    ring.advance();
+    loaded++;
+    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
+  }
+  for (int stage = 0; stage < ROW_STAGES; stage++) {
+    ring.acquire();
+    ring.advance();
+  }
+  tell(loaded);
+}
+
+// backward_sm90_rows prepares tiles of queries: persistent blocks are dealt tiles in turn.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
+                       const __grid_constant__ ptx::TensorMap out_map) {
+  VIEW_SHARED_STORAGE(shared);
+  const u32 tiles = p.num_tiles * num_images(p);
+  if (threadIdx.x == 0) {
+    shared.barriers.init(WARPGROUP / WARP);
+    ptx::fence_mbarrier_init();
+    if (p.rows_done != nullptr) p.rows_done[blockIdx.x] = 0;
+  }
+  if (p.dq_turns != nullptr) {
+    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_images(p) / group_size(p);
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_turns[i] = 0;
+  }
+  __threadfence();
+  __syncthreads();
+  ptx::let_next_kernel_begin();
+
+  TileRing ring(shared.tiles, shared.barriers);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == CONSUMERS) {
+    if (threadIdx.x % WARPGROUP == 0) load_rows(p, ring, tiles, &dout_map, &out_map);
+    return;
+  }
+  if (warpgroup >= GROUPS) return;
+  const int row = threadIdx.x % WARPGROUP / LANES, first = threadIdx.x % LANES * CHUNKS;
+  u32 i = warpgroup;
+  for (u32 tile = blockIdx.x + warpgroup * gridDim.x; tile < tiles; tile += GROUPS * gridDim.x, i += GROUPS) {
+    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, tile);
+    const Sequence& s = work.sequence;
+    const int first_row = work.tile * BLOCK_M, own_row = first_row + row;
+    const i64 batch = batch_of(p, s), at = s.row_q + own_row;
+    const bool used = own_row < s.len_q;
+    const float lse = used ? *p.lse.at(batch, at, work.head) : -infinity();
+    float sum = used && p.dlse.data != nullptr && first == 0 ? -*p.dlse.at(batch, at, work.head) : 0;
+    if (WRITES_DBIAS && p.dbias.data != nullptr) {
+      const Blocks seen = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+      const int end = smaller(seen.end * BLOCK_N, p.seqlen_k);
+      clear_bias(p, work, first_row, smaller(BLOCK_M, s.rows_q - first_row), smaller(seen.block * BLOCK_N, end), end);
+    }
+    clear_sums(p, tile);
+    ring.stage = i % ROW_STAGES;
+    ring.phase = i / ROW_STAGES % 2;
+    ring.wait();
+#pragma unroll
+    for (int panel = 0; panel < PANELS_V; panel++) {
+#pragma unroll
+      for (int step = 0; step < CHUNKS; step++) {
+        // Both tiles are swizzled alike, so any order of chunks will do, and this one meets all banks.
+        const u32 place = (panel * BLOCK_M + row) * ROW_BYTES + (first + (row + step) % CHUNKS) * sizeof(uint4);
+        const auto a = *reinterpret_cast<const Vector*>(shared.tiles[ring.stage][0] + place);
+        const auto b = *reinterpret_cast<const Vector*>(shared.tiles[ring.stage][1] + place);
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) sum += to_accum(a.e[e]) * to_accum(b.e[e]);
+      }
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+    if (first == 0) {
+      if (lse == -infinity()) sum = 0;
+      const i64 number = static_cast<i64>(tile) * BLOCK_M + row;
+      p.row_lse[number] = lse == -infinity() ? infinity() : lse * LSE_BASE;
+      p.row_delta[number] = sum / ds_unit(p);
+      if (p.delta.data != nullptr && s.batch >= 0 && own_row < s.rows_q) *p.delta.at(batch, at, work.head) = sum;
+    }
+    __syncwarp();
+    ring.release();
+  }
+}
+
+// ---- The kernel behind the pass converts dq; a warpgroup converts a part at a time.
+constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
+constexpr int CHUNK = 16;  // parts of sums that a thread block takes at a time
+
+// SumStorage is the shared memory of the second kernel.
+struct SumStorage {
+  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, part)
+  // The number of the part, and a bit for each of its sums that something was added to.
+  u32 parts[SUM_STAGES], found[SUM_STAGES];
+  RingBarriers<SUM_STAGES> barriers;
+};
+using SumRing = Ring<SUM_STAGES, DQ_SUMS * SUM_BYTES>;
+static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by all buffers");
+
+// load_sums() is the loading warp: it takes chunks of parts, waits until their sums are complete, and loads them.
+DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 parts, bool by_heads) {
+  const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
+  const auto hand_on = [&](u32 part, u32 found) {
+    ring.acquire();
+    __syncwarp();
+    if (lane() == 0) {
+      shared.parts[ring.stage] = part;
+      shared.found[ring.stage] = found;
+      ptx::mbarrier_arrive_expect(ring.full(), __popc(found) * SUM_BYTES);
+      for (int i = 0; i < DQ_SUMS; i++) {
+        if ((found >> i & 1) == 0) continue;
+        const i64 sum = static_cast<i64>(part / DQ_PARTS) * DQ_SUMS + i;
+        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + part % DQ_PARTS * DQ_PART, SUM_BYTES,
+                       ring.full());
+      }
+    }
+    ring.advance();
+  };
+  for (u32 chunk = blockIdx.x;; chunk += gridDim.x) {
+    if (p.dq_turns != nullptr) {
+      chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
+    }
+    if (chunk * CHUNK >= parts) break;
+    const u32 part = min(chunk * CHUNK + lane() % CHUNK, parts - 1);
+    const i64 number = part / DQ_PARTS;
+    while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
+    }
+    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
+    u32 found = 0;
+    if (work.tile * BLOCK_M < work.sequence.len_q) {
+      for (int i = 0; i < DQ_SUMS; i++) {
+        // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
+        if (!STORES_FIRST || *dq_turn_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
+      }
+    }
+    __syncwarp();
+    for (int i = 0; i < CHUNK && chunk * CHUNK + i < parts; i++) {
+      hand_on(chunk * CHUNK + i, __shfl_sync(ALL_LANES, found, i));
+    }
+  }
+  for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
+}
+
+// backward_sm90_dq converts parts of dq: persistent blocks take chunks of parts.
+extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __grid_constant__ AttentionParams p) {
+  using SharedStorage = SumStorage;
+  VIEW_SHARED_STORAGE(shared);
+  if (threadIdx.x == 0) {
+    shared.barriers.init(WARPGROUP / WARP);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  const bool by_heads = DQ_BY_HEADS && p.cu_seqlens_q == nullptr && p.seqlen_k > 0;
+  if (!by_heads) ptx::wait_for_kernel_before();
+  SumRing ring(shared.sums, shared.barriers);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == CONSUMERS) {
+    if (threadIdx.x % WARPGROUP < WARP) {
+      load_sums(p, shared, ring, p.num_tiles * num_images(p) * DQ_PARTS, by_heads);
+      ptx::wait_for_kernel_before();  // so that the next kernel follows both kernels
+    }
+    return;
+  }
+  float scale = static_cast<float>(p.softmax_scale) * ds_unit(p);
+  ptx::keep(scale);
+  for (int i = warpgroup;; i += CONSUMERS) {
+    ring.stage = i % SUM_STAGES;
+    ring.phase = i / SUM_STAGES % 2;
+    ring.wait();
+    const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
+    if (number == NO_SUM) break;
+    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the part (64, DQ_COLUMNS)
+    const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
+#pragma unroll
+    // The buffer may hold nothing.
+    for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = found != 0 ? sum[i * WARP] : float4{};
+    if (DQ_SUMS == 2 && (found & 2) != 0) {
+#pragma unroll
+      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+        const float4 x = sum[DQ_PART / 4 + i * WARP];
+        dq[i] = make_float4(dq[i].x + x.x, dq[i].y + x.y, dq[i].z + x.z, dq[i].w + x.w);
+      }
+    }
+    __syncwarp();
+    ring.release();
+
+    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number / DQ_PARTS);
+    const Sequence& s = work.sequence;
+    const int part = number % DQ_PARTS;
+    const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
+    const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
+    const int used = found != 0 ? s.len_q : 0;  // rows that are not padding
+    Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
+    const bool vectors =
+        (reinterpret_cast<u64>(target) | static_cast<u64>(p.dq.row_stride) * sizeof(Element)) % sizeof(uint4) == 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = first_row + warp_row() + fragment_row() + 8 * r;
+#pragma unroll
+      for (int group = 0; group < DQ_COLUMNS / 32; group++) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float4 x = dq[4 * group + i];
+          words[i] = row >= used ? 0 : packed(Element(), (r == 0 ? x.x : x.z) * scale, (r == 0 ? x.y : x.w) * scale);
+        }
+        transpose_quad(words);
+        const int first = group * 32 + lane() % 4 * VECTOR;
+        if (row >= s.rows_q || column + first >= p.head_dim) continue;  // head dims are multiples of VECTOR here
+        Element* to = target + row * p.dq.row_stride + first;
+        if (vectors) {
+          __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
+        } else {
+#pragma unroll
+          for (int e = 0; e < VECTOR; e++) reinterpret_cast<unsigned short*>(to)[e] = words[e / 2] >> (e % 2 * 16);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,470 @@
+// Forward attention on Hopper (sm_90a) for 16-bit inputs: FlashAttention-3 (Shah et al. 2024), Algorithms 1 and 2. One
+// warp loads tiles by TMA, another is the scheduler, and CONSUMERS warpgroups of 64 queries each compute; thread blocks
+// are persistent and take tile after tile. Decoding needs no kernel of its own: the host passes views in which the
+// query heads of a group are the rows of one head, so that keys are read once. The producers are in forward/loader.cuh,
+// the products in wgmma.cuh, the softmax in ../softmax_fragment.cuh and bounded_softmax.cuh.
+#include "bounded_softmax.cuh"
+#include "loader.cuh"
+
+// cap() and find_rooms() do for either kind of softmax what only the other needs, or nothing.
+DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
+DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
+
+DEVICE void find_rooms(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
+DEVICE void find_rooms(const BoundedSoftmax&, int) {}
+
+// softmax_of() begins the softmax of a tile of queries.
+DEVICE auto softmax_of(const UnitFragment& scores) {
+  if constexpr (BOUNDED_SCORES) {
+    return BoundedSoftmax(scores.p);
+  } else {
+    return FragmentSoftmax::in_units(scores.units.unit);
+  }
+}
+
+// SCALE_ONCE: the scale is converted to float32 once and held in a register, where there is one.
+constexpr bool SCALE_ONCE = !HAS_OPTIONS || ((HAS_BIAS || HAS_DROPOUT) && NUM_OPTIONS == 1 && HEAD_DIM_V <= 128);
+// COPIES is how many copies of a step the loop has: for the first tile of keys, for masked and for other tiles; with
+// two, the first tile takes the masked copy, too.
+constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HAS_MASK || HAS_BIAS) ? 2 : 3;
+// EARLY_QUERIES: where the next queries have no buffer of their own, the last step of a tile releases its queries as
+// soon as it can.
+constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
+static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
+static_assert(!LATE_WAIT || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
+static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
+
+// store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
+// are padding and become 0. The boxes of out_map have 16 rows. Those of row_map have one, for tiles that also hold rows
+// of others: those before first_row() and behind a packed sequence must not be written.
+template <int N>
+DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
+                       const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
+  constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
+  constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
+  const Sequence& s = work.sequence;
+  u32 own_thread = thread_of_team();
+  ptx::forget(own_thread);
+  const int thread = static_cast<int>(own_thread % WARP);
+  const int warp_rows = static_cast<int>(own_thread) / WARP * ROWS_OF_WARP, row = work.first_of_rows() + warp_rows;
+  const bool used[2] = {row + thread / 4 < s.len_q, row + thread / 4 + 8 < s.len_q};
+  const int from_row = thread % ROWS_OF_WARP, from_chunk = thread / ROWS_OF_WARP;
+  const u32 staged = staging + warp_rows * ROW_BYTES;
+#pragma unroll
+  for (int first_panel = 0; first_panel < PANELS_V; first_panel += STAGING_PANELS) {
+    ptx::bulk_wait_group_read<0>();  // wait until TMA has read what the buffer held before
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < STAGING_PANELS * PANEL / 16; block++) {
+      const int first = first_panel * (PANEL / 2) + block * 8;
+      if (first >= N) break;
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = first + 2 * i;
+        words[i] = used[i % 2] ? packed(Element(), out[e] * factor[i % 2], out[e + 1] * factor[i % 2]) : 0;
+      }
+      ptx::stmatrix_x4(staged + from_row * ROW_BYTES + block / 4 * PANEL_BYTES +
+                           ((2 * (block % 4) + from_chunk) ^ (from_row % CHUNKS)) * CHUNK,
+                       words[0], words[1], words[2], words[3]);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();
+    const int batch = batch_of(p, s);
+    const int first_row = work.first_row();
+    const bool whole = row >= first_row && (p.cu_seqlens_q == nullptr || row + ROWS_OF_WARP <= s.rows_q);
+    const int own_row = whole ? 0 : thread;
+    if (whole ? thread == 0 : thread < ROWS_OF_WARP && row + thread >= first_row && row + thread < s.rows_q) {
+      const ptx::TensorMap* map = whole ? out_map : row_map;
+#pragma unroll
+      for (int panel = 0; panel < STAGING_PANELS && first_panel + panel < PANELS_V; panel++) {
+        ptx::tma_store(map, staged + own_row * ROW_BYTES + panel * PANEL_BYTES, (first_panel + panel) * PANEL,
+                       static_cast<int>(s.row_q) + row + own_row, work.head, batch);
+      }
+    }
+    ptx::bulk_commit_group();
+  }
+}
+
+// attend() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
+// the next scores before the product of the last weights and values (FlashAttention-3, Algorithm 2), and the warpgroups
+// take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
+DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
+                   const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
+  const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
+  HiddenValues hidden(shared.seen);
+  // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
+  // for it.
+  float scale = static_cast<float>(p.softmax_scale);
+  if constexpr (SCALE_ONCE) ptx::keep(scale);
+  while (true) {
+    rings.work.wait();
+    // Read again from shared memory where it is needed: registers are scarce.
+    const GivenWork& work = shared.work[rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    if (HIDES_ANYWHERE && work.tile == NO_WORK) {
+      __syncwarp();
+      rings.work.release();
+      continue;
+    }
+    const Sequence& s = work.sequence;
+    const int strip = warpgroup + work.first_strip();
+    const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
+    const int row = first_row + warp_row() + fragment_row();
+    const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
+    const SlopeProduct<SLOPE_BY_PRODUCT> slope(scores.units, s, first_row);
+    hidden.begin(p, s, scores.mask, work.first_row());
+    auto softmax = softmax_of(scores);
+    // The thread's fragment of O (64, HEAD_DIM_V), and numbers of its two rows.
+    float out[HEAD_DIM_V / 2], rescale[2], inverse[2], lse[2];
+    u32 weights[BLOCK_N / 4];  // P (64, BLOCK_N) in 16 bits
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+
+    const float sink = p.sink == nullptr || work.part_of_keys() > 0 ? -infinity() : p.sink[work.head];
+    // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
+    // see.
+    const GivenBlocks all(work, work.keys);
+    GivenBlocks blocks = all;
+    if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
+    // pass_over() releases tiles of keys that this warpgroup does not see. It still takes its place in the order, and
+    // helps to clear hidden values.
+    const auto pass_over = [&](int from, int to) {
+      for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
+        rings.k.wait();
+        rings.k.release();
+        turns.take();
+        turns.pass();
+        hidden.clear(rings.v, block * BLOCK_N, false);
+        rings.v.wait();
+        rings.v.release();
+      }
+    };
+    // pass_turn() uses up a place in the order without a product. A warpgroup with keys takes one place more than it
+    // has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes
+    // this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for
+    // others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use
+    // behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
+    const auto pass_turn = [&](bool before_keys) {
+      const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
+      if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
+      turns.take();
+      turns.pass();
+    };
+    inverse[0] = inverse[1] = 0;
+    lse[0] = lse[1] = sink;
+    rings.q.wait();
+    pass_turn(true);
+    pass_over(all.next, blocks.done() ? all.end : blocks.next);
+    if (blocks.done()) {
+      pass_turn(false);
+      rings.q.release();
+    } else {
+      const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // The first HELD_STEPS steps of the queries are held in registers, because shared memory is busy.
+      u32 held[HELD_STEPS + 1][4];
+      const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
+#pragma unroll
+      for (int step = 0; step < HELD_STEPS; step++) {
+        ptx::ldmatrix_x4(held[step],
+                         own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
+      }
+      const bool careful = HIDES_ANYWHERE && work.careful;
+      FragmentBits bits;
+      bool last, next_masked;
+      // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
+      // the rooms of the softmax are found behind the second tile.
+      int unsettled = 0;
+      // needs_mask() tells whether the current tile of keys takes the masked way.
+      const auto needs_mask = [&] {
+        return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
+      const auto slots = [&]() -> const int (&)[BLOCKS_OF_ROW] {
+        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
+      };
+      // take() moves on to the next tile of keys; a recheck visits hidden ones as well.
+      const auto take = [&] {
+        blocks.take(rings.k, shared.entries, strip);
+        if constexpr (TEAMS > 1) blocks.hidden &= !careful;
+      };
+      // multiply() starts S = Q K^T, and ALiBi's step of it.
+      const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
+        u32 left[4];
+        slope.find_left(left, first_key, masked);
+        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
+            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
+      };
+      // tiles_left() counts the current tile of keys and those behind it.
+      const auto tiles_left = [&] {
+        if constexpr (HAS_BLOCK_MASK) return shared.lists[rings.work.stage].left;
+        return 1 + (FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next);
+      };
+      // settle() finds how far a row's maximum may grow before the row follows it; that is known behind the row's first
+      // weights.
+      const auto settle = [&] {
+        if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
+      };
+      // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
+      // tile.
+      UnitFragment::Random random;
+      const auto prepare = [&](int first_key, bool masked) {
+        if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
+        scores.draw_ahead(random, row, first_key);
+        if (masked) scores.find_visible(bits, row, first_key);
+        last = blocks.done();
+        if (!HAS_BLOCK_MASK && !last) {
+          blocks.take(rings.k, shared.entries, strip);
+          next_masked = needs_mask();
+        }
+      };
+      const auto release_keys = [&] {
+        // All lanes must have read the entries; with ping-pong the named barriers see to it.
+        if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();
+        rings.k.release();
+        if (EARLY_QUERIES && (TEAMS > 1 ? blocks.done() : last)) rings.q.release();
+      };
+      // bound() turns products into scores, -inf where hidden, and finds whether the rows' references must grow.
+      const auto bound = [&](float (&x)[BLOCK_N / 2], float (&shift)[2], int first_key, bool masked) {
+        if constexpr (HAS_BIAS_TILES) rings.bias.wait();
+        scores.apply(x, bits, row, first_key, masked, [&](float (&x)[BLOCK_N / 2], bool masked) {
+          if constexpr (HAS_BIAS_TILES) {
+            add_bias_tile(x, rings.bias.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row(), p.bias.row_stride == 0,
+                          masked);
+            __syncwarp();
+            rings.bias.release();
+          } else {
+            scores.add_bias(x, row, first_key, masked);
+          }
+        });
+        if constexpr (HAS_MASK_TILES) {
+          rings.mask.wait();
+          hide_by_mask_tile(x, rings.mask.buffer(), warpgroup * ROWS_OF_WARPGROUP + warp_row());
+          __syncwarp();
+          rings.mask.release();
+        }
+        if (masked && careful) hidden.find(x);
+        return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
+      };
+      const auto finish_values = [&] {
+        ptx::wgmma_wait_group<0>();
+        keep(out);
+      };
+      // step() is the main loop's body: it computes the scores of the next tile of keys while the tensor cores also
+      // multiply the last weights with their values, if there are any (`first`: there are none).
+      const auto step = [&](bool masked, bool first) {
+        float x[BLOCK_N / 2], shift[2] = {0, 0};  // S, then P: the thread's fragment of (64, BLOCK_N)
+        const int first_key = blocks.block * BLOCK_N;
+        // 1. Wait for the keys, and for this warpgroup's place in the order.
+        if (masked) scores.fetch(bits, slots());
+        if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
+        turns.take();
+        // 2. Start S = Q K^T of this tile.
+        multiply(x, first_key, masked);
+        // 3. Start O += P V of the tile before.
+        if (first) {
+          ptx::wgmma_fence();
+          ptx::wgmma_commit_group();  // an empty group, so that the waits below count the same
+        } else {
+          rings.v.wait();
+          add_product<BLOCK_N>(out, weights, rings.v.buffer());
+        }
+        // 4. Pass the order on; masks and random bits are prepared while the products are computed.
+        turns.pass();
+        prepare(first_key, masked);
+        slope.leave_out(shift, first_key, masked);
+        // 5. Wait for S, and release the keys.
+        ptx::wgmma_wait_group<1>();
+        keep(x);
+        release_keys();
+        // 6. Products become scores, and the rows' references follow.
+        if (masked) cap(softmax, x);
+        bool grown = bound(x, shift, first_key, masked);
+        // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
+        if constexpr (EARLY_POWERS > 0) {
+          // Some powers are computed while the product ends. They stand between branches, or the assembler would put
+          // them behind the wait.
+          softmax.weigh<0, EARLY_POWERS>(x, shift, rescale, masked);
+#pragma unroll
+          for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
+          if (grown) {
+            finish_values();
+            rescale_rows(out, rescale);
+          }
+          finish_values();
+          rings.v.release();
+          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
+          pack(weights, x);
+        } else {
+          // This branch also keeps the powers before the wait.
+          if (BOUNDED_SCORES && last) rings.q.release();
+          grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
+          scores.drop(x, random, row, first_key);
+          // This release is a branch because otherwise the wait would stand before powers and draws.
+          if (LATE_WAIT && last) rings.q.release();
+          finish_values();
+          if (!first) rings.v.release();
+          pack(weights, x);
+          if (grown) rescale_rows(out, rescale);
+        }
+        // 8. Values of hidden keys become 0.
+        if (masked) hidden.clear(rings.v, first_key, careful);
+      };
+
+      take();
+      // The outer loop runs once for each run of tiles of keys that the warpgroup sees; with two teams tiles between
+      // them may be hidden from it.
+      do {
+        while (blocks.hidden) {
+          release_keys();
+          hidden.clear(rings.v, blocks.block * BLOCK_N, false);
+          rings.v.wait();
+          rings.v.release();
+          if (blocks.done()) break;
+          take();
+        }
+        if (blocks.hidden) break;
+        if constexpr (COPIES < 3) {
+          next_masked = needs_mask();
+          bool first = true;
+          do {
+            if (COPIES == 1 || first || next_masked) {
+              step(COPIES == 2 || next_masked, first);
+            } else {
+              step(false, false);
+            }
+            if (first) settle();
+            first = false;
+            if (HAS_BLOCK_MASK && !last) {
+              take();
+              next_masked = needs_mask();
+            }
+          } while (!last);
+        } else {
+          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' rooms.
+          float x[BLOCK_N / 2], shift[2] = {0, 0};
+          const int first_key = blocks.block * BLOCK_N;
+          const bool masked = needs_mask();
+          if (masked) scores.fetch(bits, slots());
+          if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
+          turns.take();
+          multiply(x, first_key, masked);
+          turns.pass();
+          prepare(first_key, masked);
+          slope.leave_out(shift, first_key, masked);
+          ptx::wgmma_wait_group<0>();
+          keep(x);
+          release_keys();
+          cap(softmax, x);  // capped as if masked, so that it is the same code either way
+          bool grown = bound(x, shift, first_key, masked);
+          if (TEAMS > 1 && grown) rescale_rows(out, rescale);
+          if (BOUNDED_SCORES && last) rings.q.release();
+          if (FROM_LAST && masked) unsettled = 2;
+          softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
+          scores.drop(x, random, row, first_key);
+          pack(weights, x);
+          if (masked) hidden.clear(rings.v, first_key, careful);
+          // The other tiles of the run take step().
+          while (!last) {
+            if constexpr (HAS_BLOCK_MASK) {
+              take();
+              if (blocks.hidden) break;
+              next_masked = needs_mask();
+            }
+            if (next_masked) {
+              step(true, false);
+            } else {
+              // Plain tiles, the most common, have a loop of their own; where all tiles may be masked it is not worth
+              // the code.
+              do step(false, false);
+              while (!HIDES_ANYWHERE && !last && !next_masked);
+            }
+          }
+        }
+        // The last weights meet their values, and the sums are completed meanwhile.
+        rings.v.wait();
+        turns.take();
+        add_product<BLOCK_N>(out, weights, rings.v.buffer());
+        turns.pass();
+        if (!EARLY_QUERIES && !BOUNDED_SCORES && !LATE_WAIT) rings.q.release();
+        softmax.finish(sink, inverse, lse);
+        ptx::wgmma_wait_group<0>();
+        keep(out);
+        rings.v.release();
+      } while (TEAMS > 1 && blocks.hidden);
+      pass_over(blocks.end, all.end);
+      if (HIDES_ANYWHERE && !careful && HiddenValues::spoil(out, row, s.len_q)) {
+        shared.spoiled[rings.work.stage] = 1;
+      }
+    }
+
+    // The epilogue normalises O and writes it with lse, or this split's part of both.
+    rescale_kept(p, inverse);
+    if constexpr (SPLITS_KEYS) {
+      write_part(p, work, row, out, inverse, lse);
+    } else {
+      const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+      if constexpr (STAGING_PANELS > 0) {
+        store_rows(p, out_map, row_map, work, out, inverse, ptx::shared_address(&shared));
+      } else {
+        write_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v, out,
+                       inverse);
+      }
+      if (lane() % 4 < 2) {
+        const int i = row + 8 * (lane() % 4);
+        const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+        if (i >= work.first_row() && i < s.rows_q)
+          *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+      }
+    }
+    __syncwarp();
+    rings.work.release();
+  }
+  turns.finish();
+  // The block must not end before TMA has read its shared memory.
+  if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
+}
+
+// forward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
+extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    forward_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap q_map,
+                 const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                 const __grid_constant__ ptx::TensorMap bias_map, const __grid_constant__ ptx::TensorMap mask_map,
+                 const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap row_map) {
+  static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
+  VIEW_SHARED_STORAGE(all_shared);
+  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // each team has two of the producer warps
+  const Team team = {TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, behind < 0 ? is_alone() : behind / (2 * WARP), 0)};
+  SharedStorage& shared = (&all_shared)[team.number];
+  if (threadIdx.x == team.number * FIRST_ALONE) {
+    const int warps = threads_of_team() / WARP;
+    shared.work_barriers.init(warps + 1);
+    shared.q_barriers.init(warps);
+    shared.k_barriers.init(PAIR * warps);
+    shared.v_barriers.init(PAIR * warps);
+    if (PAIR > 1) shared.index_barriers.init(1);
+    shared.bias_barriers.init(warps);
+    if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
+    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
+    for (int& spoiled : shared.spoiled) spoiled = 0;
+    ptx::fence_mbarrier_init();
+  }
+  shared.numbers.fill();
+  if constexpr (PAIR == 1) {
+    __syncthreads();
+  } else {
+    sync_cluster();
+  }
+
+  const Rings rings(shared);
+  const int warpgroup = own_warpgroup();
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
+    if (threadIdx.x == first) Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map}.load_all();
+    if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
+  }
+  if (PAIR > 1) sync_cluster();  // the other block of the pair may still send to this one
+}

@@ -1,0 +1,331 @@
+// Score, mask and dropout of Hopper's forward kernel: ScoreFragment (fragment/score_fragment.cuh) with scores in units,
+// in the order in which the products leave time. What does not depend on the products, such as the bits of masks and
+// dropout, is found while they are computed. ALiBi without other options is computed by the tensor cores.
+#include "../../fragment/score_fragment.cuh"
+#include "../wgmma.cuh"
+
+// ---- ALiBi by tensor cores. On one side of the diagonal the term is slope * column, up to what depends on the row
+// alone. One more step of 16 in the product of queries and keys adds it, in place of one and a half instructions a
+// score.
+
+constexpr bool SLOPE_BY_PRODUCT = HAS_ALIBI && PLAIN_SCORES && NUM_OPTIONS == 1;
+
+// ColumnNumbers are the right factors: a column's number in three places of a row, for three parts of the slope. They
+// lie as atoms of wgmma without a swizzle. The second 8 places, whose left factors are 0, may be whatever is finite:
+// they are the next atom.
+template <bool ANY>
+struct ColumnNumbers {
+  static constexpr int ROWS = BLOCK_N + 8, PLACES = 8, PARTS = 3;
+  static_assert(BLOCK_N <= 256, "bfloat16 holds numbers of columns exactly");
+  static_assert(ROWS <= (CONSUMERS + 1) * WARPGROUP, "a thread fills one row at most");
+  alignas(ATOM_BYTES / 8) Element rows[ROWS][PLACES];
+
+  // fill() is called by all threads, before a barrier of the block.
+  DEVICE void fill() {
+    const int row = threadIdx.x;
+    if (row >= ROWS) return;
+#pragma unroll
+    for (int k = 0; k < PLACES; k++) rows[row][k] = from_accum<Element>(k < PARTS ? static_cast<float>(row) : 0);
+    ptx::fence_async_shared();
+  }
+  DEVICE u64 descriptor() const {
+    return ptx::wgmma_atoms_descriptor(ptx::shared_address(rows), 8 * sizeof(rows[0]), 8 * sizeof(rows[0]));
+  }
+};
+template <>
+struct ColumnNumbers<false> {
+  DEVICE void fill() {}
+};
+
+// SlopeProduct is the left factors: what a warpgroup needs of the slope for a tile of queries.
+template <bool ANY>
+struct SlopeProduct {
+  // From LARGEST on float16 cannot hold the parts of a slope in units.
+  static constexpr float LARGEST = 32768;
+  float slope;
+  int first_distance;  // distance of the warpgroup's first row from key 0
+  u32 parts;           // the parts of the slope: the thread's left factors for keys before the diagonal
+
+  template <class Units>
+  DEVICE SlopeProduct(const Units& units, const Sequence& s, int first_row)
+      : slope(units.slope), first_distance(first_row + s.diagonal()) {
+    const float high = to_accum(from_accum<Element>(slope)), rest = slope - high;
+    const float middle = to_accum(from_accum<Element>(rest));
+    const int place = fragment_column();
+    parts = place == 0 ? packed(Element(), high, middle) : place == 2 ? packed(Element(), rest - middle, 0) : 0;
+  }
+
+  // has_parts() is false where the slope is too large; then tiles are masked, which adds ALiBi element by element.
+  DEVICE bool has_parts() const { return fabsf(slope) < LARGEST; }
+
+  // find_left() finds the thread's left factors for a tile of keys: 0 if it is masked. They are ready before the
+  // products start.
+  DEVICE void find_left(u32 (&left)[4], int first_key, bool masked) const {
+    left[0] = left[1] = masked ? 0 : parts ^ (first_distance > first_key ? 0 : 0x80008000u);
+    left[2] = left[3] = 0;
+#pragma unroll
+    for (u32& word : left) ptx::keep(word);
+  }
+
+  // multiply() starts to add the columns' part of ALiBi to the products.
+  DEVICE void multiply(float (&x)[BLOCK_N / 2], const u32 (&left)[4], const ColumnNumbers<true>& numbers) const {
+    ptx::wgmma_rs<Element, 0>(x, left[0], left[1], left[2], left[3], numbers.descriptor(), true);
+  }
+
+  // leave_out() finds what the product leaves out of ALiBi in the thread's two rows: the part that depends on the row
+  // alone.
+  DEVICE void leave_out(float (&shift)[2], int first_key, bool masked) const {
+    const int first = first_distance - first_key;
+    const float side = first > 0 ? -slope : slope, distance = static_cast<float>(first + warp_row() + fragment_row());
+#pragma unroll
+    for (int r = 0; r < 2; r++) shift[r] = masked ? 0 : side * (distance + static_cast<float>(8 * r));
+  }
+};
+template <>
+struct SlopeProduct<false> {
+  template <class Units>
+  DEVICE SlopeProduct(const Units&, const Sequence&, int) {}
+  DEVICE bool has_parts() const { return true; }
+  DEVICE void find_left(u32 (&)[4], int, bool) const {}
+  DEVICE void multiply(float (&)[BLOCK_N / 2], const u32 (&)[4], const ColumnNumbers<false>&) const {}
+  DEVICE void leave_out(float (&)[2], int, bool) const {}
+};
+
+// ---- Fragments
+
+constexpr int WORD = WORD_BITS;                                 // columns in one word of bits
+constexpr int WORDS = (BLOCK_N + WORD - 1) / WORD;              // words in a row of the tile
+constexpr int ELEMENT_WORDS = (BLOCK_N / 2 + WORD - 1) / WORD;  // words for a thread's elements
+constexpr bool READS_MASK = HAS_MASK && !HAS_MASK_TILES;        // the mask is read by threads, from global memory
+static_assert(!READS_MASK || WORDS <= 4, "a lane of a quad has one word");
+// BLOCKS_OF_ROW is the number of 64-key blocks of a block mask's store that a tile of keys may touch: the tile begins
+// at a multiple of 32 keys in the first one.
+constexpr int BLOCKS_OF_ROW = HAS_BLOCK_MASK ? BLOCK_N / CANONICAL + (BLOCK_N % CANONICAL != 0) : 1;
+
+// ---- A mask in tiles that TMA loads, (BLOCK_M, MASK_ROW_BYTES): as wide as the swizzle, or with rows in different
+// banks.
+
+// hide_by_mask_tile() hides elements of a warp's fragment, whose first row in the tile is `warp_row`.
+DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
+  constexpr bool SWIZZLED = MASK_ROW_BYTES == ROW_BYTES;
+  const int row = fragment_row();
+  const u32 own = tile + (warp_row + row) * MASK_ROW_BYTES + (SWIZZLED ? row * 16 : 0) + fragment_column();
+#pragma unroll
+  for (int e = 0; e < BLOCK_N / 2; e += 2) {
+    const u32 chunk = column_offset(e) / 16 * 16;
+    const u32 pairs = (SWIZZLED ? own ^ chunk : own + chunk) + row_offset(e) * MASK_ROW_BYTES + column_offset(e) % 16;
+    const u32 pair = *static_cast<const unsigned short*>(__cvta_shared_to_generic(pairs));
+    x[e] = pair & 0xff ? x[e] : -infinity();
+    x[e + 1] = pair & 0xff00 ? x[e + 1] : -infinity();
+  }
+}
+
+// FragmentBits holds what does not depend on the products, so that it is found while they are computed.
+struct FragmentBits {
+  static constexpr bool HAS_VISIBLE = READS_MASK || HAS_BLOCK_MASK;
+  u32 visible[ELEMENT_WORDS];  // bit e tells whether element e is visible
+  u32 blocks[BLOCKS_OF_ROW];   // the bits of the thread's elements in each block of a block mask
+};
+
+// UnitScore: scores stand in units in the accumulators (16-bit inputs), score = unit * x. The unit comes with the
+// conversion to base 2, which saves a product for each score.
+struct UnitScore {
+  float unit, slope;  // the slope is in units, too
+  float factor;       // factor of a product q.k
+  float softcap;
+
+  // The constructor chooses the unit. A bias needs natural units: in others finfo.min would overflow.
+  DEVICE explicit UnitScore(const Score& score) : softcap(score.softcap) {
+    unit = HAS_BIAS ? 1 : HAS_SOFTCAP ? score.softcap : PLAIN_SCORES ? score.scale : 1;
+    if constexpr (HAS_ALIBI) slope = score.slope / unit;
+    factor = HAS_SOFTCAP ? score.scale / score.softcap : score.scale;
+  }
+
+  // of_product() is a score before bias and ALiBi. The error of tanh, 2^-11 of the score, is no larger than that of
+  // scores rounded to float16.
+  DEVICE float of_product(float product) const {
+    if constexpr (BOUNDED_SCORES) return product;
+    if constexpr (HAS_SOFTCAP) return ptx::tanh(product * factor) * (HAS_BIAS ? softcap : 1);
+    return PLAIN_SCORES ? product : product * factor;
+  }
+};
+
+// UnitFragment turns a warpgroup's products into scores in units, for one (sequence, query head).
+struct UnitFragment : ScoreFragment {
+  // p, s and head are kept because pointers and strides of bias and masks are computed anew for each tile: registers
+  // are scarce.
+  const AttentionParams& p;
+  const Sequence& s;
+  const int& head;
+  UnitScore units;
+
+  DEVICE UnitFragment(const AttentionParams& p, const Sequence& s, const int& head, float scale)
+      : ScoreFragment(p, s, head), p(p), s(s), head(head), units(with_scale(score, scale)) {}
+
+  // needs_mask() tells whether the current tile of keys has to be masked for queries [first_row, first_row + rows).
+  template <class AnyBlocks>
+  DEVICE bool needs_mask(const AnyBlocks& blocks, int first_row, int rows) const {
+    if constexpr (HAS_BLOCK_MASK) return blocks.masked;
+    const int first_key = blocks.block * BLOCK_N;
+    if (READS_MASK || !own_mask().columns_inside(first_row, rows, first_key, BLOCK_N)) return true;
+    // ALiBi is linear on one side of the diagonal, so only tiles that the diagonal crosses take it element by element.
+    const int nearest = first_row + s.diagonal() - (first_key + BLOCK_N - 1);
+    return HAS_ALIBI && nearest < 0 && nearest + rows + BLOCK_N - 2 > 0;
+  }
+
+  // fetch() starts to read the bits of the partial blocks of a block mask.
+  DEVICE void fetch(FragmentBits& bits, const int (&slots)[BLOCKS_OF_ROW]) const {
+    if constexpr (HAS_BLOCK_MASK) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_ROW; i++) {
+        const int slot = slots[i];
+        bits.blocks[i] = slot == VISIBLE_SLOT ? 0xffffffffu : 0;
+        if (slot >= 0) bits.blocks[i] = p.fragment_bits[static_cast<i64>(slot) * WARPGROUP + threadIdx.x % WARPGROUP];
+      }
+    }
+  }
+
+  // find_visible() finds the visible elements of a tile that needs its mask, after fetch().
+  DEVICE void find_visible(FragmentBits& bits, int row, int first_key) const {
+    if constexpr (FragmentBits::HAS_VISIBLE) find_visible(bits.visible, bits, row, first_key);
+  }
+
+  // apply() turns products into scores in units, -inf where hidden. add(x, masked) adds the bias.
+  template <class AddBias>
+  DEVICE void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key, bool masked,
+                    AddBias add) const {
+    const int column = first_key + fragment_column();
+    const UnitScore units = SCARCE ? UnitScore(Score(p, s, head)) : this->units;
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
+    if constexpr (HAS_BIAS) add(x, masked);
+    if (HAS_ALIBI && (!SLOPE_BY_PRODUCT || masked)) add_alibi(x, units.slope, row, first_key);
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Range range = columns(row + 8 * r, column);
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int j = column_offset(e + side);
+          bool hidden;
+          if constexpr (FragmentBits::HAS_VISIBLE) {
+            hidden = (bits.visible[(e + side) / WORD] >> (e + side) % WORD & 1) == 0;
+          } else {
+            hidden = (HAS_WINDOW && j < range.begin) || j >= range.end;
+          }
+          x[e + side] = hidden ? -infinity() : x[e + side];
+        }
+      }
+    }
+  }
+
+  // add_bias() adds a bias that TMA does not load, element by element.
+  DEVICE void add_bias(float (&x)[BLOCK_N / 2], int row, int first_key, bool masked) const {
+    const Score own_score(p, s, head);
+    const int column = first_key + fragment_column();
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      const float bias = own_score.bias_at(row + row_offset(e), column + column_offset(e));
+      x[e] = masked && bias == -infinity() ? bias : x[e] + bias;
+    }
+  }
+
+  // draw_ahead() draws dropout's random bits of the first EARLY_DRAWS groups of 16 keys while products are computed;
+  // drop() draws the others, and sets the dropped weights to 0.
+  using Random = RandomBits<false, BLOCK_N / 2, HAS_DROPOUT ? EARLY_DRAWS : 0>;
+  DEVICE void draw_ahead(Random& random, int row, int first_key) const {
+    if constexpr (HAS_DROPOUT && EARLY_DRAWS > 0) {
+      random.template draw_ahead<true>(own_dropout(), row, first_key + fragment_column());
+    }
+  }
+  DEVICE void drop(float (&weights)[BLOCK_N / 2], Random& random, int row, int first_key) const {
+    if constexpr (HAS_DROPOUT) random.drop(weights, own_dropout(), row, first_key + fragment_column());
+  }
+
+ private:
+  static DEVICE Score with_scale(Score score, float scale) {
+    score.scale = scale;
+    return score;
+  }
+
+  // SCARCE: registers are scarce, so nothing is held that can be computed anew.
+  static constexpr bool SCARCE = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
+
+  DEVICE Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
+  DEVICE Dropout own_dropout() const { return SCARCE ? Dropout(p, s, head) : dropout; }
+
+  using Range = Mask::Range;
+
+  // columns() is the range of keys that lengths and window leave to row i, counted from `column`.
+  DEVICE Range columns(int i, int column) const {
+    const Mask mask = own_mask();
+    const Range range = mask.columns(i);
+    return {range.begin - column, i < mask.len_q ? range.end - column : 0};
+  }
+
+  // below() is a word whose bits below n are set.
+  static DEVICE u32 below(int n) { return n <= 0 ? 0 : n >= WORD ? 0xffffffffu : (1u << n) - 1; }
+
+  DEVICE void find_visible(u32 (&of_elements)[ELEMENT_WORDS], const FragmentBits& bits, int row, int first_key) const {
+    const Mask own_mask(p, s, head);
+    bool by_rows = READS_MASK;
+    // (row, word): the visible columns of the thread's two rows, from the tile's first column on
+    u32 visible[2][WORDS];
+#pragma unroll
+    for (int word = 0; word < WORDS; word++) visible[0][word] = visible[1][word] = 0xffffffffu;
+    if constexpr (READS_MASK) {
+      u32 own[2] = {};
+      const int j = first_key + lane() % 4 * WORD;
+      if (lane() % 4 < WORDS) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) own[r] = own_mask.mask_word(row + 8 * r, j);
+      }
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) visible[r][word] = __shfl_sync(ALL_LANES, own[r], lane() / 4 * 4 + word);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Range range = columns(row + 8 * r, first_key);
+      if (range.begin <= 0 && range.end >= BLOCK_N) continue;
+      by_rows = true;
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) {
+        visible[r][word] &= below(range.end - word * WORD) & ~below(range.begin - word * WORD);
+      }
+    }
+    // A block of 64 columns has one word for a thread's elements, 32 columns have half of it.
+    const int skipped = BLOCK_N % CANONICAL == 0 ? 0 : first_key % CANONICAL / 2;
+#pragma unroll
+    for (int i = 0; i < ELEMENT_WORDS; i++) {
+      of_elements[i] = HAS_BLOCK_MASK ? bits.blocks[i] : 0xffffffffu;
+      if constexpr (HAS_BLOCK_MASK && BLOCK_N % CANONICAL != 0) {
+        of_elements[i] = __funnelshift_r(bits.blocks[i], i + 1 < BLOCKS_OF_ROW ? bits.blocks[i + 1] : 0, skipped);
+      }
+    }
+    if (!by_rows) return;
+    u32 seen[ELEMENT_WORDS] = {};
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e += 2) {
+      const u32 pair = visible[row_offset(e) / 8][column_offset(e) / WORD] >> fragment_column();
+      seen[e / WORD] |= (pair >> column_offset(e) % WORD & 3) << e % WORD;
+    }
+#pragma unroll
+    for (int i = 0; i < ELEMENT_WORDS; i++) of_elements[i] &= seen[i];
+  }
+
+  // add_alibi() subtracts slope * distance element by element.
+  DEVICE void add_alibi(float (&x)[BLOCK_N / 2], float slope, int row, int first_key) const {
+    const float distance = static_cast<float>(row + s.diagonal() - first_key);
+    const float column = static_cast<float>(fragment_column());
+#pragma unroll
+    for (int e = 0; e < BLOCK_N / 2; e++) {
+      const float offset = column + static_cast<float>(column_offset(e));
+      x[e] -= slope * fabsf(distance + static_cast<float>(row_offset(e)) - offset);
+    }
+  }
+};

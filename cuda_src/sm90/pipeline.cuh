@@ -1,0 +1,203 @@
+// How the warps of a persistent Hopper kernel work together: circular buffers in shared memory between the warp that
+// loads and the warpgroups that compute (CUTLASS's PipelineTmaAsync), the order in which warpgroups use the tensor
+// cores (ping-pong), and the scheduler that gives thread blocks their tiles. The forward kernels use all of it;
+// backward/schedule.cuh adds the backward kernels' scheduler.
+#include "../fragment/fragment.cuh"
+#include "../ptx/sm90.cuh"
+
+// sync_cluster() is a barrier of all threads of the cluster.
+DEVICE void sync_cluster() {
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+// wait_for() waits until the phase of this parity has ended.
+DEVICE void wait_for(u32 mbarrier, u32 parity) {
+  while (!ptx::mbarrier_try_wait(mbarrier, parity)) {
+  }
+}
+
+// RingBarriers are the mbarriers of a circular buffer: full[stage] ends a phase when a buffer is filled, empty[stage]
+// when all consumers have released it.
+template <int STAGES>
+struct RingBarriers {
+  u64 full[STAGES], empty[STAGES];
+
+  // Each consumer warp releases a buffer by itself, and each warp that writes one publishes it.
+  DEVICE void init(int consumer_warps, int producers = 1) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++) {
+      ptx::mbarrier_init(ptx::shared_address(&full[stage]), producers);
+      ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumer_warps);
+    }
+  }
+};
+
+// Ring is one side's position in a circular buffer of STAGES buffers of BYTES; both sides visit the buffers in the same
+// order. HURRIED: with two buffers the stage changes without a comparison, which helps where steps wait for it. BLOCKS:
+// so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
+template <int STAGES, u32 BYTES, bool HURRIED = false, u32 BLOCKS = 1>
+struct Ring {
+  static constexpr u32 SIZE = BYTES;
+  u32 buffers, full_barriers, empty_barriers;  // shared addresses of stage 0
+  u32 stage = 0, phase = 0;
+
+  DEVICE Ring(const void* data, const RingBarriers<STAGES>& barriers)
+      : buffers(ptx::shared_address(data)),
+        full_barriers(ptx::shared_address(barriers.full)),
+        empty_barriers(ptx::shared_address(barriers.empty)) {}
+
+  DEVICE u32 buffer() const { return buffers + stage * BYTES; }
+  DEVICE u32 full() const { return full_barriers + stage * 8; }
+
+  DEVICE void advance() {
+    if constexpr (HURRIED && STAGES == 2) {
+      phase ^= stage;
+      stage ^= 1;
+      return;
+    }
+    if constexpr (STAGES > 1) {
+      if (++stage < STAGES) return;
+      stage = 0;
+    }
+    phase ^= 1;
+  }
+
+  // follow() moves to where another ring stands that takes as many steps, if it has as many buffers: that is one
+  // position less to keep in registers.
+  template <int OTHER_STAGES, u32 OTHER_BYTES>
+  DEVICE void follow(const Ring<OTHER_STAGES, OTHER_BYTES>& other) {
+    if constexpr (OTHER_STAGES == STAGES) {
+      stage = other.stage;
+      phase = other.phase;
+    }
+  }
+
+  // move() makes this ring the other one, with addresses counted from `to` instead of `from`.
+  DEVICE void move(const Ring& other, u32 from, u32 to) {
+    buffers = to + (other.buffers - from);
+    full_barriers = to + (other.full_barriers - from);
+    empty_barriers = to + (other.empty_barriers - from);
+  }
+
+  // behind() is the position one step earlier.
+  DEVICE Ring behind() const {
+    Ring ring = *this;
+    ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
+    ring.phase = stage == 0 ? phase ^ 1 : phase;
+    return ring;
+  }
+  // following() is the position one step later.
+  DEVICE Ring following() const {
+    Ring next = *this;
+    next.advance();
+    return next;
+  }
+
+  // The producer's side: acquire() waits until the buffer is free, expect() announces its bytes, and publish() hands it
+  // over.
+  DEVICE void acquire() const { wait_for(empty_barriers + stage * 8, phase ^ 1); }
+  DEVICE void expect(u32 elsewhere = 0) const { ptx::mbarrier_arrive_expect(full(), BYTES + elsewhere); }
+  DEVICE void publish() {
+    ptx::mbarrier_arrive(full());
+    advance();
+  }
+
+  // publish_part() hands over what one of several warps wrote, for TMA or wgmma too.
+  DEVICE void publish_part() {
+    ptx::fence_async_shared();
+    publish_written();
+  }
+  // publish_written() does so for consumers that only use ordinary loads.
+  DEVICE void publish_written() {
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(full());
+    advance();
+  }
+
+  // The consumers' side: each warp waits until the buffer is full, and releases it.
+  DEVICE void wait() const { wait_for(full(), phase); }
+  DEVICE void release() {
+    if constexpr (BLOCKS == 1) {
+      if (lane() == 0) ptx::mbarrier_arrive(empty_barriers + stage * 8);
+    } else if (lane() < BLOCKS) {
+      ptx::mbarrier_arrive_cluster(ptx::cluster_address(empty_barriers + stage * 8, lane()));
+    }
+    advance();
+  }
+};
+
+// Turns is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so that
+// the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on named
+// barriers.
+struct Turns {
+  // Named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'.
+  static constexpr int FIRST_BARRIER = 1;
+  int own, next;
+
+  DEVICE Turns(int warpgroup)
+      : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
+    if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
+  }
+  // take() waits for this warpgroup's place in the order; pass() lets the next warpgroup go.
+  DEVICE void take() const {
+    if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
+  }
+  DEVICE void pass() const {
+    if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
+  }
+  // finish() takes the place in the order that is left over at the end.
+  DEVICE void finish() const {
+    if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
+  }
+};
+
+// num_images() is the number of batch_heads; packed sequences count as one.
+DEVICE u32 num_images(const AttentionParams& p) {
+  return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
+}
+
+// work_at() is the scheduler's map from an index to a tile of queries. Tiles of one head are neighbours, so that blocks
+// that run together share keys in L2. With a window, or with a block mask, which may be one, the last queries, whose
+// rows are the longest, come first. In the last heads they come first in all of these heads before the next tile, so
+// that blocks end together.
+DEVICE Work work_at(const AttentionParams& p, u32 index) {
+  const u32 num_tiles = p.num_tiles;
+  u32 tile = index % num_tiles, image = index / num_tiles;
+  if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
+    const u32 images = num_images(p), last_heads = images - min(p.heads_together, images);
+    if (image >= last_heads) {
+      const u32 place = index - last_heads * num_tiles, heads = images - last_heads;
+      tile = place / heads;
+      image = last_heads + place % heads;
+    }
+    tile = num_tiles - 1 - tile;
+  }
+  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, image);
+  return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};
+}
+
+// take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so
+// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out in
+// turn. Each of two teams has a counter of its own.
+DEVICE u32 take_ticket(const AttentionParams& p, int team = 0) {
+  return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter + team, 1u);
+}
+
+// index_of_ticket() is the index of the tile that a ticket stands for; `takers` thread blocks began with tiles 0 to
+// takers - 1.
+DEVICE u32 index_of_ticket(const AttentionParams& p, u32 ticket, u32 index, u32 total, u32 takers = gridDim.x,
+                           int team = 0) {
+  if (p.tile_counter == nullptr) return index + takers;
+  if (ticket + 1 == total) p.tile_counter[team] = 0;
+  return takers + ticket;
+}
+
+DEVICE u32 next_index(const AttentionParams& p, u32 index, u32 total, u32 takers = gridDim.x, int team = 0) {
+  return index_of_ticket(p, take_ticket(p, team), index, total, takers, team);
+}
+
+constexpr int WORK_STAGES = 2;
+using WorkRing = Ring<WORK_STAGES, sizeof(Work)>;
+constexpr int NO_TILE = -1;  // in place of a tile's number: there are no more tiles

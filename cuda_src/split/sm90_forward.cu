@@ -1,0 +1,335 @@
+// Forward attention in float32 on Hopper's float16 tensor cores: operands are sums of float16 parts with a factor for
+// each row (split/layout.cuh), with which products have float32's error, or with one part TF32's. The loop is that of
+// portable/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
+#include "../fragment/score_fragment.cuh"
+#include "../fragment/softmax_fragment.cuh"
+#include "../sm90/hidden_values.cuh"
+#include "factors.cuh"
+#include "layout.cuh"
+#include "sm90_products.cuh"
+
+// SplitSoftmax is the online softmax of scores and weights that stand with the factors of split rows.
+struct SplitSoftmax {
+  float to_base_2[2];  // factors that bring a score to base 2
+  float maximum[2], sum[2];
+  float unit[2];  // a power of two for row r of out: weights times the factors of their values are at most 2 units
+
+  DEVICE SplitSoftmax(float scale, const ScoreFactors& factors) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      // Times -inf it must not be NaN, so it is not 0.
+      to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);
+      maximum[r] = -infinity();
+      sum[r] = 0;
+      unit[r] = LOWEST_UNIT;
+    }
+  }
+
+  // step() does what OnlineSoftmax::step does.
+  DEVICE void step(float (&x)[BLOCK_N / 2], float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = maximum[r];
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) m = larger(m, larger(x[e], x[e + 1]));
+      m = max_of_row<4>(m);
+      const float reference = m == -infinity() ? 0 : m;
+      rescale[r] = ptx::ex2((maximum[r] - reference) * to_base_2[r]);
+      maximum[r] = m;
+      float row_sum = 0;
+#pragma unroll
+      for (int e = 2 * r; e < BLOCK_N / 2; e += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          float& w = x[e + side];
+          w = ptx::ex2((w - reference) * to_base_2[r]);
+          row_sum += w;
+        }
+      }
+      sum[r] = sum[r] * rescale[r] + row_sum;
+    }
+  }
+
+  // fold() multiplies weights by the factors of their values, and puts them into units (raise()), whose ratio goes into
+  // rescale.
+  DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
+    multiply_columns(x, value_factors, TOP);
+    raise(x, unit, rescale);
+  }
+
+  // finish() ends the rows: out[row r] * inverse[r] * unit[r] is the result.
+  DEVICE void finish(float scale, const ScoreFactors& factors, float sink, float (&inverse)[2], float (&lse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      finish_row(maximum[r] * factors.to_natural(scale, r), sum[r], sink, inverse[r], lse[r]);
+      inverse[r] *= 1 / (TOP * TOP);  // both weights and values stand TOP too high
+    }
+  }
+};
+
+constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
+// VALUES_BESIDE: the product with the values runs together with that of the next scores, where registers hold the sums
+// of both.
+constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
+constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
+// HOLDS_SCORES: what scores need is held in registers or, where these are scarce, made anew.
+constexpr bool HOLDS_SCORES = !(HAS_DROPOUT && HAS_BLOCK_MASK);
+constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
+
+// Factors are the factors of a tile's keys and values.
+struct Factors {
+  float keys[BLOCK_N], values[BLOCK_N];
+};
+
+struct SharedStorage {
+  alignas(1024) unsigned char q[QUERY_STAGES * ALL_Q_BYTES];  // (QUERY_STAGES, KEY_PARTS, PANELS, BLOCK_M, 64)
+  alignas(1024) unsigned char k[KEY_STAGES * ALL_K_BYTES];    // (KEY_STAGES, KEY_PARTS, PANELS, BLOCK_N, 64)
+  alignas(1024) unsigned char v[VALUE_STAGES * ALL_V_BYTES];  // (VALUE_STAGES, PARTS, PANELS_V, BLOCK_N, 64)
+  alignas(16) Factors factors[FACTOR_STAGES];
+  Work work[WORK_STAGES];
+  RingBarriers<WORK_STAGES> work_barriers;
+  RingBarriers<QUERY_STAGES> q_barriers;
+  RingBarriers<KEY_STAGES> k_barriers;
+  RingBarriers<VALUE_STAGES> v_barriers;
+  RingBarriers<FACTOR_STAGES> factor_barriers;
+  SeenKeys seen;
+};
+static_assert(BLOCK_M == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 queries");
+
+// Rings are one thread's positions in the circular buffers of the kernel.
+struct Rings {
+  WorkRing work;
+  Ring<QUERY_STAGES, ALL_Q_BYTES> q;
+  Ring<KEY_STAGES, ALL_K_BYTES> k;
+  Ring<VALUE_STAGES, ALL_V_BYTES> v;
+  Ring<FACTOR_STAGES, sizeof(Factors)> factors;
+
+  DEVICE explicit Rings(const SharedStorage& shared)
+      : work(shared.work, shared.work_barriers),
+        q(shared.q, shared.q_barriers),
+        k(shared.k, shared.k_barriers),
+        v(shared.v, shared.v_barriers),
+        factors(shared.factors, shared.factor_barriers) {}
+};
+
+// load_tiles() is the loading thread, which is its own scheduler.
+DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                       Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                       const ptx::TensorMap* v_map) {
+  const u32 total = p.num_tiles * num_images(p);
+  for (u32 index = blockIdx.x, next; index < total; index = next) {
+    next = next_index(p, index, total);
+    const Work work = work_at(p, index);
+    const Sequence& s = work.sequence;
+    if (work.tile * BLOCK_M >= s.rows_q) continue;
+    rings.work.acquire();
+    shared.work[rings.work.stage] = work;
+    rings.work.publish();
+
+    const int head_kv = work.head / group_size(p);
+    const int batch = batch_of(p, s);
+    const int image_q = batch * p.num_heads_q + work.head, image_kv = batch * p.num_heads_kv + head_kv;
+    const int row_q = split_row_q(p, s) + work.tile * BLOCK_M, row_k = split_row_k(p, s);
+    const auto load_keys = [&](int row) {
+      rings.factors.acquire();
+      rings.factors.expect();
+      const u32 buffer = rings.factors.buffer();
+      ptx::bulk_load(buffer, operands.k.factors_at(space, image_kv, row), FACTOR_BYTES, rings.factors.full());
+      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, image_kv, row), FACTOR_BYTES,
+                     rings.factors.full());
+      rings.factors.advance();
+      load(rings.k, k_map, row, image_kv);
+    };
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (blocks.done()) continue;
+    load_keys(row_k + blocks.block * BLOCK_N);
+    load(rings.q, q_map, row_q, image_q);
+    while (true) {
+      const int values = row_k + blocks.block * BLOCK_N;
+      blocks.advance();
+      const bool last = blocks.done();
+      if (!last) load_keys(row_k + blocks.block * BLOCK_N);
+      load(rings.v, v_map, values, image_kv);
+      if (last) break;
+    }
+  }
+  rings.work.acquire();
+  shared.work[rings.work.stage] = {{}, 0, NO_TILE};
+  rings.work.publish();
+}
+
+// attend() is a consumer warpgroup: it computes 64 rows of every tile.
+DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                   Rings rings, int warpgroup) {
+  const Turns turns(warpgroup);
+  HiddenValues hidden(shared.seen);
+  const float scale = static_cast<float>(p.softmax_scale);
+  while (true) {
+    rings.work.wait();
+    const Work& work = shared.work[rings.work.stage];
+    if (work.tile == NO_TILE) break;
+    const Sequence& s = work.sequence;
+    const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
+    const int row = first_row + warp_row() + fragment_row();
+    const ScoreFragment held(p, s, work.head);
+    const auto scores = [&] { return HOLDS_SCORES ? held : ScoreFragment(p, s, work.head); };
+    hidden.begin(p, s, held.mask);
+    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
+    const auto row_factor = [&](int r) {
+      const int inside = smaller(row + 8 * r, s.rows_q - 1);
+      return *operands.q.factors_at(space, batch * p.num_heads_q + work.head, split_row_q(p, s) + inside);
+    };
+    const ScoreFactors factors_of_rows(row_factor(0), row_factor(1));
+    SplitSoftmax softmax(scale, factors_of_rows);
+    // The thread's fragment of O (64, HEAD_DIM_V), of one panel's product, and numbers of its two rows.
+    float out[HEAD_DIM_V / 2], tile[PANEL / 2], rescale[2], inverse[2], lse[2];
+    SplitFragment<BLOCK_N> weights;
+#pragma unroll
+    for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
+
+    Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
+    if (!blocks.done()) {
+      const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
+      // All warpgroups have to agree on whether a tile is masked where they look for hidden keys together.
+      const auto needs_mask = [&] {
+        return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
+                              : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+      };
+      // weigh() leads from products to the weights of their values.
+      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
+        rings.factors.wait();
+        const Factors& factors = shared.factors[rings.factors.stage];
+        factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
+        FragmentOptions options;
+        scores().fetch(options, row, first_key);
+        scores().apply(x, p, row, first_key, masked, true, options);
+        if (masked) hidden.find(x);
+        softmax.step(x, factor);
+        ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again, because registers are scarce
+        softmax.fold(x, factors.values, factor);
+        __syncwarp();
+        rings.factors.release();
+      };
+      // add_product() adds the product of the last weights and their values, panel by panel; its first panel has been
+      // started.
+      const auto add_product = [&] {
+        ptx::wgmma_wait_group<0>();
+        keep(tile);
+        add_panel(out, tile, rescale, 0);
+#pragma unroll
+        for (int panel = 1; panel < PANELS_V; panel++) {
+          multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, panel);
+          ptx::wgmma_wait_group<0>();
+          keep(tile);
+          add_panel(out, tile, rescale, panel);
+        }
+        rings.v.release();
+      };
+      // step() is the main loop's body: it computes the next scores while the last weights are multiplied with their
+      // values.
+      const auto step = [&](bool masked) {
+        float x[BLOCK_N / 2], next_rescale[2];
+        SumApart<BLOCK_N> apart;
+        const int first_key = blocks.block * BLOCK_N;
+        blocks.advance();
+        rings.k.wait();
+        turns.take();
+        // 1. Start S = Q K^T.
+        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
+        if constexpr (!VALUES_BESIDE) {
+          ptx::wgmma_wait_group<0>();
+          finish_scores(x, apart);
+        }
+        rings.v.wait();
+        // 2. Start O += P V of the tile before, and pass the order on.
+        multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+        turns.pass();
+        // 3. Wait for S, and release the keys.
+        if constexpr (VALUES_BESIDE) {
+          ptx::wgmma_wait_group<1>();
+          finish_scores(x, apart);
+        }
+        rings.k.release();
+        if (blocks.done()) rings.q.release();
+        // 4. Scores become weights P.
+        weigh(x, first_key, masked, next_rescale);
+        // 5. Wait for O += P V of the tile before, and split P into parts.
+        add_product();
+        weights.set(x);
+        rescale[0] = next_rescale[0];
+        rescale[1] = next_rescale[1];
+        if (masked) hidden.clear(rings.v, first_key);
+      };
+
+      rings.q.wait();
+      {
+        float x[BLOCK_N / 2];
+        SumApart<BLOCK_N> apart;
+        const int first_key = blocks.block * BLOCK_N;
+        const bool masked = needs_mask();
+        blocks.advance();
+        rings.k.wait();
+        turns.take();
+        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
+        turns.pass();
+        ptx::wgmma_wait_group<0>();
+        finish_scores(x, apart);
+        rings.k.release();
+        if (blocks.done()) rings.q.release();
+        weigh(x, first_key, masked, rescale);
+        weights.set(x);
+        if (masked) hidden.clear(rings.v, first_key);
+      }
+      // The other tiles of keys take step(); then the last weights meet their values.
+      while (!blocks.done()) step(needs_mask());
+      rings.v.wait();
+      turns.take();
+      multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
+      turns.pass();
+      add_product();
+    }
+    const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
+    const ScoreFactors natural(row_factor(0), row_factor(1));
+    softmax.finish(scale, natural, sink, inverse, lse);
+
+    rescale_kept(p, inverse);
+    if (lane() % 4 < 2) {
+      const int i = row + 8 * (lane() % 4);
+      const float own = lane() % 4 == 0 ? lse[0] : lse[1];
+      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, work.head) = i < s.len_q ? own : -infinity();
+    }
+    write_wide_fragment(p.out.at(batch, s.row_q, work.head), p.out.row_stride, row, s.len_q, s.rows_q, p.head_dim_v,
+                        out, inverse, softmax.unit);
+    __syncwarp();
+    rings.work.release();
+  }
+  turns.finish();
+}
+
+// split_forward is persistent: each multiprocessor has one block, which takes tile after tile.
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    split_forward(const __grid_constant__ AttentionParams p, const __grid_constant__ SplitOperands operands, u8* space,
+                  const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                  const __grid_constant__ ptx::TensorMap v_map) {
+  VIEW_SHARED_STORAGE(shared);
+  if (threadIdx.x == 0) {
+    constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
+    shared.work_barriers.init(WARPS);
+    shared.q_barriers.init(WARPS);
+    shared.k_barriers.init(WARPS);
+    shared.v_barriers.init(WARPS);
+    shared.factor_barriers.init(WARPS);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const Rings rings(shared);
+  const int warpgroup = own_warpgroup();
+  if (warpgroup == CONSUMERS) {
+    ptx::set_registers_fewer<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);
+  } else {
+    ptx::set_registers_more<CONSUMER_REGISTERS>();
+    attend(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
+  }
+}

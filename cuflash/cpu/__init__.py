@@ -1,0 +1,1 @@
+"""The NumPy path: attention on the host, by tiles and threads."""

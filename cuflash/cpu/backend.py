@@ -1,0 +1,258 @@
+"""The CPU path: attention and its gradients tile by tile on all cores, in NumPy alone.
+
+A task of the forward pass writes a block of rows. Backward, a task writes dq of some rows of a few heads; its share of
+other sums is added in the order of the tasks, whatever the number of cores.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu.forward import forward_block
+from cuflash.cpu.gradients import Backward
+from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
+from cuflash.cpu.threads import InOrder, Workspace, run_tasks
+from cuflash.cpu.tiles import Block, Heads, Sequence, Tile, Tiling
+from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.operands import Operands
+
+Array = NDArray[Any]
+
+
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    """Write out and, if wanted, lse; any strides."""
+    tiling = Tiling(problem, operands, together=True)
+    if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
+        out[...] = 0
+        if lse is not None:
+            lse[...] = -np.inf
+    blocks = tiling.blocks()
+
+    def task(number: int, workspace: Workspace) -> None:
+        forward_block(tiling, blocks[number], workspace, out, lse)
+
+    run_tasks(len(blocks), task, tiling.num_tasks > 1)
+
+
+class Task(NamedTuple):
+    """Rows of some heads of one sequence."""
+
+    sequence: Sequence
+    heads: Heads
+    row: int
+    row_stop: int
+    is_last: bool  # no later task adds to the same dk and dv
+
+
+@dataclass
+class Share:
+    """What a task adds to sums over tasks."""
+
+    kv: dict[str, Array] = field(default_factory=dict)  # "k", "v": (KV heads, keys, dim)
+    heads: dict[str, Array] = field(default_factory=dict)  # "sink", "alibi_slopes": (query heads,)
+    bias: Array | None = None  # (query heads | 1, rows | 1, keys | 1), at least one of the last two 1
+
+
+def backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    grads: dict[str, Array],
+) -> None:
+    """Write the wanted gradients, those of bias and slopes of the full rank of `Operands`.
+
+    P is recomputed from lse: out and lse may come from a merge with other keys.
+    """
+    # Padding, keys that nobody sees, and sequences without rows.
+    for grad in grads.values():
+        grad[...] = 0
+    backward_call = Backward(Tiling(problem, operands), dout, out, lse, dlse, frozenset(grads))
+    main, panels = _split(problem, grads)
+    if main:
+        _Main(backward_call, main).run()
+    if panels is not None:
+        _bias_panels(backward_call, panels)
+
+
+def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
+    """The gradients of the main pass, and dbias if it needs its own: a full matrix, summed over batch or heads."""
+    shape = problem.bias
+    if shape is None or "bias" not in grads:
+        return grads, None
+    is_matrix = shape[2] > 1 and shape[3] > 1
+    is_summed = (shape[0] == 1 and problem.batch > 1) or (shape[1] == 1 and problem.num_heads_q > 1)
+    if not (is_matrix and is_summed):
+        return grads, None
+    return {name: grad for name, grad in grads.items() if name != "bias"}, grads["bias"]
+
+
+class _Main:
+    """The main pass."""
+
+    def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
+        self.call = call
+        self.tiling = call.tiling
+        self.tasks = self._tasks()
+        self.grads = grads
+        self.order = InOrder()
+        self.kv_sums: dict[str, Array] = {}
+        # Few numbers, sums of many.
+        self.head_sums: dict[str, Array] = {
+            name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
+        }
+        self.bias_sum: Array | None = None
+        if "bias" in grads and not self.bias_in_place:
+            self.bias_sum = np.zeros(grads["bias"].shape)
+
+    @property
+    def bias_in_place(self) -> bool:
+        """Whether each tile of dbias is written by one task only."""
+        shape = self.grads["bias"].shape
+        return shape[2] > 1 and shape[3] > 1
+
+    def _tasks(self) -> list[Task]:
+        tiling = self.tiling
+        head_blocks = tiling.head_blocks
+        parts = -(-tiling.num_tasks // max(1, len(tiling.sequences) * len(head_blocks)))
+        tasks = []
+        for sequence in tiling.sequences:
+            blocks = -(-sequence.rows // tiling.block_rows)
+            step = max(1, -(-blocks // parts)) * tiling.block_rows
+            for index, heads in enumerate(head_blocks):
+                is_last_of_kv = index + 1 == len(head_blocks) or head_blocks[index + 1].first_kv != heads.first_kv
+                for row in reversed(range(0, sequence.rows, step)):
+                    stop = min(row + step, sequence.rows)
+                    tasks.append(Task(sequence, heads, row, stop, is_last_of_kv and row == 0))
+        return tasks
+
+    @np.errstate(all="ignore")  # of the sums' casts
+    def run(self) -> None:
+        run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
+        for name, total in self.head_sums.items():
+            self.grads[name][...] = total
+        if self.bias_sum is not None:
+            self.grads["bias"][...] = self.bias_sum
+
+    def _task(self, number: int, workspace: Workspace) -> None:
+        task = self.tasks[number]
+        share = self._empty_share(task)
+        for row in range(task.row, task.row_stop, self.tiling.block_rows):
+            row_stop = min(row + self.tiling.block_rows, task.row_stop)
+            self._block(Block(task.sequence, task.heads, row, row_stop), share, workspace)
+        self.order.submit(number, functools.partial(self._add, task, share))
+
+    def _empty_share(self, task: Task) -> Share:
+        problem, heads, keys = self.tiling.problem, task.heads, task.sequence.keys
+        kv_heads, query_heads = heads.stop_kv - heads.first_kv, heads.stop - heads.first
+        share = Share(heads={name: np.zeros(query_heads) for name in self.head_sums})
+        for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
+            if name in self.grads:
+                share.kv[name] = np.zeros((kv_heads, keys, dim), problem.accum_dtype)
+        if self.bias_sum is not None:
+            sizes = query_heads, task.sequence.rows, keys
+            shape = tuple(1 if whole == 1 else size for whole, size in zip(self.bias_sum.shape[1:], sizes, strict=True))
+            share.bias = np.zeros(shape)
+        return share
+
+    def _block(self, block: Block, share: Share, workspace: Workspace) -> None:
+        tiling, heads = self.tiling, block.heads
+        rows = self.call.load(block, workspace)
+        if "sink" in share.heads:
+            weight = np.exp(sink_rows(tiling, block) - rows.lse)
+            if rows.norm is not None:
+                weight *= rows.norm
+            share.heads["sink"] -= by_query_head(weight * rows.delta, heads).sum(axis=1)
+        dq = np.zeros_like(rows.q)
+        for tile in tiling.tiles(block):
+            within = tile.rows_within(block)
+            found = self.call.gradients(tile, rows.part(within), workspace)
+            if found is None:
+                continue
+            if "v" in share.kv:
+                share.kv["v"][:, tile.keys] += found.p @ found.dout
+            if found.dproducts is not None:
+                if "k" in share.kv:
+                    share.kv["k"][:, tile.keys] += found.dproducts @ found.q
+                if "q" in self.grads:
+                    dq[:, within] += found.dproducts.swapaxes(1, 2) @ found.k
+            if found.ds is not None:
+                if "alibi_slopes" in share.heads and found.distance is not None:
+                    terms = split_heads(found.ds, heads) * found.distance
+                    share.heads["alibi_slopes"] -= terms.sum(axis=(1, 3)).ravel()
+                if "bias" in self.grads:
+                    self._bias_tile(tile, like_bias(found.ds, heads), share)
+        if "q" in self.grads:
+            dq *= tiling.problem.softmax_scale
+            own = tiling.of_sequence(self.grads["q"], block.sequence)[0]
+            own[block.rows, heads.query] = by_query_head(dq, heads).swapaxes(0, 1)
+
+    def _bias_tile(self, tile: Tile, ds: Array, share: Share) -> None:
+        if share.bias is None:
+            target = self.grads["bias"]
+            target[tile.place_in(target.shape)] = ds
+            return
+        summed = tuple(axis for axis in range(3) if share.bias.shape[axis] == 1)
+        rows = tile.block.rows if share.bias.shape[1] > 1 else slice(None)
+        keys = tile.keys if share.bias.shape[2] > 1 else slice(None)
+        share.bias[:, rows, keys] += ds.sum(axis=summed, keepdims=True)
+
+    def _add(self, task: Task, share: Share) -> None:
+        sequence, heads = task.sequence, task.heads
+        for name, part in share.kv.items():
+            # The tasks of one sequence and KV head follow each other.
+            if name in self.kv_sums:
+                self.kv_sums[name] += part
+            else:
+                self.kv_sums[name] = part
+            if task.is_last:
+                own = self.tiling.of_sequence(self.grads[name], sequence, is_kv=True)[0]
+                own[: sequence.keys, heads.kv] = self.kv_sums.pop(name).swapaxes(0, 1)
+        for name, part in share.heads.items():
+            total = self.head_sums[name]
+            if total.ndim == 2:
+                total = total[sequence.batch if len(total) > 1 else 0]
+            total[heads.query] += part
+        if self.bias_sum is not None and share.bias is not None:
+            whole = Tile(Block(sequence, heads, 0, sequence.rows), 0, sequence.keys, False)
+            self.bias_sum[whole.place_in(self.bias_sum.shape)] += share.bias
+
+
+def _bias_panels(call: Backward, target: Array) -> None:
+    """dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
+    tiling = call.tiling
+    step = tiling.block_rows
+    panels = [
+        (batch, head, row)
+        for batch in range(target.shape[0])
+        for head in range(target.shape[1])
+        for row in range(0, target.shape[2], step)
+    ]
+
+    def task(number: int, workspace: Workspace) -> None:
+        batch, head, row = panels[number]
+        panel = np.zeros((min(step, target.shape[2] - row), target.shape[3]), tiling.problem.accum_dtype)
+        sequences = tiling.sequences if len(target) == 1 else tiling.sequences[batch : batch + 1]
+        kv_head = head // tiling.problem.group_size
+        all_heads = tiling.head_blocks if target.shape[1] == 1 else [Heads(head, head + 1, kv_head, kv_head + 1)]
+        for sequence in sequences:
+            for heads in all_heads:
+                block = Block(sequence, heads, row, min(row + step, sequence.rows))
+                if block.row >= block.row_stop:
+                    continue
+                rows = call.load(block, workspace)
+                for tile in tiling.tiles(block):
+                    found = call.gradients(tile, rows.part(tile.rows_within(block)), workspace)
+                    if found is not None and found.ds is not None:
+                        within = slice(tile.block.row - row, tile.block.row_stop - row)
+                        panel[within, tile.keys] += like_bias(found.ds, heads).sum(axis=0)
+        target[batch, head, row : row + len(panel)] = panel
+
+    run_tasks(len(panels), task, tiling.num_tasks > 1)

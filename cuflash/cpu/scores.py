@@ -1,0 +1,323 @@
+"""The scores of a tile on the CPU: products, softcap, bias, ALiBi, what is visible, and what dropout keeps.
+
+Scores lie in memory as (KV heads, keys, query heads of each * rows): one matrix product for each KV head. Everything
+per head, row or key broadcasts against `split_heads` of them. Sequences that are computed together have their KV heads
+(and query heads) one behind the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu.threads import Workspace
+from cuflash.cpu.tiles import Block, Heads, Tile, Tiling
+
+if TYPE_CHECKING:
+    from cuflash.masks.block_mask import BlockMask
+
+Array = NDArray[Any]
+# NumPy's loops begin anew for every key: it takes several at once where rows of scores are shorter than this.
+WIDTH = 64
+# What is lower than every score but -inf.
+LOWEST = {dtype: np.finfo(dtype).min for dtype in ("float32", "float64")}
+
+# What of a tile is visible, as bool to go with `split_heads`; True if all of it, None if nothing.
+Visible = Array | Literal[True] | None
+
+
+class Cut(NamedTuple):
+    """What causal and a window leave of a tile."""
+
+    visible: Visible  # (1, keys, 1, rows)
+    rows: slice  # where something is hidden
+    keep: Array  # of these rows, as integers of the scores' size: all bits set where visible
+    fill: Array  # likewise: the bits of -inf where hidden
+
+
+class Scores(NamedTuple):
+    """The scores of a tile and what their gradient needs, in scratch memory."""
+
+    scores: Array  # (KV heads, keys, query heads of each * rows)
+    visible: Array | None  # bool, broadcasts to the view `split_heads`; None if everything is
+    cut: Cut | None  # where `visible` comes from, if from causal and the window alone
+    tanh: Array | None  # like scores
+    distance: Array | None  # (keys, 1, rows)
+
+
+def widen(x: Array) -> Array:
+    """16-bit numbers as float32, others as they are (possibly a view)."""
+    if x.dtype == np.float16:
+        return _widen_float16(x)
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def _widen_float16(x: Array) -> Array:
+    """``x.astype(float32)`` in half the time."""
+    bits = x.view(np.int16).astype(np.int32)  # the sign bit fills the upper half
+    bits <<= 13  # exponent and mantissa are in place, the sign still is
+    bits &= np.uint32(0x8FFFE000).view(np.int32)
+    wide = bits.view(np.float32)
+    wide *= np.float32(2.0 ** (127 - 15))  # between the exponents' biases; subnormals come out right
+    # inf and NaN have the exponent of 2^16, which no number has.
+    is_finite = wide.size == 0 or (wide.max() < 2.0**16 and wide.min() > -(2.0**16))
+    return wide if is_finite else x.astype(np.float32)
+
+
+def split_heads(x: Array, heads: Heads) -> Array:
+    """(KV heads, keys, query heads of each * rows) as a view (KV heads, keys, query heads of each, rows)."""
+    group = heads.counts[1]
+    return x.reshape(*x.shape[:2], group, x.shape[2] // group)
+
+
+def by_kv_head(x: Array, heads: Heads) -> Array:
+    """(query heads, rows, ...) as (KV heads, query heads of each * rows, ...)."""
+    group = heads.counts[1]
+    return x.reshape(len(x) // group, group * x.shape[1], *x.shape[2:])
+
+
+def by_query_head(x: Array, heads: Heads) -> Array:
+    """The inverse of `by_kv_head`."""
+    group = heads.counts[1]
+    return x.reshape(len(x) * group, x.shape[1] // group, *x.shape[2:])
+
+
+def like_scores(x: Array, tile: Tile) -> Array:
+    """(sequences | 1, query heads | 1, rows | 1, keys | 1) in the order of `split_heads`."""
+    kv_heads, group = tile.block.heads.counts
+    count = tile.block.sequence.alike
+    if x.shape[:2] == (1, 1):
+        count = kv_heads = group = 1
+    elif count > 1:
+        x = np.broadcast_to(x, (count, kv_heads * group, *x.shape[2:]))
+    elif x.shape[1] == 1:
+        kv_heads = group = 1
+    return np.ascontiguousarray(x).reshape(count * kv_heads, group, *x.shape[2:]).transpose(0, 3, 1, 2)
+
+
+def like_bias(x: Array, heads: Heads) -> Array:
+    """Scores as (query heads, rows, keys)."""
+    view = split_heads(x, heads).transpose(0, 2, 3, 1)
+    return view.reshape(-1, *view.shape[2:])
+
+
+def column_sums(scores: Array) -> Array:
+    """The sum over keys of (KV heads, keys, query heads of each * rows)."""
+    # As a product: faster, and more exact, than NumPy's sum over this axis.
+    return np.matmul(_ones(scores.shape[1], scores.dtype), scores)[:, 0]
+
+
+@functools.lru_cache(maxsize=16)
+def _ones(count: int, dtype: np.dtype[Any]) -> Array:
+    return np.ones((1, count), dtype)
+
+
+def column_tops(scores: Array) -> Array:
+    """The largest over keys of (KV heads, keys, query heads of each * rows)."""
+    heads, keys, columns = scores.shape
+    if columns == 1 or columns >= WIDTH or heads * keys < WIDTH:
+        return np.maximum.reduce(scores, axis=1)
+    tops = scores if keys > 1 else scores.copy()
+    beside = WIDTH // columns
+    if keys >= 2 * beside:
+        whole = keys // beside * beside
+        # So many keys are one row of a view.
+        tops = np.maximum.reduce(scores[:, :whole].reshape(heads, -1, beside * columns), axis=1)
+        tops = tops.reshape(heads, beside, columns)
+        np.maximum(tops, scores[:, keys - beside :], out=tops)
+    while (keys := tops.shape[1]) > 1:
+        half = -(-keys // 2)
+        tops = np.maximum(tops[:, :half], tops[:, keys - half :])
+    return tops[:, 0]
+
+
+def subtract_tops(scores: Array, tops: Array) -> None:
+    """Subtract (KV heads, columns) from the scores of every key, in place."""
+    heads, keys, columns = scores.shape
+    beside = WIDTH // columns
+    if columns > 1 and keys >= 8 * beside > 8:
+        whole = keys // beside * beside
+        wide = scores[:, :whole].reshape(heads, -1, beside * columns)
+        wide -= np.tile(tops, (1, beside))[:, None]
+        scores = scores[:, whole:]
+    scores -= tops[:, None]
+
+
+def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
+    """Replace hidden elements, NaN and inf too, by 0, in place."""
+    # On the bits: NumPy's selections take ten times as long.
+    bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
+    np.multiply(bits, visible, out=bits)
+
+
+def hide(scores: Array, visible: Array, heads: Heads) -> None:
+    """Replace hidden elements, NaN and inf too, by -inf, in place."""
+    zero_hidden(scores, visible, heads)
+    bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
+    bits |= _infinities(visible, scores.dtype)
+
+
+def hide_cut(scores: Array, cut: Cut, heads: Heads) -> None:
+    """`hide`, where causal and a window alone do."""
+    bits = split_heads(scores, heads)[..., cut.rows].view(cut.keep.dtype)
+    bits &= cut.keep
+    bits |= cut.fill
+
+
+def _infinities(visible: Array, dtype: np.dtype[Any]) -> Array:
+    """The bits of -inf where hidden, else 0."""
+    hidden = visible.astype(f"i{dtype.itemsize}")
+    hidden -= 1  # all bits set where hidden
+    hidden &= np.array(-np.inf, dtype).view(hidden.dtype)
+    return hidden
+
+
+def without_rows(x: Array, keep: Any) -> Array:
+    """x (..., rows, dim), copied where rows become 0, as `keep` is False."""
+    if keep.all():
+        return x
+    x = x.copy()
+    x[~np.broadcast_to(keep, x.shape[:-1])] = 0
+    return x
+
+
+def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
+    """The block's rows of an array like q, wide, as (KV heads, query heads of each * rows, dim)."""
+    own = tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query]
+    rows = np.ascontiguousarray(widen(own).swapaxes(1, 2))
+    return by_kv_head(rows.reshape(-1, *rows.shape[2:]), block.heads)
+
+
+def load_columns(tiling: Tiling, x: Array, block: Block) -> Array:
+    """The block's rows of an array like q, wide and transposed: (KV heads, dim, query heads of each * rows).
+
+    Possibly a view, and then with sequences before KV heads as in `load_keys`.
+    """
+    own = widen(tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query])
+    alike, rows, heads, dim = own.shape
+    group = block.heads.counts[1]
+    by_head = own.reshape(alike, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
+    columns = by_head.reshape(alike, heads // group, group * rows, dim).swapaxes(2, 3)
+    if group * rows >= WIDTH:  # for few a copy costs more than it gains
+        columns = np.ascontiguousarray(columns)
+    return columns[0] if alike == 1 else columns
+
+
+def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
+    """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view.
+
+    Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
+    """
+    own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[:, tile.keys, tile.block.heads.kv]
+    keys = widen(own).swapaxes(1, 2)
+    return keys[0] if len(keys) == 1 else keys
+
+
+def like_keys(x: Array, keys: Array) -> Array:
+    """(KV heads, ...) with the leading axes that `load_keys` gives."""
+    return x if keys.ndim == 3 else x.reshape(*keys.shape[:2], *x.shape[1:])
+
+
+def sink_rows(tiling: Tiling, block: Block) -> Array:
+    """The sink of each row's head, (KV heads, query heads of each * rows)."""
+    sink: Any = tiling.operands.sink
+    of_heads = np.tile(sink[block.heads.query], block.sequence.alike)
+    return by_kv_head(np.repeat(of_heads[:, None], block.row_stop - block.row, axis=1), block.heads)
+
+
+def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
+    """The scores of a tile, of which hidden ones hold anything; None if all are hidden.
+
+    k is what `load_keys` gives; q (KV heads, head_dim, query heads of each * rows), or as `load_columns` gives it.
+    """
+    p, o, heads = tiling.problem, tiling.operands, tile.block.heads
+    bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
+    visible, cut = _visible(tiling, tile, bias, workspace)
+    if visible is None:
+        return None
+    num_keys = k.shape[-2]
+    scores = workspace.array("scores", (*k.shape[:-1], q.shape[-1]), p.accum_dtype)
+    np.matmul(k, q, out=scores)
+    scores = scores.reshape(-1, *scores.shape[-2:])
+    scores *= p.softmax_scale
+    tanh: Array | None = None
+    distance: Array | None = None
+    if p.softcap:
+        tanh = workspace.array("tanh", scores.shape, p.accum_dtype)
+        np.multiply(scores, 1 / p.softcap, out=tanh)
+        np.tanh(tanh, out=tanh)
+        np.multiply(tanh, p.softcap, out=scores)
+    if bias is not None:
+        view = split_heads(scores, heads)
+        view += like_scores(widen(bias), tile)
+    if o.alibi_slopes is not None:
+        view = split_heads(scores, heads)
+        distance = workspace.array("distance", (num_keys, 1, view.shape[3]), p.accum_dtype)
+        aligned = np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
+        np.subtract(aligned, np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
+        np.abs(distance, out=distance)
+        sequence = tile.block.sequence
+        slopes = o.alibi_slopes[sequence.batches if len(o.alibi_slopes) > 1 else slice(None), heads.query]
+        if len(slopes) < sequence.alike:
+            slopes = np.tile(slopes, (sequence.alike, 1))
+        penalty = workspace.array("penalty", view.shape, p.accum_dtype)
+        np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
+        view -= penalty
+    return Scores(scores, None if visible is True else visible, cut, tanh, distance)
+
+
+def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:
+    left, right = tiling.problem.window_left, tiling.problem.window_right
+    num_keys, num_rows = tile.key_stop - tile.key, tile.block.row_stop - tile.block.row
+    offset = tile.block.row + tile.block.sequence.diagonal - tile.key
+
+    def make() -> Cut:
+        aligned, keys = np.arange(num_rows) + offset, np.arange(num_keys)[:, None]
+        visible = np.ones((num_keys, num_rows), bool)
+        reach = abs(offset) + num_rows + num_keys  # a wider window hides nothing here, but may overflow an int64
+        if left is not None:
+            visible &= keys >= aligned - min(left, reach)
+        if right is not None:
+            visible &= keys <= aligned + min(right, reach)
+        cut_rows = np.flatnonzero(~visible.all(axis=0))
+        rows = slice(int(cut_rows[0]), int(cut_rows[-1]) + 1) if len(cut_rows) else slice(0, 0)
+        visible = visible[None, :, None]
+        own = visible[..., rows]
+        fill = _infinities(own, np.dtype(tiling.problem.accum_dtype))
+        shown: Visible = True if visible.all() else visible if visible.any() else None
+        return Cut(shown, rows, -own.astype(fill.dtype), fill)
+
+    return workspace.remember((offset, num_keys, num_rows), make)
+
+
+def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspace) -> tuple[Visible, Cut | None]:
+    o, heads = tiling.operands, tile.block.heads
+    cut = _cut(tiling, tile, workspace) if tile.is_cut else None
+    if cut is not None and cut.visible is None:
+        return None, None
+    parts: list[Array] = []
+    if o.mask is not None:
+        parts.append(like_scores(o.mask[tile.place_in(o.mask.shape)], tile))
+    if bias is not None:
+        is_score = bias != -np.inf
+        if not is_score.all():
+            parts.append(like_scores(is_score, tile))
+    if o.block_mask is not None:
+        rows = tile.block.row, tile.block.row_stop
+        block_mask = cast("BlockMask", o.block_mask)
+        shown = block_mask.tile_visible(tile.block.sequence.batch, heads.first, *rows, tile.key, tile.key_stop)
+        if shown is None:
+            return None, None
+        if isinstance(shown, np.ndarray):
+            parts.append(like_scores(shown[None, None], tile))
+    if not parts:
+        return (True, None) if cut is None else (cut.visible, cut)
+    if cut is not None and isinstance(cut.visible, np.ndarray):
+        parts.append(cut.visible)
+    visible = np.ascontiguousarray(functools.reduce(np.logical_and, parts))
+    if visible.all():
+        return True, None
+    return visible if visible.any() else None, None

@@ -1,0 +1,326 @@
+"""One call of the CPU path cut into tiles, whatever the number of cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.masks.store import CANONICAL, HIDDEN
+from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.operands import Operands
+
+if TYPE_CHECKING:
+    from cuflash.masks.block_mask import BlockMask
+
+Array = NDArray[Any]
+
+# A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
+BLOCK_ROWS = 768
+BLOCK_KEYS = 768
+# Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this, those of 16 bits,
+# which are copied to be widened, no more than so many.
+TILE_NUMBERS, TILE_COPIED_NUMBERS = 1 << 20, 1 << 18
+# Of tiles that causal or a window cuts: they take only rows that see some of their keys.
+CUT_KEYS = 192
+# Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
+MIN_TASKS = 32
+# ... or each with less to do than so many multiply-adds: about a millisecond, in which a thread has paid for its start.
+TASK_WORK = 1 << 25
+# A number of k or v takes as long to come from memory as a product with so many queries.
+READ_WORK = 12
+# Products with fewer columns of scores take as long as one with so many.
+FEW_COLUMNS = 32
+# Layouts of calls that are kept, by their problems.
+_MOST_LAYOUTS = 64
+
+
+class Sequence(NamedTuple):
+    """One sequence: its place in the arrays, and how many rows and keys are real.
+
+    Several that are alike, one behind the other in the batch, may be one: their heads are computed together.
+    """
+
+    batch: int
+    first_row: int
+    first_key: int
+    rows: int
+    keys: int
+    alike: int = 1  # how many these are
+
+    @property
+    def batches(self) -> slice:
+        """The place of all of them in the batch."""
+        return slice(self.batch, self.batch + self.alike)
+
+    @property
+    def diagonal(self) -> int:
+        """Row i is aligned to key ``i + diagonal``."""
+        return self.keys - self.rows
+
+
+class Heads(NamedTuple):
+    """Query heads, whole groups or a part of one, and the KV heads that they read."""
+
+    first: int
+    stop: int
+    first_kv: int
+    stop_kv: int
+
+    @property
+    def query(self) -> slice:
+        """The query heads."""
+        return slice(self.first, self.stop)
+
+    @property
+    def kv(self) -> slice:
+        """The KV heads."""
+        return slice(self.first_kv, self.stop_kv)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """KV heads, and query heads of each."""
+        kv_heads = self.stop_kv - self.first_kv
+        return kv_heads, (self.stop - self.first) // kv_heads
+
+
+class Block(NamedTuple):
+    """A block of query rows of some heads."""
+
+    sequence: Sequence
+    heads: Heads
+    row: int
+    row_stop: int
+
+    @property
+    def rows(self) -> slice:
+        """The rows, local to the sequence."""
+        return slice(self.row, self.row_stop)
+
+
+class Tile(NamedTuple):
+    """Keys, and the rows of a block that may see them."""
+
+    block: Block
+    key: int
+    key_stop: int
+    is_cut: bool  # whether causal or a window hides some element
+
+    @property
+    def keys(self) -> slice:
+        """The keys, local to the sequence."""
+        return slice(self.key, self.key_stop)
+
+    def rows_within(self, whole: Block) -> slice:
+        """Where the tile's rows are among those of the block that it was cut from."""
+        if self.block is whole:
+            return slice(None)  # with several heads the rows of each follow each other
+        return slice(self.block.row - whole.row, self.block.row_stop - whole.row)
+
+    def place_in(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Its index in an array of shape (batch | 1, query heads | 1, rows | 1, keys | 1)."""
+        own = self.block.sequence.batches, self.block.heads.query, self.block.rows, self.keys
+        return tuple([index if size > 1 else slice(None) for index, size in zip(own, shape, strict=True)])
+
+
+class Layout(NamedTuple):
+    """How a call is cut into blocks: by its sizes alone, so that bits do not depend on the number of cores."""
+
+    sequences: list[Sequence]
+    num_tasks: int  # as many as are worth it
+    block_rows: int
+    head_blocks: list[Heads]  # the heads that are computed together
+
+
+def _lay_out(
+    problem: AttentionProblem, sequences: list[Sequence], heads_differ: bool = False, together: bool = False
+) -> Layout:
+    """The layout of sequences that may share blocks (`together`) or not; heads with own tiles share none."""
+    p = problem
+    rows = max((sequence.rows for sequence in sequences), default=0)
+    keys = max(1, max((sequence.keys for sequence in sequences), default=0))
+    num_tasks = _num_tasks(p, sequences)
+    block_rows = BLOCK_ROWS
+    if p.block_mask:
+        block_rows = CANONICAL  # tiles follow the mask's own blocks
+    elif sum(-(-sequence.rows // BLOCK_ROWS) for sequence in sequences) * p.num_heads_q < MIN_TASKS:
+        block_rows = BLOCK_ROWS // 2
+    columns = max(1, min(rows, BLOCK_ROWS))
+    keys = min(keys, _most_keys(p, columns, 1))
+    fitting = min(BLOCK_ROWS * BLOCK_KEYS // (columns * keys), p.group_size * max(1, _most_rows(p) // keys))
+    if rows > CUT_KEYS and (p.window_left is not None or p.window_right is not None):
+        fitting = 1  # only a head by itself leaves out of a cut tile the rows that see nothing of it
+    row_blocks = sum(-(-sequence.rows // block_rows) for sequence in sequences)
+    # A group of few columns stays whole: its keys are read once.
+    least = max(1, min(p.group_size, -(-FEW_COLUMNS // columns), fitting))
+    share = 1 if heads_differ else max(least, min(fitting, row_blocks * p.num_heads_q // num_tasks))
+    head_blocks = _head_blocks(p, share)
+    if together and len(head_blocks) == 1 and rows <= block_rows:
+        count = share // p.num_heads_q
+        firsts = sequences[::count]
+        sequences = [first._replace(alike=min(count, p.batch - first.batch)) for first in firsts]
+    return Layout(sequences, num_tasks, block_rows, head_blocks)
+
+
+def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
+    products = sum(sequence.rows * sequence.keys for sequence in sequences) * p.num_heads_q
+    reads = sum(sequence.keys for sequence in sequences) * p.num_heads_kv
+    work = (products + READ_WORK * reads) * (p.head_dim + p.head_dim_v)
+    return max(1, min(MIN_TASKS, work // TASK_WORK))
+
+
+def _most_rows(p: AttentionProblem) -> int:
+    """Rows of k or v that are as many numbers as a tile may have."""
+    numbers = TILE_COPIED_NUMBERS if p.dtype in ("float16", "bfloat16") else TILE_NUMBERS
+    return max(1, numbers // max(p.head_dim, p.head_dim_v))
+
+
+def _most_keys(p: AttentionProblem, columns: int, kv_heads: int) -> int:
+    """Keys of a tile with so many columns of scores: more than usual where queries are few."""
+    return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // (2 * columns), _most_rows(p) // kv_heads))
+
+
+def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
+    """Whole groups or parts of one, of `size` query heads at most."""
+    group = p.group_size
+    if size >= group:
+        groups = size // group
+        starts = range(0, p.num_heads_kv, groups)
+        spans = [(kv, min(kv + groups, p.num_heads_kv)) for kv in starts]
+        return [Heads(kv * group, stop * group, kv, stop) for kv, stop in spans]
+    return [
+        Heads(first, min(first + size, (kv + 1) * group), kv, kv + 1)
+        for kv in range(p.num_heads_kv)
+        for first in range(kv * group, (kv + 1) * group, size)
+    ]
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
+    """Where every sequence is the whole array."""
+    sequences = [Sequence(batch, 0, 0, problem.seqlen_q, problem.seqlen_k) for batch in range(problem.batch)]
+    return _lay_out(problem, sequences, together=together)
+
+
+class Tiling:
+    """The tiles of a problem; `together` lets sequences share blocks."""
+
+    def __init__(self, problem: AttentionProblem, operands: Operands, together: bool = False) -> None:
+        self.problem = problem
+        self.operands = operands
+        if problem.packed or problem.q_lengths or problem.kv_lengths or problem.block_mask:
+            mask = operands.block_mask
+            layout = _lay_out(problem, self._sequences(), mask is not None and mask.shape[1] > 1)
+        else:
+            layout = _layout_of_whole(problem, together)
+        self.sequences, self.num_tasks, self.block_rows, self.head_blocks = layout
+
+    def _sequences(self) -> list[Sequence]:
+        """Every sequence of the batch, clamped to the arrays."""
+        p, o = self.problem, self.operands
+        if p.packed:
+            starts_q, sizes_q = _packed(o.cu_seqlens_q, p.seqlen_q)
+            starts_k, sizes_k = _packed(o.cu_seqlens_k, p.seqlen_k)
+        else:
+            starts_q = starts_k = [0] * p.batch
+            sizes_q, sizes_k = [p.seqlen_q] * p.batch, [p.seqlen_k] * p.batch
+        rows, keys = _used(o.q_lengths, sizes_q), _used(o.kv_lengths, sizes_k)
+        if p.packed:
+            self._check_cover(max(rows, default=0), max(keys, default=0))
+        return [Sequence(*fields) for fields in zip(range(p.batch), starts_q, starts_k, rows, keys, strict=True)]
+
+    def _check_cover(self, rows: int, keys: int) -> None:
+        extras = {name: getattr(self.operands, name) for name in ("bias", "mask", "block_mask")}
+        for name, x in extras.items():
+            broadcast = 0 if name == "block_mask" else 1  # a size that fits any sequence
+            if x is not None and any(broadcast != x.shape[2 + i] < need for i, need in enumerate((rows, keys))):
+                raise ValueError(
+                    f"{name}: expected (..., rows, columns) of at least ({rows}, {keys}), or 1 where it broadcasts, "
+                    f"to cover the longest sequence, got {tuple(x.shape)}"
+                )
+
+    def blocks(self) -> list[Block]:
+        """Blocks of real rows; the last, which see most keys when causal, come first."""
+        return [
+            Block(sequence, heads, row, min(row + self.block_rows, sequence.rows))
+            for sequence in self.sequences
+            for heads in self.head_blocks
+            for row in reversed(range(0, sequence.rows, self.block_rows))
+        ]
+
+    def tiles(self, block: Block) -> Iterator[Tile]:
+        """The tiles that a block visits, by ascending keys."""
+        p, sequence = self.problem, block.sequence
+        first, last = block.row + sequence.diagonal, block.row_stop - 1 + sequence.diagonal
+        start, stop = 0, sequence.keys
+        # Between these every row sees every key.
+        full_start, full_stop = start, stop
+        if p.window_left is not None:
+            start, full_start = max(0, first - p.window_left), max(0, last - p.window_left)
+        if p.window_right is not None:
+            stop, full_stop = min(stop, last + p.window_right + 1), min(stop, first + p.window_right + 1)
+        if (start, stop) == (full_start, full_stop):
+            spans = [(start, stop, False)]
+        elif full_stop - full_start < CUT_KEYS:
+            spans = [(start, stop, True)]
+        else:
+            spans = [(start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)]
+        heads = block.heads
+        columns = (block.row_stop - block.row) * (heads.stop - heads.first) * sequence.alike
+        most_keys = _most_keys(p, columns, (heads.stop_kv - heads.first_kv) * sequence.alike)
+        for span_start, span_stop, is_cut in spans:
+            step = CUT_KEYS if is_cut else most_keys
+            for run_start, run_stop in self._unmasked_runs(block, span_start, span_stop):
+                for key in range(run_start, run_stop, step):
+                    key_stop = min(key + step, run_stop)
+                    yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
+
+    def _seeing_rows(self, block: Block, key: int, key_stop: int) -> Block:
+        if (block.heads.stop - block.heads.first) * block.sequence.alike > 1:
+            return block
+        p, diagonal = self.problem, block.sequence.diagonal
+        row, row_stop = block.row, block.row_stop
+        if p.window_right is not None:
+            row = max(row, key - p.window_right - diagonal)
+        if p.window_left is not None:
+            row_stop = min(row_stop, key_stop + p.window_left - diagonal)
+        return block if (row, row_stop) == (block.row, block.row_stop) else block._replace(row=row, row_stop=row_stop)
+
+    def _unmasked_runs(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The parts of a key range that the block mask does not hide from the whole block."""
+        if start >= stop:
+            return
+        block_mask = cast("BlockMask | None", self.operands.block_mask)
+        if block_mask is None:
+            yield start, stop
+            return
+        slots = block_mask.arrays(np)[0]
+        batch = block.sequence.batch if slots.shape[0] > 1 else 0
+        head = block.heads.first if slots.shape[1] > 1 else 0
+        first = start // CANONICAL
+        is_used = slots[batch, head, block.row // CANONICAL, first : -(-stop // CANONICAL)] != HIDDEN
+        edges = np.flatnonzero(np.diff(is_used, prepend=False, append=False)) + first
+        for run_first, run_stop in edges.reshape(-1, 2).tolist():
+            yield max(start, run_first * CANONICAL), min(stop, run_stop * CANONICAL)
+
+    def of_sequence(self, x: Array, sequence: Sequence, is_kv: bool = False) -> Array:
+        """An array like q (or k) from a sequence's first row (or key) on: (sequences, rows, heads, dim)."""
+        if not self.problem.packed:
+            return x[sequence.batches]
+        return x[None, sequence.first_key :] if is_kv else x[None, sequence.first_row :]
+
+    def lse_of_sequence(self, lse: Array, sequence: Sequence) -> Array:
+        """An array like lse from a sequence's first row on: (sequences, heads, rows)."""
+        return lse[None, :, sequence.first_row :] if self.problem.packed else lse[sequence.batches]
+
+
+def _packed(cu_seqlens: Any, total: int) -> tuple[list[int], list[int]]:
+    edges = np.clip(cu_seqlens.astype(np.int64), 0, total)
+    return edges[:-1].tolist(), np.maximum(np.diff(edges), 0).tolist()
+
+
+def _used(lengths: Array | None, sizes: list[int]) -> list[int]:
+    return sizes if lengths is None else np.clip(lengths, 0, sizes).tolist()

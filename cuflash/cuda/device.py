@@ -1,0 +1,224 @@
+"""A GPU under CuPy: kernels are loaded and launched here and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from cuflash.cuda.compile import OPTIONS
+from cuflash.cuda.driver import driver, encode_tensor_map
+from cuflash.cuda.source import Constants, source_of
+from cuflash.kept import Kept, kept
+
+Array = Any
+# The option of files whose path says that they use wgmma.
+_NEEDS_WGMMA, _OWN_ARCH = "sm90", ("-arch=sm_90a",)
+# Before, NVRTC takes CuPy's -arch beside ours for an error.
+OWN_ARCH_SINCE = (12, 9)
+# Set for tests: Hopper takes the kernels of other GPUs.
+WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
+_DEFAULT_SMEM_BYTES = 48 * 1024
+# CUlaunchAttributeID, and the first driver that captures such a launch.
+_PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
+# CUstreamCaptureMode: allocations do not end a capture.
+_RELAXED = 2
+
+
+class LoadedKernel:
+    """A loaded entry; the tests have theirs on the CPU."""
+
+    def __init__(self, cupy: Any, index: int, function: Any) -> None:
+        self._cupy, self._index, self._function = cupy, index, function
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
+        """Launch it; `shared_mem` is dynamic, in bytes."""
+        self._function(grid, block, args, shared_mem=shared_mem)
+
+    def bound(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        sizes: Sequence[int],
+        smem_bytes: int,
+        begins_early: bool = False,
+    ) -> Callable[[int, int], None]:
+        """Its launch with arguments of these sizes: call it with the address of their addresses, and a stream."""
+        driver = self._cupy.cuda.driver
+        launch: Callable[..., Any] = driver.launchKernel
+        shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
+        if begins_early and self._cupy.cuda.runtime.driverGetVersion() >= _EARLY_SINCE:
+            shape, launch = (), _early_launch(shape, driver.CUDADriverError)
+
+        def enqueue(arguments: int, stream: int) -> None:
+            try:
+                launch(*shape, stream, arguments, 0)
+            except driver.CUDADriverError:
+                if driver.ctxGetCurrent():
+                    raise
+                _begin_thread(self._cupy, self._index)
+                launch(*shape, stream, arguments, 0)
+
+        return enqueue
+
+
+class Device:
+    """One GPU under CuPy; the tests have theirs on the CPU."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.namespace = cupy  # the array module
+        self.index = index
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.name: str = properties["name"].decode()
+        self.num_sms: int = properties["multiProcessorCount"]
+        self.smem_limit: int = properties["sharedMemPerBlockOptin"]  # bytes that one thread block may use
+        self.capability: tuple[int, int] = (properties["major"], properties["minor"])
+        self.has_wgmma = (  # runs the kernels of cuda_src/sm90
+            self.capability == (9, 0)
+            and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
+            and not os.environ.get(WITHOUT_WGMMA)
+        )
+        # cupy.empty, quicker: of shape, dtype, and memory of `scratch` if it is to lie there.
+        self.empty: Callable[..., Array] = cupy.ndarray
+        self._alloc = cupy.cuda.alloc
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
+
+    def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
+        """Describe an array for TMA: `params.encode_tensor_map`."""
+        if not self.namespace.cuda.driver.ctxGetCurrent():
+            _begin_thread(self.namespace, self.index)
+        return encode_tensor_map(address, *description, once=once)
+
+    def load(self, source: str, entry: str, smem_bytes: int, options: tuple[str, ...] = ()) -> LoadedKernel:
+        """Compile `source`, or take it from a cache, and return its entry for the current device."""
+        cupy = self.namespace
+        try:
+            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
+        if smem_bytes > _DEFAULT_SMEM_BYTES:
+            kernel.max_dynamic_shared_size_bytes = smem_bytes
+        return LoadedKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
+
+    def scratch(self, size: int) -> tuple[int, Any]:
+        """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
+        memory = self._alloc(size)
+        return memory.ptr, memory
+
+    def lasting(self, size: int) -> tuple[int, Any]:
+        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
+        cuda = self.namespace.cuda
+        mode = ctypes.c_int(_RELAXED)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            memory = cuda.MemoryPointer(cuda.Memory(size), 0)
+        finally:
+            driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        return memory.ptr, memory
+
+    def pointer(self, x: Array) -> int:
+        """Address of an array's first element."""
+        return x.data.ptr
+
+    def is_current(self) -> bool:
+        """Whether it is the current device."""
+        return self._current_device() == self.index
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return self._current_stream(self.index).ptr
+
+    def capture(self, stream: int) -> int:
+        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
+        # The legacy default stream is never captured.
+        return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, and behind it the one attribute that it points to."""
+
+    _fields_ = (
+        ("shape", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+        ("attribute", ctypes.c_uint64 * 9),
+    )
+
+
+def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[[int, int, int], None]:
+    """`driver.launchKernel` behind its shape, of a kernel that begins early."""
+    launch = driver().cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+
+    @kept
+    def config(stream: int) -> tuple[int, Any]:
+        made = _LaunchConfig(shape[1:], stream, None, 1, (_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
+        made.attributes = ctypes.addressof(made) + _LaunchConfig.attribute.offset
+        return ctypes.addressof(made), made
+
+    def enqueue(stream: int, arguments: int, _: int) -> None:
+        status = launch(config(stream)[0], shape[0], arguments, None)
+        if status:
+            raise failure(status)
+
+    return enqueue
+
+
+def _begin_thread(cupy: Any, index: int) -> None:
+    """Give a new thread what calls of the driver want: a current context."""
+    cupy.cuda.runtime.setDevice(index)
+    cupy.cuda.runtime.memGetInfo()  # makes it
+
+
+def _capture_of(stream: int) -> int:
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    nothing = ctypes.c_void_p()
+    error = driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
+    )
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: error {error}")
+    return number.value if status.value else 0
+
+
+_device = cache(Device)
+
+
+def device_of(x: Array) -> Device:
+    """The device of an array."""
+    return _device(x.data.device_id)
+
+
+def get(
+    paths: str,
+    function: str,
+    constants: Constants,
+    device: Device | None = None,
+    smem_bytes: int = 0,
+    generated: Mapping[str, str] | None = None,
+) -> LoadedKernel:
+    """A function of some files of cuda_src, loaded once per process and device (the current GPU).
+
+    `paths`, `constants` and `generated` are those of `source_of`; `smem_bytes` is the dynamic shared memory of a block.
+    """
+    if device is None:
+        import cupy
+
+        device = _device(cupy.cuda.runtime.getDevice())
+    key = (paths, function, tuple(constants.items()), device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        own_arch = _OWN_ARCH if _NEEDS_WGMMA in paths else ()
+        source = source_of(paths, constants, generated or {})
+        kernel = _kernels[key] = device.load(source, function, smem_bytes, own_arch)
+    return kernel
+
+
+_kernels: Kept[Any, LoadedKernel] = Kept()

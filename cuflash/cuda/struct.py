@@ -1,0 +1,49 @@
+"""A C++ struct that the host packs: described once, as a NumPy dtype and as the text of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Member(NamedTuple):
+    """One member of a struct."""
+
+    name: str
+    cpp_type: str
+    dtype: Any  # of the same size and alignment
+    comment: str = ""  # C++ shows it behind the member
+
+
+class Struct:
+    """A struct of a kernel's source, and the dtype with which the host fills it.
+
+    A source includes ``"NAME.members"`` in the struct's braces, where functions may follow, and behind them
+    ``"NAME.layout"``, which asserts on the device that every member lies where the dtype has it.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member]) -> None:
+        self.name = name
+        self._members = tuple(members)
+        self.dtype = np.dtype([(member.name, member.dtype) for member in members], align=True)
+
+    def offset(self, member: str) -> int:
+        """Where a member begins, in bytes."""
+        assert self.dtype.fields is not None
+        return int(self.dtype.fields[member][1])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The generated headers, by the names under which sources include them."""
+        members = [
+            f"  {member.cpp_type} {member.name};" + (f"  // {member.comment}" if member.comment else "")
+            for member in self._members
+        ]
+        layout = [
+            f'static_assert(OFFSET_OF({self.name}, {member.name}) == {self.offset(member.name)}, "{member.name}");'
+            for member in self._members
+        ]
+        layout.append(f'static_assert(sizeof({self.name}) == {self.dtype.itemsize}, "{self.name}");')
+        return {f"{self.name}.members": "\n".join(members), f"{self.name}.layout": "\n".join(layout)}

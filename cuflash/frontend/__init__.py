@@ -1,0 +1,1 @@
+"""Arrays of any library in, results of the caller's kind out."""

@@ -1,0 +1,239 @@
+"""One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import forks, interop
+from cuflash.frontend.metadata import Repeat, remember
+from cuflash.kept import Kept
+from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.gradients import check_grads, check_like
+from cuflash.problem.make import make_problem
+from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
+from cuflash.problem.options import OPTION_NAMES, Options
+from cuflash.problem.overlap import check_target
+
+Gradients = tuple[Any, ...]
+
+_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
+
+
+class _Checked(NamedTuple):
+    """What the checks found for one combination of metadata."""
+
+    problem: AttentionProblem
+    library: interop.Library
+    is_repeatable: bool  # by the arguments' addresses alone
+
+
+# Only metadata is checked, so once: a repeated call costs one look-up.
+_checked: Kept[Any, _Checked] = Kept()
+
+
+class Call:
+    """The checked arguments of one call; `keywords` are the options of `problem.Options` that were given."""
+
+    __slots__ = ("_is_repeatable", "_options", "_own", "inputs", "library", "operands", "problem")
+
+    def __init__(
+        self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
+    ) -> None:
+        inputs = {"q": q, "k": k, "v": v}
+        library = None
+        if cu_seqlens is not None:
+            inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
+        self.inputs = _arrays(inputs, keywords)
+        if not interop.are_own(self.inputs.values()):
+            library, self.inputs = _adopt(self.inputs)
+            inputs = {name: self.inputs[name] for name in inputs}
+            keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
+        key = (
+            tuple([_signature(x) for x in inputs.values()]),
+            tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
+        )
+        checked = _checked.get(key)
+        if checked is None:
+            checked = _check(inputs, keywords)
+            _checked[key] = checked
+        self.problem = checked.problem
+        self.library = library or checked.library
+        self.operands = make_operands(checked.problem, self.inputs, Options(**keywords))
+        self._is_repeatable = checked.is_repeatable
+        self._own = inputs
+        self._options = {name: self.inputs[name] for name in keywords if name in self.inputs}
+
+    def adopt(self, name: str, x: Any) -> Array | None:
+        """A further argument, checked to be of the same library and device."""
+        if x is None:
+            if name == "dlse":
+                return None
+            raise TypeError(f"{name}: expected an array, got None")
+        if interop.is_beside(self.library, x, self.inputs["q"]):
+            return x
+        return interop.adopt_all(self.library, {name: x}, beside=self.inputs["q"])[name]
+
+    def release(self, x: Array) -> Any:
+        """`x` as an array of the caller's library."""
+        return self.library.release(x)
+
+    def forward(
+        self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
+    ) -> tuple[Any, Array | None]:
+        """The result as the caller's kind of array, and lse if it is wanted; by `metadata` the call is known again."""
+        problem, q = self.problem, self.inputs["q"]
+        with interop.on_stream_of(self.library, q):
+            if out is None:
+                target = self._empty(problem.out_shape, q.dtype)
+            else:
+                target = self._target("out", out, problem.out_shape, self.inputs)
+            lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
+            recording = self._backend.forward(problem, self.operands, target, lse)
+            if metadata is not None and self._is_repeatable and recording is not None:
+                given = {} if out is None else {"out": target}
+                arguments = {**self._own, **given, **self._options}
+                _remember(metadata, recording.repeat(arguments, {"out": target, "lse": lse}, given))
+            return (self.release(target) if out is None else out), lse
+
+    def backward(
+        self,
+        dout: Array | None,
+        forward_out: Array | None,
+        lse: Array | None,
+        dlse: Array | None,
+        out: Sequence[Any] | None,
+        grads: Sequence[str] | None,
+        metadata: Metadata | None = None,
+    ) -> Gradients:
+        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
+        problem = self.problem
+        for name, x in (("dout", dout), ("out", forward_out)):
+            check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
+        for name, x in (("lse", lse), ("dlse", dlse)):
+            if x is not None:
+                check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
+        wanted = check_grads(grads, problem)
+        names = ("q", "k", "v", *problem.extra_grads)
+        given = _check_outs(out, names, wanted)
+        inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
+        with interop.on_stream_of(self.library, self.inputs["q"]):
+            targets: dict[str, Array] = {}
+            for name in names:
+                if name not in wanted:
+                    continue
+                like = self.inputs[name]
+                if given[name] is None:
+                    targets[name] = self._empty(like.shape, like.dtype)
+                else:
+                    targets[name] = self._target(f"out, d{name}", given[name], like.shape, inputs, like.dtype.name)
+                    inputs[f"d{name}"] = targets[name]
+            rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
+            full = {name: to_full_rank(name, x) for name, x in targets.items()}
+            recording = self._backend.backward(problem, self.operands, *rows, lse, dlse, full)
+            are_as_given = rows[0] is dout and rows[1] is forward_out
+            if metadata is not None and self._is_repeatable and are_as_given and recording is not None:
+                asked = {f"d{name}": x for name, x in given.items()}
+                arguments = {"dout": dout, "out": forward_out, "lse": lse, "dlse": dlse, **self._own, **asked}
+                arguments = {name: x for name, x in arguments.items() if x is not None} | self._options
+                results = {f"d{name}": targets.get(name) for name in names}
+                _remember(metadata, recording.repeat(arguments, results, asked))
+            return tuple(
+                None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
+                for name in names
+            )
+
+    @property
+    def _backend(self) -> ModuleType:
+        return _backend_of(isinstance(self.inputs["q"], np.ndarray))
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
+
+    def _target(
+        self, name: str, out: Any, shape: tuple[int, ...], inputs: dict[str, Array | None], dtype: str | None = None
+    ) -> Array:
+        if self.library.name == "jax":  # CuPy would write them
+            raise ValueError(f"{name}: expected None, as JAX's arrays are immutable, got an array")
+        target = self.adopt(name, out)
+        check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
+        check_target(name, target, inputs)
+        return target
+
+
+def _remember(metadata: Metadata, repeat: Repeat | None) -> None:
+    if repeat is not None:
+        remember(metadata, repeat)
+
+
+@cache
+def _backend_of(on_cpu: bool) -> ModuleType:
+    with forks.LOCK:  # a child cannot end an import that another thread of its parent began
+        return import_module("cuflash.cpu.backend" if on_cpu else "cuflash.gpu.backend")
+
+
+def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
+    if _ARRAY_OPTION_SET.isdisjoint(keywords):
+        return inputs
+    arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
+    seed = keywords.get("dropout_seed")
+    if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
+        arrays["dropout_seed"] = seed
+    return arrays
+
+
+def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in arrays and arrays[name] is None:
+            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+    library = interop.library_of("q", arrays["q"])
+    return library, interop.adopt_all(library, arrays)
+
+
+def _signature(x: Any) -> tuple[Any, ...]:
+    """Everything about an argument that the checks look at, as a dictionary key."""
+    kind = type(x)
+    if isinstance(x, np.ndarray):
+        return kind, x.shape, x.strides, x.dtype
+    if kind.__module__ == "cupy":
+        return kind, x.shape, x.strides, x.dtype, x.data.device_id
+    if kind is bool or kind is float or x is None:
+        return kind, x
+    if hasattr(x, "serial"):  # a BlockMask
+        return kind, x.serial
+    # The text tells (1, 0) from (1.0, False).
+    return kind, getattr(x, "shape", None) or repr(x)
+
+
+def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
+    unknown = keywords.keys() - OPTION_NAMES
+    if unknown:
+        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+    library, arrays = _adopt(_arrays(inputs, keywords))
+    problem = make_problem(arrays, Options(**keywords))
+    # Of an array that is copied the address is not all there is to know.
+    are_as_given = {"bias", "mask", "dropout_seed"}
+    is_repeatable = all(name in are_as_given or with_contiguous_rows(x) is x for name, x in arrays.items())
+    return _Checked(problem, library, is_repeatable)
+
+
+def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
+    """The given targets by name, None where one is to be allocated."""
+    if out is None:
+        return dict.fromkeys(names)
+    if not isinstance(out, (tuple, list)):
+        raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
+    if len(out) not in (3, len(names)):
+        forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
+        raise ValueError(f"out: expected {forms}, got {len(out)} entries")
+    given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
+    for name, x in given.items():
+        if x is not None and name not in wanted:
+            raise ValueError(f"out, d{name}: expected None, as grads does not name {name}, got {type(x).__name__}")
+    return given

@@ -1,0 +1,82 @@
+"""A call known again by its metadata, so that its launches are repeated without checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from cuflash.kept import Kept
+from cuflash.problem.attention_problem import Array
+from cuflash.problem.checks import MAX_SEED
+from cuflash.problem.operands import Metadata
+
+
+class _HasAddresses(Protocol):
+    def pointer(self, x: Array) -> int: ...
+
+
+# A call again, by its metadata: its results; None, and nothing is done, where the launches do not fit.
+Repeat = Callable[[Metadata], "list[Array | None] | None"]
+
+# The tests' device, whose arrays are NumPy's.
+host_device: _HasAddresses | None = None
+_VALUES = (bool, int, float, str, type(None))
+
+
+def metadata_of(
+    what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
+) -> Metadata | None:
+    """None if the call, of kind `what`, cannot be repeated by addresses alone.
+
+    These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
+    """
+    key, addresses, extras = [what], [], []
+    seed, block_mask = None, None
+    for name, x in keywords.items():
+        kind = type(x)
+        if name == "dropout_seed" and (kind is int or isinstance(x, np.integer)):
+            if not 0 <= x <= MAX_SEED:
+                return None
+            seed = int(x)
+            key += (name, kind)
+        elif kind in _VALUES or isinstance(x, np.generic):
+            key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
+        elif kind is tuple:
+            key += (name, repr(x))
+        elif name == "block_mask" and hasattr(x, "serial"):
+            block_mask = x
+            key += (name, x.serial)
+        else:
+            key.append(name)
+            extras.append(x)
+    for x in (*arrays, *targets, *extras):
+        if x is None:
+            key.append(None)
+        elif type(x).__module__ == "cupy":
+            memory = x.data
+            key.append((x.shape, x.strides, x.dtype, memory.device_id))
+            addresses.append(memory.ptr)
+        elif host_device is not None and type(x) is np.ndarray:
+            key.append((x.shape, x.strides, x.dtype, x.flags.writeable))
+            addresses.append(host_device.pointer(x))
+        else:
+            return None
+    return Metadata(tuple(key), addresses, targets, seed, block_mask)
+
+
+_repeats: Kept[tuple[Any, ...], Repeat] = Kept()
+
+
+def remember(metadata: Metadata, repeat: Repeat) -> None:
+    """Let `repeated` know a call."""
+    _repeats[metadata.key] = repeat
+
+
+def repeated(metadata: Metadata | None) -> list[Array | None] | None:
+    """A call's results, if one with its metadata has been recorded."""
+    if metadata is None:
+        return None
+    known = _repeats.get(metadata.key)
+    return None if known is None else known(metadata)

@@ -1,0 +1,1 @@
+"""The GPU path: launches of every family of kernels."""

@@ -1,0 +1,48 @@
+"""The kernels' source texts: constants of a configuration, numbers that host and kernels share, parameter structs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from cuflash.cuda import device as cuda_device
+from cuflash.cuda.source import Constants
+from cuflash.cuda.source import source_of as source_of_files
+from cuflash.gpu.params import PARAMS
+from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT, TENSOR
+from cuflash.masks import store
+from cuflash.plan.config import KernelConfig
+from cuflash.plan.entries import file_of, function_of
+from cuflash.plan.portable import SIDE
+
+# Numbers that are neither a tile's nor the hardware's.
+_SHARED: Constants = {**store.CONSTANTS, "SIDE": SIDE, "ROW_ALIGNMENT": ROW_ALIGNMENT}
+_HEADERS = {**PARAMS.headers, **TENSOR.headers, **OPERANDS.headers}
+
+
+def constants_of(config: KernelConfig) -> Constants:
+    """Every field of a configuration but its entry."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "entry"}
+
+
+def source_of(config: KernelConfig) -> str:
+    """The source text of a configuration's kernel."""
+    return text_of(file_of(config.entry), constants_of(config))
+
+
+def text_of(paths: str, constants: Constants) -> str:
+    """The text of some files of cuda_src that know AttentionParams, as `cuda.source.source_of` takes them."""
+    return source_of_files(paths, {**_SHARED, **constants}, _HEADERS)
+
+
+def load(
+    paths: str, function: str, constants: Constants, device: cuda_device.Device, smem_bytes: int = 0
+) -> cuda_device.LoadedKernel:
+    """A function of such files, loaded once for each device."""
+    return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, _HEADERS)
+
+
+def load_kernel(
+    config: KernelConfig, entry: str, device: cuda_device.Device, smem_bytes: int
+) -> cuda_device.LoadedKernel:
+    """The kernel of a configuration; several entries may share one configuration."""
+    return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes)

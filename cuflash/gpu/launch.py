@@ -1,0 +1,262 @@
+"""Launches of kernels of any family: their arguments, grids and scratch memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from cuflash.cuda import device as cuda_device
+from cuflash.gpu.kernels import load_kernel
+from cuflash.gpu.params import Arrays, fixed_params, word_of
+from cuflash.gpu.replay import Recording
+from cuflash.hardware import ALIGNMENT
+from cuflash.kept import Kept
+from cuflash.plan.config import KernelConfig
+from cuflash.plan.entries import key_results
+from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.operands import Operands
+
+if TYPE_CHECKING:
+    from cuflash.masks.block_mask import BlockMask
+
+Words = memoryview  # of 8 bytes each
+_SEED_WORD = word_of("dropout_key")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and how it is launched; families derive theirs."""
+
+    entry: str  # one configuration may serve several
+    config: KernelConfig  # the constants of its source
+    orders_bits = True  # takes those of a block mask in the order of fragments
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether it may begin before the one before it has ended."""
+        return False
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Whether it goes through tiles of scores."""
+        return True
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its tiles stay with keys and walk queries."""
+        return getattr(self.config, "of_keys", bool(key_results(self.entry)))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.config.threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.config.smem_bytes if self.visits_tiles else 0
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(tiles of one head, tiles in all)."""
+        config = self.config
+        if self.of_keys:
+            tiles = num_tiles(problem, problem.seqlen_k, config.block_n)
+            return tiles, tiles * images(problem, problem.num_heads_kv)
+        tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
+        return tiles, tiles * images(problem, problem.num_heads_q)
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """The problem and the arrays as the kernel sees them."""
+        return problem, arrays
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Members of the parameter struct that are particular to the family."""
+        return {}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
+        """What it takes behind the parameter struct, and the grid of its thread blocks."""
+        return Further((tiles,))
+
+    def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+        """The kernel itself."""
+        return load_kernel(self.config, self.entry, device, self.smem_bytes)
+
+
+class Further:
+    """Arguments behind the parameter struct (here: none), and the grid of thread blocks."""
+
+    def __init__(self, grid: tuple[int, ...], values: Sequence[np.ndarray[Any, Any]] = ()) -> None:
+        self.grid = grid
+        self.values = tuple(values)  # as they are at first
+
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """Bring those at `begins`, and members of the struct, up to date."""
+
+
+def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Tiles of one head; packed: tile slots (work_of in params.cuh)."""
+    return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
+
+
+def images(problem: AttentionProblem, heads: int) -> int:
+    """Heads of all sequences; packed sequences are one."""
+    return heads if problem.packed else heads * problem.batch
+
+
+class _Arguments:
+    """The arguments of one launch and the pointers to them."""
+
+    __slots__ = ("address", "begins", "words")
+
+    def __init__(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+        # Each begins a line.
+        sizes = [_LINE * math.ceil(value.nbytes / _LINE) for value in values]
+        begins = [sum(sizes[:i]) for i in range(len(values) + 1)]
+        buffer = np.zeros(begins[-1] + 8 * len(values) + _LINE, np.uint8)
+        aligned = buffer[-buffer.ctypes.data % _LINE :][: begins[-1] + 8 * len(values)]
+        for begin, value in zip(begins, values, strict=False):
+            aligned[begin : begin + value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
+        pointers = aligned[begins[-1] :].view(np.uint64)
+        pointers[:] = [aligned.ctypes.data + begin for begin in begins[:-1]]
+        self.words: Words = aligned.view(np.uint64).data
+        self.begins = tuple([begin // 8 for begin in begins[1:-1]])  # words of those behind the first
+        self.address: int = pointers.ctypes.data
+
+
+_LINE = 64
+
+
+class Launch:
+    """A kernel's `replay.Launch`."""
+
+    def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device) -> None:
+        problem, arrays = kernel.seen(problem, arrays)
+        self.kernel = kernel
+        self.params = fixed_params(problem, arrays)
+        self.params["num_tiles"], tiles = kernel.grid(problem, arrays)
+        for name, number in kernel.numbers(problem).items():
+            self.params[name] = number
+        self._further = kernel.further(problem, arrays, device, tiles)
+        self.pointer_words = tuple([word_of(name) for name in arrays])
+        self._is_empty = 0 in self._further.grid
+        self._values = (self.params, *self._further.values)
+        self._launch = kernel.load(device).bound(
+            self._further.grid,
+            (kernel.threads,),
+            [value.nbytes for value in self._values],
+            kernel.smem_bytes,
+            kernel.begins_early,
+        )
+        # A thread that launches takes one and puts it back, each at once.
+        self._free: list[_Arguments] = []
+
+    def enqueue(
+        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
+    ) -> None:
+        """Enqueue it: `replay.Launch`."""
+        if self._is_empty:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = _Arguments(self._values)
+        words = arguments.words
+        for word, place in places:
+            words[word] = addresses[place]
+        if seed is not None:
+            words[_SEED_WORD] = seed
+        self._further.fill(words, arguments.begins, stream)
+        self._launch(arguments.address, stream)
+        self._free.append(arguments)
+
+
+_launches: Kept[Any, Launch] = Kept()
+
+
+class Work:
+    """One pass: `arrays` are given to every kernel beside the operands, `others` to some."""
+
+    # The operands that are plain arrays stand first.
+    _INPUTS = Operands._fields[: Operands._fields.index("dropout_seed")]
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        arrays: Arrays,
+        device: cuda_device.Device,
+        others: Arrays | None = None,
+    ) -> None:
+        self.problem = problem
+        self.device = device
+        inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
+        self.arrays = inputs | arrays
+        self._block_mask = cast("BlockMask | None", operands.block_mask)
+        seed: Any = operands.dropout_seed
+        self._seed = int(seed) if isinstance(seed, (int, np.integer)) else None
+        self._seed_array = {} if seed is None or self._seed is not None else {"dropout_seed": seed}
+        self._stream = device.stream()
+        self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
+
+    def of_values(self, columns: slice) -> Work:
+        """The same work on some columns of values and results alone; it is not recorded."""
+        part = copy(self)
+        part.arrays = {name: x[..., columns] if name in ("v", "out") else x for name, x in self.arrays.items()}
+        part.problem = replace(self.problem, head_dim_v=part.arrays["v"].shape[-1])
+        return part
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory; it holds anything at first."""
+        return self.recording.empty(shape, dtype)
+
+    def is_aligned(self, names: Sequence[str]) -> bool:
+        """Whether addresses and strides are multiples of `ALIGNMENT`."""
+        tensors = [self.arrays[name] for name in names]
+        places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
+        return not any(place % ALIGNMENT for place in places)
+
+    def layouts(self, names: Sequence[str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
+        """Strides and shapes of arrays for the plan; None if an address forbids tensor maps."""
+        tensors = [self.arrays[name] for name in names]
+        if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
+            return None
+        return tuple([(x.strides, x.shape) for x in tensors])
+
+    def run(self, kernel: Kernel, arrays: Arrays) -> None:
+        """Enqueue a kernel on arrays by name."""
+        arrays = arrays | self._seed_array
+        if self._block_mask is not None and kernel.visits_tiles:
+            arrays |= self._block_arrays(kernel, self._block_mask)
+        layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])
+        key = kernel, self.problem, self.device, *layout
+        launch = _launches.get(key)
+        if launch is None:
+            launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
+        addresses = [self.device.pointer(x) for x in arrays.values()]
+        places = zip(launch.pointer_words, range(len(addresses)), strict=True)
+        launch.enqueue(addresses, places, self._seed, self._stream)
+        self.recording.add(launch, arrays)
+
+    def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
+        xp = self.device.namespace
+        config = kernel.config
+        block_n = config.block_n // getattr(config, "listed", 1)
+        tile = config.block_m, block_n, kernel.of_keys if kernel.orders_bits else None
+        get = partial(cuda_device.get, device=self.device)
+        lists = block_mask.tile_lists(*tile[:2], get, xp, of_keys=tile[2])
+        slots, bits = block_mask.arrays(xp)
+        self.recording.use_lists(tile, (slots, bits), lists)
+        return {
+            "block_list": lists.col_index if kernel.of_keys else lists.row_index,
+            "block_count": lists.col_count if kernel.of_keys else lists.row_count,
+            "block_slots": slots,
+            "block_bits": bits,
+            "fragment_bits": lists.fragment_bits,
+        }

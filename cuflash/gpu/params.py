@@ -1,0 +1,238 @@
+"""The parameter struct of a launch, AttentionParams: its members, and their values for a problem."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuflash.cuda.struct import Member, Struct
+from cuflash.problem.attention_problem import Array, AttentionProblem
+
+Arrays = dict[str, Array]
+
+# Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
+_TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
+_SCORE_TENSOR = np.dtype(
+    [
+        ("data", "u8"),
+        ("batch_stride", "i8"),
+        ("head_stride", "i8"),
+        ("row_stride", "i8"),
+        ("column_stride", "i8"),
+        ("num_rows", "i8"),
+        ("num_columns", "i8"),
+    ]
+)
+
+
+def _tensor(name: str, element: str, comment: str) -> Member:
+    return Member(name, f"Tensor<{element}>", _TENSOR, comment)
+
+
+def _score_tensor(name: str, element: str, comment: str) -> Member:
+    return Member(name, f"ScoreTensor<{element}>", _SCORE_TENSOR, comment)
+
+
+def _pointer(name: str, element: str, comment: str) -> Member:
+    return Member(name, f"{element}*", np.dtype("u8"), comment)
+
+
+def _integer(name: str, comment: str = "") -> Member:
+    return Member(name, "int", np.dtype("i4"), comment)
+
+
+_TENSORS = (
+    _tensor("q", "const Element", "(batch, seqlen_q, num_heads_q, head_dim)"),
+    _tensor("k", "const Element", "(batch, seqlen_k, num_heads_kv, head_dim)"),
+    _tensor("v", "const Element", "(batch, seqlen_k, num_heads_kv, head_dim_v)"),
+    _tensor("out", "Element", "(batch, seqlen_q, num_heads_q, head_dim_v)"),
+    _tensor("dout", "const Element", "like out"),
+    _tensor("dq", "Element", "like q"),
+    _tensor("dk", "Element", "like k"),
+    _tensor("dv", "Element", "like v"),
+    _tensor("lse", "Accum", "(batch, num_heads_q, seqlen_q), the natural log-sum-exp of a row's scores"),
+    _tensor("dlse", "const Accum", "like lse, or null"),
+    _tensor("delta", "Accum", "like lse: rowsum(dout * out) - dlse"),
+    _tensor("dslope_rows", "Accum", "like lse: what each row adds to the slopes' gradient, or null"),
+    _tensor(
+        "out_parts",
+        "Accum",
+        "(batch * splits, seqlen_q, num_heads_q, head_dim_v): results of each split of the keys, or null",
+    ),
+    _tensor("lse_parts", "Accum", "(batch * splits, num_heads_q, seqlen_q): their log-sum-exps"),
+)
+_SCORE_TENSORS = (
+    _score_tensor(
+        "bias", "const BiasElement", "broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k), as the next two do"
+    ),
+    _score_tensor(
+        "dbias", "BiasElement", "in the shape of the bias as the caller gave it: dbias_batches .. dbias_columns"
+    ),
+    _score_tensor("mask", "const u8", "nonzero where a query may see a key"),
+)
+_POINTERS = (
+    _pointer(
+        "dbias_parts",
+        "Accum",
+        "(splits, dbias_batches, dbias_heads, dbias_rows, dbias_columns) contiguous, or null with one split",
+    ),
+    _pointer("dsink", "Accum", "(num_heads_q,)"),
+    _pointer("dalibi_slopes", "Accum", "(batch | 1, num_heads_q)"),
+    _pointer("alibi_slopes", "const Accum", "(batch | 1, num_heads_q)"),
+    _pointer("sink", "const Accum", "(num_heads_q,), or null"),
+    _pointer("q_lengths", "const int", "(batch,), or null"),
+    _pointer("kv_lengths", "const int", "(batch,), or null"),
+    _pointer("cu_seqlens_q", "const int", "(batch + 1,), or null: not packed"),
+    _pointer("cu_seqlens_k", "const int", "(batch + 1,), or null"),
+    _pointer("dropout_seed", "const u64", "(1,), or null: then the seed is dropout_key"),
+    _pointer(
+        "block_list",
+        "const int",
+        "(batch | 1, num_heads_q | 1, num_lists, list_capacity): visited tiles, as (tile << 1) | partial",
+    ),
+    _pointer("block_count", "const int", "(batch | 1, num_heads_q | 1, num_lists): the lengths of these lists"),
+    _pointer(
+        "block_slots",
+        "const int",
+        "(batch | 1, num_heads_q | 1, slot_rows, slot_columns): HIDDEN, VISIBLE or a row of block_bits",
+    ),
+    _pointer("block_bits", "const u32", "(num_partial, 64, 2): two words for each row of a partial 64 x 64 block"),
+    _pointer(
+        "fragment_bits",
+        "const u32",
+        "(num_partial, 128): the same bits, one word for each thread's fragment of the block",
+    ),
+    _pointer(
+        "tile_counter", "u32", "(2,): how many tiles persistent thread blocks have taken, or null; 0 between launches"
+    ),
+    _pointer("dq_sum", "Accum", "sums of dq, in the order in which fragments are added to it (sm*/gradient_rows.cuh)"),
+    _pointer("work_space", "u8", "float32 operands as float16 parts (split/layout.cuh)"),
+    _pointer("row_lse", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): lse as the gradient kernels load it"),
+    _pointer("row_delta", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): delta as they load it"),
+    _pointer(
+        "dq_turns", "int", "[0] counts the tiles taken; then come the orders of additions to each sum of dq; or null"
+    ),
+    _pointer(
+        "rows_done",
+        "int",
+        "(thread blocks,): tiles that each block which writes row_lse and row_delta has done; or null",
+    ),
+)
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
+PARAMS = Struct(
+    "AttentionParams",
+    [
+        *_TENSORS,
+        *_SCORE_TENSORS,
+        *_POINTERS,
+        Member("dropout_key", "u64", np.dtype("u8"), "the seed where dropout_seed is null"),
+        Member(
+            "block_batch_stride", "i64", np.dtype("i8"), "in whole grids of lists or of slots; 0 on a broadcast axis"
+        ),
+        Member("block_head_stride", "i64", np.dtype("i8"), "likewise"),
+        Member("softmax_scale", "double", np.dtype("f8")),
+        Member("softcap", "double", np.dtype("f8")),
+        Member("dropout_rescale", "double", np.dtype("f8"), "the factor of kept weights: 65536 / (65536 - T)"),
+        Member(
+            "ds_unit",
+            "double",
+            np.dtype("f8"),
+            "the unit in which Hopper's backward holds gradients of scores (sm90/backward/rows.cuh)",
+        ),
+        Member(
+            "dropout_limits", "u32", np.dtype("u4"), "T = floor(p * 65536), in the low half and again in the high half"
+        ),
+        *map(_integer, _SIZES),
+        _integer("window_left", "how many keys a query sees on either side of its diagonal"),
+        _integer("window_right"),
+        _integer("alibi_batch_stride", "in elements; 0 if all sequences share the slopes"),
+        _integer("dalibi_batch_stride"),
+        _integer("dbias_batches", "the shape of dbias"),
+        _integer("dbias_heads"),
+        _integer("dbias_rows"),
+        _integer("dbias_columns"),
+        _integer("num_lists", "the last two axes of block_list"),
+        _integer("list_capacity"),
+        _integer("slot_rows", "the last two axes of block_slots"),
+        _integer("slot_columns"),
+        _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (packed_work)"),
+        _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
+        _integer(
+            "splits",
+            "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
+        ),
+        _integer(
+            "heads_together",
+            "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
+        ),
+    ],
+)
+TENSORS = tuple(member.name for member in _TENSORS)
+SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
+POINTERS = tuple(member.name for member in _POINTERS)
+
+# Beyond every index; adding one does not overflow.
+_UNBOUNDED = 1 << 30
+_NO_LIMIT = (1 << 31) - 1
+_BOTH_HALVES = 0x10001  # times a half word: that in either half of a word
+_PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
+
+
+def word_of(name: str) -> int:
+    """Where the pointer (or seed) `name` stands in the struct, in `launch.Words`."""
+    return PARAMS.offset(name) // 8
+
+
+def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
+    """The struct of a launch, without pointers and seed."""
+    params = np.zeros(1, PARAMS.dtype)
+    p = params[0]
+    for name in TENSORS:
+        if name in arrays:
+            p[name] = (0, *_tensor_strides(name, arrays[name], problem.packed))
+    for name in SCORE_TENSORS:
+        if name in arrays:
+            x = arrays[name]
+            strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+            p[name] = (0, *strides, *(_NO_LIMIT if n == 1 else n for n in x.shape[2:]))
+    left, right = problem.window_left, problem.window_right
+    p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
+    p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
+    p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
+    p["dropout_rescale"] = problem.dropout_rescale
+    # A thread has a kept weight twice, which costs no selection.
+    p["ds_unit"] = problem.dropout_rescale / 2 if problem.dropout_p else 1.0
+    p["dropout_limits"] = problem.dropout_threshold * _BOTH_HALVES
+    for name in _SIZES:
+        p[name] = getattr(problem, name)
+    if problem.alibi is not None:
+        p["alibi_batch_stride"] = _batch_stride(arrays.get("alibi_slopes"))
+        p["dalibi_batch_stride"] = _batch_stride(arrays.get("dalibi_slopes"))
+    if "dbias" in arrays:
+        p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
+        p["splits"] = num_splits(arrays)
+    if "out_parts" in arrays:
+        p["splits"] = len(arrays["out_parts"]) // problem.batch
+    if "block_list" in arrays:
+        slots, lists = arrays["block_slots"], arrays["block_list"]
+        p["slot_rows"], p["slot_columns"] = slots.shape[2:]
+        p["num_lists"], p["list_capacity"] = lists.shape[2:]
+        p["block_batch_stride"] = slots.shape[1] if slots.shape[0] > 1 else 0
+        p["block_head_stride"] = 1 if slots.shape[1] > 1 else 0
+    return params
+
+
+def num_splits(arrays: Arrays) -> int:
+    """Parts of each sum of dbias."""
+    return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+
+
+def _batch_stride(slopes: Array | None) -> int:
+    return 0 if slopes is None or slopes.shape[0] == 1 else slopes.strides[0] // slopes.dtype.itemsize
+
+
+def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
+    """(batch, row, head) strides in elements; 0 on axes of size 1."""
+    strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    if name in _PER_ROW:
+        return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
+    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

@@ -1,0 +1,144 @@
+"""What kernels take whose thread blocks stay and take tile after tile: tensor maps and a counter of tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.cuda import device as cuda_device
+from cuflash.cuda.driver import TENSOR_MAP
+from cuflash.gpu.launch import Further, Words
+from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
+from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
+from cuflash.kept import Kept
+from cuflash.plan import sm90_forward
+from cuflash.problem.attention_problem import Array, AttentionProblem
+
+_COUNTER_WORD = word_of("tile_counter")
+# A program that reuses its arrays meets few addresses.
+MAX_MAPS = 256
+# Launches take counters in turn: one is met again long after its launch. A captured one, run at any time, has its own.
+_NUM_COUNTERS = 1 << 16
+_NUM_CAPTURED = 1 << 12
+
+
+class Persistent(Further):
+    """What a kernel takes whose thread blocks stay and take tile after tile.
+
+    `tiles_of` are the maps' arrays, with the rows (and columns, where not a swizzle's) of their tiles.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        tiles_of: Sequence[tuple[str, int] | tuple[str, int, int]],
+        arrays: Arrays,
+        device: cuda_device.Device,
+        tiles: int,
+        cluster: int = 1,
+        takers: int | None = None,
+    ) -> None:
+        counts, takers = takers is None, takers or min(tiles, device.num_sms // cluster)
+        super().__init__((takers * cluster,), [np.zeros(1, TENSOR_MAP)] * len(tiles_of))
+        self._counter = TileCounter(device, tiles > takers and counts)
+        self._device = device
+        self._once = sm90_forward.has_few_queries(problem)
+        self._words = tuple([word_of(name) for name, *_ in tiles_of])
+        self._tiled = [_tiled(problem, name, arrays[name], *box) for name, *box in tiles_of]
+        self._maps = KeptMaps(self._make_maps)
+
+    def _make_maps(self, addresses: tuple[int, ...]) -> list[Array]:
+        tiled = zip(addresses, self._tiled, strict=True)
+        return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
+
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """`Further.fill`."""
+        self._counter.put(words, stream)
+        maps = self._maps[tuple([words[word] for word in self._words])]
+        words[begins[0] : begins[0] + len(maps)] = maps
+
+
+class KeptMaps(Kept[Any, Words]):
+    """The tensor maps of a launch, by what `make` makes them of; at most `MAX_MAPS`."""
+
+    def __init__(self, make: Callable[[Any], Sequence[Array]]) -> None:
+        super().__init__(MAX_MAPS)
+        self._make = make
+
+    def __missing__(self, key: Any) -> Words:
+        maps = self[key] = np.concatenate(self._make(key)).view(np.uint64).data
+        return maps
+
+
+class _Tiled(NamedTuple):
+    """What a tensor map says of an array beside its address; the innermost axis comes first."""
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]  # of all axes but the first
+    box: tuple[int, ...]
+
+
+def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: int = 0) -> _Tiled:
+    shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
+    if name in SCORE_TENSORS:  # (batch, heads, rows, columns), of which broadcast axes have one element
+        dtype, order = "uint8" if name == "mask" else problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
+        shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+        if shape[2] == 1:  # every query's row is that one
+            shape, strides = (*shape[:2], problem.seqlen_q, shape[3]), (*strides[:2], 0, strides[3])
+    else:  # (batch, seqlen, num_heads, head_dim)
+        dtype, order = problem.dtype, (3, 1, 2, 0)
+    axes = list(zip(shape[:-1], strides[:-1], strict=True))
+    # Of an axis of size 1 TMA wants the stride of a contiguous outermost axis.
+    row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
+    filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
+    formed = [filler if n == 1 else s for n, s in axes]
+    box = (columns or SWIZZLE_BYTES // x.dtype.itemsize, rows, 1, 1)
+    return _Tiled(dtype, tuple(shape[i] for i in order), tuple(formed[i] for i in order[1:]), box)
+
+
+class TileCounter:
+    """Of tiles, by which thread blocks take them if there are more than these."""
+
+    def __init__(self, device: cuda_device.Device, needed: bool) -> None:
+        self._counters = _counters_of(device) if needed else None
+
+    def put(self, words: Words, stream: int) -> None:
+        """Write a free counter's address into the struct `words` of a launch on a stream."""
+        if self._counters is not None:
+            words[_COUNTER_WORD] = self._counters.next(stream)
+
+
+class _Counters:
+    """Pairs of counters in a device's memory that are 0 between launches."""
+
+    def __init__(self, device: cuda_device.Device) -> None:
+        xp = device.namespace
+        self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint64)
+        if xp is not np:
+            # Once per process and device: other streams may use the zeros, too.
+            xp.cuda.get_current_stream().synchronize()
+        self._capture = device.capture
+        self._address = device.pointer(self._array)
+        self._launches = count()
+        self._captured = count()
+
+    def next(self, stream: int) -> int:
+        """Address of a free counter; 0 if there is none: tiles are dealt."""
+        if self._capture(stream):
+            number = next(self._captured)
+            return 0 if number >= _NUM_CAPTURED else self._address + 8 * (_NUM_COUNTERS + number)
+        return self._address + 8 * (next(self._launches) % _NUM_COUNTERS)
+
+
+_counters: dict[cuda_device.Device, _Counters] = {}
+
+
+def _counters_of(device: cuda_device.Device) -> _Counters:
+    if device not in _counters:
+        _counters[device] = _Counters(device)
+    return _counters[device]

@@ -1,0 +1,148 @@
+"""Launches of the portable kernels, and of the sums that all families share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cuflash.cuda import device as cuda_device
+from cuflash.gpu.kernels import load
+from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.params import Arrays, num_splits
+from cuflash.plan.config import KernelConfig
+from cuflash.plan.entries import key_results
+from cuflash.plan.portable import key_kernels, plan, types_of
+from cuflash.problem.attention_problem import Array, AttentionProblem
+
+# Of a block of around/reduce.cu, and rows where a warp has one.
+_FILE = "around/reduce"
+_SUM_THREADS = 256
+SUM_ROWS = _SUM_THREADS // 32
+
+
+@dataclass(frozen=True)
+class Tiles(Kernel):
+    """A kernel with a thread block for each tile of queries or keys."""
+
+    orders_bits = False
+
+
+@dataclass(frozen=True)
+class Bias(Kernel):
+    """The gradient of a bias."""
+
+    orders_bits = False
+
+    def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
+        """(tiles, walk) of each axis of dbias, as Axis of around/bias_range.cuh counts them."""
+        assert problem.bias is not None
+        scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+        blocks = (1, 1, self.config.block_m, self.config.block_n)
+        return [
+            (1, math.ceil(score / block)) if size == 1 and score != 1 else (math.ceil(size / block), 1)
+            for size, score, block in zip(problem.bias, scores, blocks, strict=True)
+        ]
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(no tiles of heads, tiles in all)."""
+        return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
+
+    def splits(self, problem: AttentionProblem, at_once: int) -> int:
+        """Parts of each sum, so that a small dbias fills a GPU."""
+        tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
+        return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
+
+
+@dataclass(frozen=True)
+class WithoutTiles(Kernel):
+    """A kernel that has nothing to do with scores."""
+
+    visits_tiles = False
+
+
+def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
+    """The constants of around/reduce.cu, whose kernels know of no options."""
+    types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
+    return types | {"threads": _SUM_THREADS}
+
+
+@dataclass(frozen=True)
+class Sum(WithoutTiles):
+    """A kernel of around/reduce.cu."""
+
+    threads = _SUM_THREADS
+
+    def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+        """The kernel itself, one for all configurations of the same types."""
+        return load(_FILE, self.entry, constants_of_sums(self.config), device)
+
+
+@dataclass(frozen=True)
+class Rows(Sum):
+    """A kernel that has a warp for each row of the queries."""
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(blocks of one head, blocks in all)."""
+        tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
+        return tiles, tiles * images(problem, problem.num_heads_q)
+
+
+@dataclass(frozen=True)
+class Reduce(Sum):
+    """A sum over rows, sequences or parts."""
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(no tiles of heads, blocks)."""
+        if "dbias" in arrays:
+            return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
+        return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; True."""
+    work.run(Tiles("forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+    return True
+
+
+def delta(work: Work, arrays: Arrays) -> None:
+    """Write delta, of arrays that have dlse where there is one."""
+    work.run(Rows("delta", types_of(work.problem)), arrays)
+
+
+def gradients(work: Work, grads: Arrays) -> None:
+    """Write `grads`."""
+    problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
+    by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
+    if "q" in grads:
+        by_rows["dq"] = grads["q"]
+    if by_rows:
+        work.run(Tiles("backward_dq", plan(problem, "backward_dq", limit)), arrays | by_rows)
+    for entry in key_kernels(problem):
+        of_keys = {name: grads[name[1:]] for name in key_results(entry) if name[1:] in grads}
+        if of_keys:
+            work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
+    types = types_of(problem)
+    if "bias" in grads:
+        gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))
+    if "sink" in grads:
+        work.run(Reduce("reduce_sink", types), arrays | {"dsink": grads["sink"]})
+    if "alibi_slopes" in grads:
+        work.run(Reduce("reduce_slopes", types), arrays | by_rows | {"dalibi_slopes": grads["alibi_slopes"]})
+
+
+def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
+    """Write it; a multiprocessor holds so many `blocks`."""
+    dbias = {"dbias": array}
+    splits = kernel.splits(work.problem, work.device.num_sms * blocks)
+    if splits > 1:
+        dbias["dbias_parts"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
+    work.run(kernel, work.arrays | dbias)
+    if splits > 1:
+        work.run(Reduce("reduce_bias", types_of(work.problem)), work.arrays | dbias)
+
+
+def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:
+    """Room for each row's part of the slopes' gradient, if wanted."""
+    if "alibi_slopes" not in grads:
+        return {}
+    return {"dslope_rows": work.empty(work.problem.lse_shape, work.problem.accum_dtype)}

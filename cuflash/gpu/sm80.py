@@ -1,0 +1,112 @@
+"""Launches of the kernels by mma.sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuflash.gpu import portable as gpu_portable
+from cuflash.gpu import split as gpu_split
+from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.params import Arrays
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
+from cuflash.plan.sm80_forward import Capability
+from cuflash.problem.attention_problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class _Gradient(Kernel):
+    """A kernel of the backward pass on 16 bits."""
+
+    @property
+    def visits_tiles(self) -> bool:
+        """Whether it is the main one."""
+        return self.entry == MAIN
+
+    of_keys = visits_tiles
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How sums of dq are laid out."""
+        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+
+
+def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
+    return work.problem, work.is_aligned(names), work.device.capability, work.device.smem_limit
+
+
+def _pays(work: Work, gradients: bool) -> bool:
+    return sm80_wide.pays(work.problem, work.device.name, gradients)
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; False where others run."""
+    place = _place(work, "q", "k", "v")
+    config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
+    if config is None or not _pays(work, gradients=False):
+        return False
+    work.run(Kernel(config.entry, config), gpu_split.split(work, config))
+    return True
+
+
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dk, dv, delta, dq unless beside a block mask its bits must repeat; return the others, None if nothing."""
+    problem, arrays = work.problem, work.arrays
+    configs = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
+    if not configs:
+        return None
+    first = configs[0]
+    others = {name: x for name, x in grads.items() if name not in ("k", "v")}
+    of_queries: Arrays = {}
+    if "q" in grads and (first.deterministic or not problem.deterministic):
+        tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
+        if tiles:  # else nobody clears the counter of turns
+            of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
+            if first.deterministic:
+                of_queries["dq_turns"] = work.empty((1 + tiles * first.turns,), np.int32)
+        del others["q"]
+    work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
+    inputs = {name: x for name, x in arrays.items() if name != "out"}
+    for config in configs:
+        sums = of_queries if config.computes_dk else {}
+        computed = (("k", config.computes_dk), ("v", config.computes_dv))
+        of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
+        if of_keys or sums:
+            work.run(_Gradient(MAIN, config), inputs | sums | of_keys)
+    if of_queries:
+        work.run(_Gradient(DQ, sm80_backward.of_rows(first, DQ)), inputs | of_queries | {"dq": grads["q"]})
+    return others
+
+
+def of_queries(work: Work, grads: Arrays) -> Arrays:
+    """Write dq and each row's part of the slopes' gradient where families left them; return the other gradients."""
+    if not grads.keys() & {"q", "alibi_slopes"}:
+        return grads
+    if (config := sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
+        return grads
+    work.arrays |= gpu_portable.rows_of_slopes(work, grads)
+    dq = {f"d{name}": x for name, x in grads.items() if name == "q"}
+    work.run(gpu_portable.Tiles(config.entry, config), work.arrays | dq)
+    return {name: x for name, x in grads.items() if name != "q"}
+
+
+def of_bias(work: Work, grads: Arrays) -> Arrays:
+    """Write the gradient of a bias where families left it; return the other gradients."""
+    if "bias" not in grads:
+        return grads
+    config = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
+    if config is None or not _pays(work, gradients=True):
+        return grads
+    gpu_split.split(work, config)
+    gpu_portable.gradient_of_bias(work, grads["bias"], gpu_portable.Bias(config.entry, config), config.min_blocks)
+    return {name: x for name, x in grads.items() if name != "bias"}
+
+
+def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
+    if not _pays(work, gradients=True):
+        return None
+    configs = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
+    kernels = [gpu_portable.Tiles(config.entry, config) for config in configs]
+    return gpu_split.run_passes(work, with_dlse, grads, kernels)

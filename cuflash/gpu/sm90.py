@@ -1,0 +1,233 @@
+"""Launches of both passes on Hopper."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cuflash import hardware
+from cuflash.cuda import device as cuda_device
+from cuflash.gpu.launch import Further, Kernel, Work, images, num_tiles
+from cuflash.gpu.params import SCORE_TENSORS, Arrays
+from cuflash.gpu.persistent import Persistent
+from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
+from cuflash.hardware import ALIGNMENT, WARP
+from cuflash.plan import sm90_backward, sm90_forward
+from cuflash.plan.portable import types_of
+from cuflash.plan.sm90_forward import Config, Layout
+from cuflash.problem.attention_problem import Array, AttentionProblem
+
+_FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
+
+
+def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+    """`sm90_forward.heads_as_rows`, and views of the arrays."""
+    seen = sm90_forward.heads_as_rows(problem)
+    if seen is problem:
+        return problem, arrays
+    heads, rows = seen.num_heads_kv, seen.seqlen_q
+    q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
+    return seen, {
+        **arrays,
+        "q": q.reshape(len(q), heads, rows, -1).swapaxes(1, 2),
+        "out": out.reshape(len(out), heads, rows, -1).swapaxes(1, 2),
+        "lse": lse.reshape(len(lse), heads, rows),
+    }
+
+
+@dataclass(frozen=True)
+class Forward(Kernel):
+    """The forward kernel."""
+
+    config: Config
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(tiles of one head, tiles in all, each part of the keys by itself)."""
+        tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
+        total = tiles * images(problem, problem.num_heads_q)
+        return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """Single queries of the heads of a group are rows of a tile."""
+        return heads_as_rows(problem, arrays)
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        return {"heads_together": sm90_forward.heads_together(problem, self.config.block_m)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads and writes."""
+        m, n = self.config.block_m, self.config.block_n
+        bias = ("v", n)  # a map that is not read
+        mask = ("mask", m, self.config.mask_row_bytes) if self.config.has_mask_tiles else bias
+        if self.config.has_bias_tiles:
+            x = arrays["bias"]
+            bias = ("bias", m if x.shape[2] > 1 and x.strides[2] else 1)
+        out = "out" if self.config.staging_panels else "v"
+        tiles_of = (("q", m), ("k", n), ("v", n), bias, mask, (out, hardware.ROWS_OF_WARP), (out, 1))
+        return Persistent(problem, tiles_of, arrays, device, tiles, self.config.pair)
+
+
+@dataclass(frozen=True)
+class Merge(Sum):
+    """The results over parts of the keys become one: a thread block a row, or a warp where rows are many."""
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(blocks of one head, blocks in all)."""
+        rows = SUM_ROWS if self.entry == "merge_rows" else 1
+        blocks = math.ceil(problem.seqlen_q / rows)
+        return blocks, blocks * images(problem, problem.num_heads_q)
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """As `Forward` does."""
+        return heads_as_rows(problem, arrays)
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; False where others run."""
+    layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
+    if layouts is None:
+        return False
+    config = sm90_forward.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
+    if config is None:
+        return False
+    config, number = sm90_forward.for_grid(work.problem, config, work.device.num_sms)
+    parts = _results_of_parts(work, number)
+    if parts or not _is_out_expressible(work):
+        config = replace(config, splits_keys=bool(parts), staging_panels=0, pair=1)
+    work.run(Forward(config.entry, config), work.arrays | parts)
+    if parts:
+        entry = "merge_rows" if sm90_forward.merges_by_rows(work.problem, number) else "merge_parts"
+        work.run(Merge(entry, types_of(work.problem)), work.arrays | parts)
+    return True
+
+
+def _is_out_expressible(work: Work) -> bool:
+    """Whether TMA can write the result."""
+    layouts = work.layouts(("out",))
+    return layouts is not None and sm90_forward.expressible(*layouts[0])
+
+
+def _layout(work: Work, x: Array | None) -> Layout | None:
+    """Strides and shape, unless TMA cannot take the address."""
+    return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
+
+
+def _results_of_parts(work: Work, parts: int) -> Arrays:
+    """Room for the results over parts of the keys; nothing where keys stay whole."""
+    if parts == 1:
+        return {}
+    seen = sm90_forward.heads_as_rows(work.problem)
+    batch, rows, heads = parts * seen.batch, seen.seqlen_q, seen.num_heads_q
+    return {
+        "out_parts": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
+        "lse_parts": work.empty((batch, heads, rows), np.float32),
+    }
+
+
+@dataclass(frozen=True)
+class _OfQueries(WithoutTiles):
+    """A kernel of the backward pass."""
+
+    config: sm90_backward.Config
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.config.smem_bytes
+
+    @property
+    def begins_early(self) -> bool:
+        """Where dq of one head is written while others are under way."""
+        return self.config.ping_pong and self.entry != sm90_backward.ROWS
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How sums of dq are laid out."""
+        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+
+
+@dataclass(frozen=True)
+class BeforeGradients(_OfQueries):
+    """The kernel before: what the gradients of scores load of each query."""
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads."""
+        m, blocks = self.config.block_m, arrays["rows_done"].size if "rows_done" in arrays else device.num_sms
+        return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
+
+
+@dataclass(frozen=True)
+class Dq(_OfQueries):
+    """The kernel behind: dq from its sum."""
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
+        """As many thread blocks as run at once."""
+        return Further((min(tiles, device.num_sms),))
+
+
+@dataclass(frozen=True)
+class Gradients(_OfQueries):
+    """The gradients of scores, and all that is multiplied with them."""
+
+    visits_tiles = of_keys = True
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """How sums of dq are laid out, the order of tiles."""
+        return super().numbers(problem) | {"heads_together": sm90_backward.last_heads(problem, self.config)}
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """(tiles of one head, tiles in all); those of a pair of thread blocks are one."""
+        tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
+        return tiles, tiles * images(problem, problem.num_heads_kv)
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+        """Maps of the arrays that TMA reads."""
+        m, n = self.config.block_m, self.config.block_n
+        pair = self.config.pair
+        # Used or not.
+        bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)
+        dbias = ("dbias", m) if self.config.writes_dbias else ("v", n)
+        maps = (("q", m), ("k", n * pair), ("v", n), ("dout", m), bias, dbias)
+        return Persistent(problem, maps, arrays, device, tiles, pair)
+
+
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv and delta; return the other gradients, None if nothing is done."""
+    problem, arrays = work.problem, work.arrays
+    layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
+    if layouts is None:
+        return None
+    config = sm90_backward.backward(
+        problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
+    )
+    if config is None:
+        return None
+    tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
+    rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
+    if "q" in grads:
+        rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
+    if config.stores_first and "q" in grads:
+        words = 2 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
+        rows["dq_turns"] = work.empty((words,), np.int32)
+    dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
+    if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
+        # One lane of the warp that waits asks for each thread block that prepares rows.
+        rows["rows_done"] = work.empty((WARP,), np.int32)
+    work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
+    of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | of_keys | dbias)
+    if "q" in grads:
+        sums = _select(rows, ("dq_sum", "dq_turns"))
+        work.run(Dq(sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+    done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
+    return {name: x for name, x in grads.items() if name not in done}
+
+
+_LENGTHS = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
+_MAIN_INPUTS = ("q", "k", "v", "dout", "alibi_slopes", *SCORE_TENSORS, *_LENGTHS)
+
+
+def _select(arrays: Arrays, names: tuple[str, ...]) -> Arrays:
+    return {name: x for name, x in arrays.items() if name in names}

@@ -1,0 +1,218 @@
+"""Float32 in float16 parts: the work space that has them, and Hopper's kernels; passes of a kernel a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuflash.cuda import device as cuda_device
+from cuflash.cuda.driver import TENSOR_MAP
+from cuflash.gpu import portable as gpu_portable
+from cuflash.gpu.kernels import load
+from cuflash.gpu.launch import Further, Kernel, Words, Work, images
+from cuflash.gpu.params import Arrays, word_of
+from cuflash.gpu.persistent import KeptMaps, TileCounter
+from cuflash.gpu.portable import WithoutTiles
+from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
+from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
+from cuflash.plan import sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.entries import file_of, key_results
+from cuflash.problem.attention_problem import Array, AttentionProblem
+
+ROWS = "split_rows"
+Config = plan_split.Config | sm80_wide.Config
+_SPACE_WORD = word_of("work_space")
+# Of split/rows.cu: threads of a block, elements of a vector, most lanes of a row.
+_THREADS = 256
+_VECTOR = 4
+_LANES = 32
+_COLUMN_CLASSES = (64, 128, 256)
+# Factors of whole tiles of keys are copied.
+_FACTOR_ROWS = 128
+
+
+class WorkSpace:
+    """Where the parts of the operands lie."""
+
+    def __init__(self, problem: AttentionProblem, config: Config, device: cuda_device.Device) -> None:
+        queries, keys = (problem.seqlen_q, problem.num_heads_q), (problem.seqlen_k, problem.num_heads_kv)
+        tensors = [
+            ("q", queries, config.head_dim, config.key_parts),
+            ("k", keys, config.head_dim, config.key_parts),
+            ("v", keys, config.head_dim_v, config.parts),
+        ]
+        is_backward = isinstance(config, plan_split.GradientConfig | sm80_wide.GradientConfig)
+        if is_backward:
+            tensors.append(("dout", queries, config.head_dim_v, config.parts))
+        rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
+        operands = np.zeros(1, OPERANDS.dtype)
+        self._device = device
+        self._tensors: list[tuple[int, tuple[int, ...]]] = []
+        size, blocks = whole_rows(OPERANDS.dtype.itemsize), 0
+        for name, (rows, heads), head_dim, parts in tensors:
+            panels = math.ceil(head_dim / PANEL)
+            if problem.packed:
+                # Sequences and the padding beside them begin at multiples: split_begin.
+                rows = (rows // ROW_ALIGNMENT + problem.batch + 3) * ROW_ALIGNMENT
+            factor_rows = (math.ceil(rows / _FACTOR_ROWS) + 1) * _FACTOR_ROWS
+            count = images(problem, heads)
+            factors = size + whole_rows(count * parts * panels * rows * SWIZZLE_BYTES)
+            operands[name] = (size, factors, rows, factor_rows, panels, parts)
+            self._tensors.append((size, (PANEL, rows, parts * panels, count)))
+            vector_bytes = whole_rows(count * factor_rows * FLOAT_BYTES)
+            size = factors + vector_bytes
+            blocks = max(blocks, math.ceil(factor_rows / rows_of_block) * count)
+        if is_backward:
+            operands["lse"], operands["delta"] = size, size + vector_bytes
+            size += 2 * vector_bytes
+        self.size = size
+        self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
+        self.grid = (blocks, len(tensors))
+        # By the work space's address and `OnOperands.boxes`.
+        self.maps = KeptMaps(self._make_maps)
+
+    def _make_maps(self, address_and_boxes: tuple[int, Sequence[int]]) -> list[Array]:
+        address, boxes = address_and_boxes
+        tensors = zip(self._tensors, boxes, strict=True)
+        return [self._map(address + offset, extents, rows) for (offset, extents), rows in tensors]
+
+    def _map(self, address: int, extents: tuple[int, ...], rows: int) -> Array:
+        strides = tuple(math.prod(extents[: axis + 1]) * HALF_BYTES for axis in range(3))
+        return self._device.tensor_map(address, "float16", extents, strides, (PANEL, rows, extents[2], 1))
+
+
+class OnOperands(Further):
+    """The operands' places in a work space, its address if `with_space`, and maps for `boxes` rows of each operand."""
+
+    def __init__(
+        self,
+        grid: tuple[int, ...],
+        space: WorkSpace,
+        with_space: bool,
+        boxes: tuple[int, ...] = (),
+        counter: TileCounter | None = None,
+    ) -> None:
+        maps = [np.zeros(1, TENSOR_MAP)] * len(boxes)
+        super().__init__(grid, [space.operands, *([np.zeros(1, np.uint64)] if with_space else []), *maps])
+        self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
+
+    def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
+        """`Further.fill`."""
+        address = words[_SPACE_WORD]
+        if self._with_space:
+            words[begins[1]] = address
+        if self._boxes:
+            maps = self._space.maps[address, self._boxes]
+            words[begins[-len(self._boxes)] : begins[-len(self._boxes)] + len(maps)] = maps
+        if self._counter is not None:
+            self._counter.put(words, stream)
+
+
+@dataclass(frozen=True)
+class Split(WithoutTiles):
+    """The kernel that fills the work space."""
+
+    config: Config
+    threads = _THREADS
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+        """The operands' places."""
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands(space.grid, space, True)
+
+    def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
+        """The kernel itself, one for many configurations."""
+        constants = gpu_portable.constants_of_sums(self.config) | {
+            "columns": _columns(self.config),
+            "threads": _THREADS,
+        }
+        return load(file_of(ROWS), ROWS, constants, device)
+
+
+@dataclass(frozen=True)
+class Forward(Kernel):
+    """The forward kernel."""
+
+    config: plan_split.ForwardConfig
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        return {"heads_together": sm90_forward.heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+        """Maps of q, k and v."""
+        m, n = self.config.block_m, self.config.block_n
+        blocks = min(tiles, device.num_sms)
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands((blocks,), space, True, (m, n, n), TileCounter(device, tiles > blocks))
+
+
+@dataclass(frozen=True)
+class Gradient(Kernel):
+    """A gradient kernel."""
+
+    config: plan_split.GradientConfig
+    orders_bits = False
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """The order of tiles."""
+        heads_together = (sm90_backward if self.of_keys else sm90_forward).heads_together
+        return {"heads_together": heads_together(problem)}
+
+    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+        """Maps of q, k, v and dout."""
+        m, n = self.config.block_m, self.config.block_n
+        blocks = min(tiles, device.num_sms)
+        space = WorkSpace(problem, self.config, device)
+        return OnOperands((blocks,), space, False, (m, n, n, m), TileCounter(device, tiles > blocks))
+
+
+def forward(work: Work) -> bool:
+    """Write out and lse; False where others run."""
+    config = plan_split.forward(work.problem) if work.device.has_wgmma else None
+    if config is None:
+        return False
+    work.run(Forward(config.entry, config), split(work, config))
+    return True
+
+
+def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
+    """Write dq, dk, dv, delta and the slopes' rows; return the other gradients, None if nothing is done."""
+    configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
+    return run_passes(work, with_dlse, grads, [Gradient(config.entry, config) for config in configs])
+
+
+def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:
+    """`backward` by these kernels, that for dq first."""
+    if not kernels:
+        return None
+    gpu_portable.delta(work, with_dlse)
+    work.arrays |= gpu_portable.rows_of_slopes(work, grads)
+    arrays: Arrays = {}
+    for kernel in kernels:
+        names = key_results(kernel.entry) or ("dq",)
+        wanted = {name: grads[name[1:]] for name in names if name[1:] in grads}
+        if wanted or (not kernel.of_keys and "dslope_rows" in work.arrays):
+            arrays = arrays or split(work, kernel.config)
+            work.run(kernel, arrays | wanted)
+    return {name: x for name, x in grads.items() if name not in ("q", "k", "v")}
+
+
+def split(work: Work, config: Any) -> Arrays:
+    """The arrays for a kernel, with the operands' parts if it takes those."""
+    if not getattr(config, "parts", 0):
+        return work.arrays
+    size = WorkSpace(work.problem, config, work.device).size
+    if "work_space" not in work.arrays or work.arrays["work_space"].size != size:  # of as many columns
+        work.arrays["work_space"] = work.empty((size,), np.uint8)
+        work.run(Split(ROWS, config), work.arrays)
+    return work.arrays
+
+
+def _columns(config: Config) -> int:
+    return next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))

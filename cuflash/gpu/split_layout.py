@@ -1,0 +1,33 @@
+"""How float32 operands lie in work space as float16 parts: the structs of cuda_src/split/layout.cuh."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuflash.cuda.struct import Member, Struct
+
+_I8, _I4 = np.dtype("i8"), np.dtype("i4")
+
+# Factors are copied in units of 16 bytes, so that every packed sequence begins at a multiple of this many rows.
+ROW_ALIGNMENT = 4
+
+TENSOR = Struct(
+    "SplitTensor",
+    [
+        Member("halves", "i64", _I8, "where they begin in work space, in bytes"),
+        Member("factors", "i64", _I8, "likewise"),
+        Member("rows", "int", _I4),
+        Member("factor_rows", "int", _I4),
+        Member("panels", "int", _I4),
+        Member("parts", "int", _I4),
+    ],
+)
+OPERANDS = Struct(
+    "SplitOperands",
+    [
+        *(Member(name, TENSOR.name, TENSOR.dtype) for name in ("q", "k", "v")),
+        Member("dout", TENSOR.name, TENSOR.dtype, "dout, lse and delta are of the backward pass alone"),
+        Member("lse", "i64", _I8, "where it begins, in bytes"),
+        Member("delta", "i64", _I8, "likewise"),
+    ],
+)

@@ -1,0 +1,70 @@
+"""Properties of the hardware: each number stands here once, and kernels get the same ones as constants (`EMITTED`)."""
+
+WORD_BITS = 32
+WARP = 32  # threads that execute together
+WARPGROUP = 4 * WARP  # threads that issue one wgmma
+ROWS_OF_WARPGROUP = 64  # the M of a wgmma
+ROWS_OF_WARP = ROWS_OF_WARPGROUP * WARP // WARPGROUP  # of these, and the M of an mma.sync
+HALF_BYTES, FLOAT_BYTES = 2, 4
+# The widest access of one thread, in bytes; TMA wants addresses and strides to be multiples of it.
+ALIGNMENT = 16
+# TMA and wgmma see a tile as panels: rows of this many bytes, swizzled in atoms of eight rows.
+SWIZZLE_BYTES = 128
+SMEM_ALIGNMENT = 8 * SWIZZLE_BYTES
+PANEL = SWIZZLE_BYTES // HALF_BYTES  # columns of a panel of 16-bit elements
+REGISTERS_OF_SM = 1 << 16  # of 32 bits
+# The part of Hopper's 50 MB of L2 that heads which are computed together may fill with what they share.
+L2_BYTES = 32 << 20
+
+# The numbers that every kernel gets, as `constexpr int` of the same names.
+EMITTED = {
+    "WORD_BITS": WORD_BITS,
+    "WARP": WARP,
+    "WARPGROUP": WARPGROUP,
+    "ROWS_OF_WARPGROUP": ROWS_OF_WARPGROUP,
+    "ROWS_OF_WARP": ROWS_OF_WARP,
+    "ALIGNMENT": ALIGNMENT,
+    "SWIZZLE_BYTES": SWIZZLE_BYTES,
+    "SMEM_ALIGNMENT": SMEM_ALIGNMENT,
+    "PANEL": PANEL,
+    "REGISTERS_OF_SM": REGISTERS_OF_SM,
+}
+
+# Kilobytes of shared memory that a thread block may use (CUDA C++ programming guide, "Technical Specifications").
+_SMEM_KILOBYTES = {
+    "70": 96,
+    "75": 64,
+    "80": 163,
+    "86": 99,
+    "87": 163,
+    "89": 99,
+    "90": 227,
+    "100": 227,
+    "103": 227,
+    "110": 227,
+    "120": 99,
+    "121": 99,
+}
+SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
+SMEM_BYTES = _SMEM_KILOBYTES["90"] * 1024  # on Hopper
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """(9, 0) of ``"sm_90a"``."""
+    digits = arch.removeprefix("sm_").rstrip("af")
+    return int(digits[:-1]), int(digits[-1])
+
+
+def smem_limit(arch: str) -> int:
+    """Bytes of shared memory that a thread block may use on ``"sm_90a"``, say.
+
+    A GPU that is not listed has as much as the newest one of its major version, or as the least of those since Ampere.
+    """
+    own, (major, _) = arch.removeprefix("sm_").rstrip("af"), capability_of(arch)
+    kin = [number for number in _SMEM_KILOBYTES if capability_of(number)[0] == major] or ["86"]
+    return _SMEM_KILOBYTES.get(own, _SMEM_KILOBYTES[kin[-1]]) * 1024
+
+
+def whole_rows(size: int) -> int:
+    """`size` bytes, up to a multiple of `SWIZZLE_BYTES`."""
+    return -(-size // SWIZZLE_BYTES) * SWIZZLE_BYTES

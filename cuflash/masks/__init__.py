@@ -1,0 +1,1 @@
+"""Block masks: how they are made, kept and prepared on a GPU."""

@@ -1,0 +1,1 @@
+"""Which kernel a problem takes, with which tile: pure functions, without CuPy."""

@@ -1,0 +1,58 @@
+"""The kernels' files and functions in cuda_src, by their entries."""
+
+from __future__ import annotations
+
+# Some files stand behind the header that says how to multiply.
+_FILES = {
+    "forward": "portable/forward",
+    "backward_dq": "portable/backward_dq",
+    "backward_dkv": "portable/backward_dkv",
+    "backward_dk": "portable/backward_dkv",
+    "backward_dv": "portable/backward_dkv",
+    "backward_bias": "portable/backward_bias",
+    "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
+    "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
+    "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
+    "backward_sm80": "sm80/backward",
+    "backward_sm80_rows": "sm80/backward_rows",
+    "backward_sm80_dq": "sm80/backward_rows",
+    **{
+        f"{family}_{name}": f"{tile}.cuh sm80/{name if name in ('forward', 'bias') else 'gradients'}.cuh"
+        for family, tile in (("wide", "sm80/wide_tile"), ("parts", "split/sm80_tile"))
+        for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
+    },
+    "forward_sm90": "sm90/forward/forward",
+    "backward_sm90": "sm90/backward/backward",
+    "backward_sm90_wide": "sm90/backward/wide",
+    "backward_sm90_rows": "sm90/backward/rows",
+    "backward_sm90_dq": "sm90/backward/rows",
+    "split_rows": "split/rows",
+    "split_forward": "split/sm90_forward",
+    **{f"split_{name}": "split/sm90_backward" for name in ("dq", "dkv", "dk", "dv")},
+}
+# The functions of files that several entries share.
+_FUNCTIONS = {
+    "portable/backward_dkv": "backward_dkv",
+    "sm80/bias.cuh": "backward_bias",
+    "sm80/forward.cuh": "forward_sm80",
+    "sm80/gradients.cuh": "gradients_sm80",
+    "split/sm90_backward": "split_backward",
+}
+
+# What kernels whose tiles are keys compute, by how their names end.
+_KEY_RESULTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}
+
+
+def file_of(entry: str) -> str:
+    """The files of cuda_src in which a kernel stands, as `cuda.source.source_of` takes them."""
+    return _FILES[entry]
+
+
+def function_of(entry: str) -> str:
+    """Name of the ``extern "C"`` function of a kernel."""
+    return _FUNCTIONS.get(file_of(entry).split(" ")[-1], entry)
+
+
+def key_results(entry: str) -> tuple[str, ...]:
+    """Which of dk and dv a kernel computes; its tiles are keys if there is one."""
+    return _KEY_RESULTS.get(entry.rpartition("_")[2], ())

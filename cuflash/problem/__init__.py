@@ -1,0 +1,1 @@
+"""What a call asks for: every check and message."""

@@ -1,0 +1,101 @@
+"""What a call asks for, without its data: known from metadata alone, so that no check synchronises a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_HEAD_DIM = 256
+# Gradients that follow dq, dk, dv, in the order in which they are returned.
+EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
+GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)
+_HALF_WORDS = 1 << 16  # values of the random bits that decide on one weight of dropout
+
+Array = Any  # an ndarray of NumPy or CuPy, which may be absent
+
+
+def accum_of(dtype: str) -> str:
+    """What arrays of a dtype are computed in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One attention problem without its data.
+
+    In packed problems ``seqlen_q`` and ``seqlen_k`` are the totals and ``batch`` is the number of sequences.
+    ``causal`` is folded into ``window_right``, so that a causal call and ``window=(None, 0)`` are one problem.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    packed: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    mask: tuple[int, ...] | None = None
+    alibi: tuple[int, int] | None = None
+    sink: bool = False
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    block_mask: bool = False
+    block_size: tuple[int, int] = (0, 0)  # of it
+    dropout_p: float = 0.0
+    deterministic: bool | None = None
+    precision: str | None = None
+    # What every call needs is computed once.
+    _hash: int = field(init=False, repr=False, compare=False)
+    out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the result and of dout
+    lse_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of lse and dlse
+
+    def __post_init__(self) -> None:
+        batch = () if self.packed else (self.batch,)
+        compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(compared))
+        object.__setattr__(self, "out_shape", (*batch, self.seqlen_q, self.num_heads_q, self.head_dim_v))
+        object.__setattr__(self, "lse_shape", (*batch, self.num_heads_q, self.seqlen_q))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no scores."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def accum_dtype(self) -> str:
+        """dtype of lse, of sink and slopes, and of the arithmetic."""
+        return accum_of(self.dtype)
+
+    @property
+    def dropout_threshold(self) -> int:
+        """Dropout keeps the weights whose random half word reaches it."""
+        return math.floor(self.dropout_p * _HALF_WORDS)
+
+    @property
+    def dropout_rescale(self) -> float:
+        """The factor of the weights that dropout keeps: one over their exact share."""
+        return _HALF_WORDS / (_HALF_WORDS - self.dropout_threshold)
+
+    @property
+    def extra_grads(self) -> tuple[str, ...]:
+        """Names of the differentiable extras that were given, in the order of `EXTRA_GRADS`."""
+        given = {"bias": self.bias is not None, "sink": self.sink, "alibi_slopes": self.alibi is not None}
+        return tuple(name for name in EXTRA_GRADS if given[name])

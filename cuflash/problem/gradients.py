@@ -1,0 +1,34 @@
+"""Checks of what the backward functions take beside the forward pass's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuflash.problem.attention_problem import GRAD_NAMES, Array, AttentionProblem
+
+
+def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: str) -> None:
+    """Check an array whose shape and dtype follow from the problem."""
+    if x.dtype.name != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype} ({what}), got {x.dtype.name}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape} ({what}), got {tuple(x.shape)}")
+
+
+def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
+    """The names of the wanted gradients; all if `grads` is None."""
+    available = ("q", "k", "v", *problem.extra_grads)
+    if grads is None:
+        return frozenset(available)
+    if isinstance(grads, str) or not isinstance(grads, (tuple, list, set, frozenset)):
+        raise TypeError(f"grads: expected a tuple of names out of {available}, got {grads!r}")
+    for name in grads:
+        if not isinstance(name, str):
+            raise TypeError(f"grads: expected names out of {available}, got {name!r}")
+        if name not in GRAD_NAMES:
+            raise ValueError(f"grads: expected names out of {available}, got {name!r}")
+        if name not in available:
+            raise ValueError(
+                f"grads: {name!r} is asked for, but no {name} was given; expected names out of {available}"
+            )
+    return frozenset(grads)

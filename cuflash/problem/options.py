@@ -1,0 +1,32 @@
+"""The keyword arguments that every public function shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cuflash.problem.attention_problem import Array
+from cuflash.problem.mask_metadata import MaskMetadata
+
+
+@dataclass(slots=True)
+class Options:
+    """The keyword arguments that every public function shares (README, "Options")."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+    alibi_slopes: Array | None = None
+    sink: Array | None = None
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Array | None = None
+    block_mask: MaskMetadata | None = None
+    deterministic: bool | None = None
+    precision: str | None = None
+
+
+OPTION_NAMES = tuple(f.name for f in fields(Options))

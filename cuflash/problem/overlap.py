@@ -1,0 +1,91 @@
+"""Which bytes two arrays have in common: an output must not overlap an input."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.problem.checks import Array
+
+# Of the exact test; slices of a fused qkv take a few hundred.
+_MAX_WORK: Any = 1_000_000
+
+
+def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
+    """ValueError unless it can be written beside all `inputs`, other targets included."""
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if target.size == 0:
+        return
+    if target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
+        raise ValueError(
+            f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
+        )
+    extent = target.dtype.itemsize
+    for stride, size in sorted((abs(stride), size) for size, stride in zip(target.shape, target.strides, strict=True)):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"{name}: expected distinct elements, got a broadcast or overlapping ones with strides {target.strides}"
+            )
+        extent += (size - 1) * stride
+    for other, x in inputs.items():
+        if x is not None and share_memory(target, x):
+            raise ValueError(
+                f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
+            )
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether they have a byte in common; interleaved slices of one buffer have none."""
+    first, second = _phantom(a), _phantom(b)
+    if not np.may_share_memory(first, second):
+        return False
+    try:
+        return bool(np.shares_memory(first, second, max_work=_MAX_WORK))
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
+
+
+class _Addresses:
+    """A device array for NumPy to reason about; nothing reads it."""
+
+    def __init__(self, x: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "data": (x.data.ptr, True),
+        }
+
+
+def _phantom(x: Array) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(_Addresses(x))
+
+
+class Distances(NamedTuple):
+    """From one array's address to another's where two arrays of their metadata have no byte in common."""
+
+    before: int  # this or less: the first ends where the second begins
+    behind: int  # this or more
+    known: int  # between the two, such as slices of one buffer have
+
+    @classmethod
+    def between(cls, target: Array, other: Array) -> Distances:
+        """The distances of two arrays that have no byte in common."""
+        (low, high), (other_low, other_high) = _extent(target), _extent(other)
+        return cls(other_low - high, other_high - low, _address(target) - _address(other))
+
+    def allow(self, distance: int) -> bool:
+        """Whether arrays at this distance are known to have none."""
+        return distance >= self.behind or distance <= self.before or distance == self.known
+
+
+def _extent(x: Array) -> tuple[int, int]:
+    reaches = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + x.dtype.itemsize
+
+
+def _address(x: Array) -> int:
+    return int(_phantom(x).__array_interface__["data"][0])

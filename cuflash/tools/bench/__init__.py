@@ -1,0 +1,190 @@
+"""``python -m cuflash bench``: forward and backward beside every peer that can be imported.
+
+All peers of a cell are measured in interleaved rounds on the same inputs, and checked against float64 before.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash.cpu.threads import BLAS_THREADS
+from cuflash.tools.bench import peers, report
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
+from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
+from cuflash.tools.bench.report import Result, Stopwatch
+from cuflash.tools.compile import in_parallel
+from cuflash.tools.info import first_line
+
+# Calls whose bits a deterministic backward repeats.
+REPEATS = 50
+GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    grid = Grid()
+    add = parser.add_argument
+    add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")
+    add("--device", choices=("gpu", "cpu"), help="default: the GPU if there is one")
+    dense, some = "of the dense suite (default %(default)s)", "where the suite leaves it open (default %(default)s)"
+    add("--dtype", default=grid.dtype, choices=("float16", "bfloat16", "float32", "float64"), help=some)
+    add("--head-dim", nargs="+", type=int, default=grid.head_dims, metavar="D", help=some)
+    add("--seqlen", nargs="+", type=int, default=grid.seqlens, metavar="N", help=dense)
+    add("--mask", nargs="+", choices=("full", "causal"), default=grid.masks, help=some)
+    add("--tokens", type=int, default=grid.tokens, help=f"batch * seqlen {dense}")
+    add("--width", type=int, default=grid.width, help=f"heads * head_dim {dense}")
+    add("--direction", nargs="+", choices=(FORWARD, BACKWARD), default=(FORWARD, BACKWARD))
+    add("--peers", nargs="+", metavar="NAME", help="only these, cuflash among them or not (default: all)")
+    add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
+    add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
+    add("--compile-jobs", type=int, default=8, help="cells whose kernels are compiled at once (default %(default)s)")
+    add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
+    add("--commit", help="to be recorded, where this is no checkout with git")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 1 if a result of cuflash was wrong or missing."""
+    xp = namespace(args.device)
+    if xp is None:
+        _say("no GPU that CuPy can use: see python -m cuflash info")
+        return 2
+    facts = report.environment(xp, args.commit)
+    _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
+    grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
+    budget = args.budget_ms or (1000.0 if xp is np else 60.0)
+    stopwatch = Stopwatch(xp, budget)
+    contenders = peers.cpu_peers() if xp is np else peers.gpu_peers()
+    if args.peers:
+        unknown = set(args.peers) - set(contenders)
+        if unknown:
+            _say(f"unknown peers: {', '.join(sorted(unknown))}; there are {', '.join(contenders)}")
+            return 2
+        contenders = {name: contenders[name] for name in args.peers}
+    results: list[Result] = []
+    cells = _chosen_cells(args.suite, xp, grid)
+    if xp is not np and peers.US in contenders:
+        compile_kernels(cells, xp, args.direction, args.compile_jobs)
+    for cell in cells:
+        start = time.perf_counter()
+        directions = tuple(d for d in args.direction if d in cell.directions)
+        results += measure(cell, xp, contenders, directions, stopwatch, args.rounds)
+        _say(f"{cell.name} ({time.perf_counter() - start:.1f} s)")
+        if args.json:  # after every cell: a run that is cut short leaves what it had
+            report.write_json(args.json, facts, results)
+    for direction in args.direction:
+        print(f"\n{direction}, {'ms' if args.unit == 'ms' else 'TFLOP/s'}\n")
+        print(report.table((r for r in results if r.direction == direction), args.unit))
+    for peer, reason in {(peer, reason): None for result in results for peer, reason in result.absent.items()}:
+        print(f"{peer}: {reason}")
+    if args.picture:
+        report.draw(args.picture, facts, results)
+    return int(any(result.wrong or peers.US in result.absent for result in results))
+
+
+def measure(
+    cell: Cell,
+    xp: ModuleType,
+    contenders: dict[str, peers.Peer],
+    directions: tuple[str, ...],
+    stopwatch: Stopwatch,
+    rounds: int,
+) -> list[Result]:
+    """Check and time every contender on one cell."""
+    inputs = Inputs(cell, xp)
+    given = arguments(inputs)
+    with BLAS_THREADS:  # small products
+        sample = take_sample(inputs, given, *peers.cuflash_results(inputs, given))
+    results = {direction: Result(cell, direction) for direction in directions}
+    timed: dict[str, dict[str, Any]] = {direction: {} for direction in directions}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every backend that refuses a cell
+        for name, prepare in contenders.items():
+            calls: peers.Calls | None = None
+            for direction, result in results.items():
+                try:
+                    calls = calls or prepare(inputs)
+                    call = calls.forward if direction == FORWARD else calls.backward
+                    errors_of = sample.forward_errors if direction == FORWARD else sample.backward_errors
+                    value = call()
+                    if name != peers.PLAIN:  # another problem's results
+                        result.errors[name] = errors_of(value)
+                    timed[direction][name] = call
+                except Exception as error:  # a peer may fail in any way; the report says how
+                    result.absent[name] = _reason(error)
+    for direction, result in results.items():
+        result.times = stopwatch.interleaved(timed[direction], rounds)
+        if result.is_unsteady:
+            _say(f"UNSTEADY: {cell.name} {direction}: is something else running on this device?")
+        if peers.US in result.errors:
+            largest = worst(result.errors[peers.US])
+            result.wrong = not largest <= limit("float16" if "tf32" in cell.options else cell.dtype)
+            if result.wrong:
+                _say(f"WRONG: {cell.name} {direction}: error {largest:.3g}")
+        if direction == BACKWARD and "deterministic" in cell.options and peers.US in timed[direction]:
+            result.same_bits = _repeats(timed[direction][peers.US])
+    return list(results.values())
+
+
+def _repeats(call: Any) -> int:
+    first = call()
+    bits = [x.view(f"u{x.itemsize}") for x in first]
+    same = 0
+    for _ in range(REPEATS):
+        same += all(bool((x.view(f"u{x.itemsize}") == y).all()) for x, y in zip(call(), bits, strict=True))
+    return same
+
+
+def compile_kernels(cells: list[Cell], xp: ModuleType, directions: tuple[str, ...], jobs: int) -> None:
+    """So that nothing is compiled while others are timed."""
+
+    def call(cell: Cell) -> None:
+        try:
+            calls = peers.cuflash_calls(Inputs(cell, xp))
+            if BACKWARD in directions:
+                calls.backward()
+        except Exception as error:  # met again when the cell's turn comes
+            _say(f"{cell.name}: {_reason(error)}")
+
+    start = time.perf_counter()
+    list(in_parallel(jobs, call, sorted(cells, key=lambda cell: cell.seqlen_q)))
+    xp.cuda.Device().synchronize()
+    xp.get_default_memory_pool().free_all_blocks()
+    _say(f"kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
+
+
+def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[Cell]:
+    names = suites or ["cpu" if xp is np else "dense"]
+    if "all" in names:
+        names = ["cpu"] if xp is np else list(GPU_SUITES)
+    return [cell for name in names for cell in cells_of(name, grid)]
+
+
+def namespace(device: str | None) -> ModuleType | None:
+    """CuPy if it sees a GPU, else NumPy; None if `device` is the other."""
+    if device == "cpu":
+        return np
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        cupy = None
+    if cupy is not None and cupy.cuda.is_available():
+        return cupy
+    return None if device == "gpu" else np
+
+
+def _reason(error: Exception) -> str:
+    first = first_line(error)
+    return first if isinstance(error, peers.Unavailable) else f"{type(error).__name__}: {first}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

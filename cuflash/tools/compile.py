@@ -1,0 +1,137 @@
+"""``python -m cuflash compile``: compile kernels ahead of their first use, or for a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+
+from cuflash.cuda import compile as cuda_compile
+from cuflash.cuda import device as cuda_device
+from cuflash.gpu.kernels import load_kernel, source_of
+from cuflash.hardware import capability_of, smem_limit
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.config import KernelConfig
+from cuflash.plan.portable import table
+from cuflash.problem.attention_problem import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``compile``."""
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        metavar="sm_XX",
+        help="compile for these architectures without a GPU and print registers, spills and shared memory",
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
+    every = argparse.Namespace(dtype=DTYPES, kernel=None)
+    kernels = sorted({config.entry for config in configs(every, (9, 0), smem_limit("sm_90"), True)})
+    only = f"only these: {', '.join(kernels)}"
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", choices=kernels, help=only)
+    parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if every kernel compiled, without spills where these show; 1 if not; 2 if something is missing."""
+    try:
+        import cupy
+    except ImportError:
+        print('cuflash compile needs CuPy: pip install "cuflash[cuda13]"', file=sys.stderr)
+        return 2
+    if args.arch:
+        known = [f"sm_{number}" for number in cupy.cuda.nvrtc.getSupportedArchs()]
+        unknown = [arch for arch in args.arch if arch.rstrip("af") not in known]
+        if unknown:
+            version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+            print(f"{', '.join(unknown)}: NVRTC {version} knows {', '.join(known)}", file=sys.stderr)
+            return 2
+        return _check(args)
+    if not cupy.cuda.is_available():
+        print("no GPU here: name architectures to compile for, as in --arch sm_80 sm_90a", file=sys.stderr)
+        return 2
+    return _warm(args)
+
+
+def configs(
+    args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool
+) -> Iterator[KernelConfig]:
+    """The kernels that the arguments select; a thread block has `limit` bytes."""
+    tables: list[Iterator[tuple[KernelConfig, str]]] = [table(limit)]
+    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_backward, sm80_wide)]
+    if has_wgmma:
+        tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
+    for config, dtype in chain(*tables):
+        if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
+            yield config
+
+
+def describe(config: KernelConfig) -> str:
+    """One kernel in a few words."""
+    dims = "/".join(str(d) for d in (config.head_dim, config.head_dim_v) if d) or "any"
+    return f"{config.entry} {config.element} d{dims} {config.tile} {config.flags}"
+
+
+def in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]:
+    """Compile, the first alone: two threads cannot load NVRTC's built-ins at once."""
+    yield from map(work, items[:1])
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(work, items[1:])
+
+
+def _check(args: argparse.Namespace) -> int:
+    def compile_one(item: tuple[str, KernelConfig]) -> cuda_compile.Report:
+        arch, config = item
+        return cuda_compile.compile_for(arch, source_of(config), config.entry)
+
+    items = [
+        (arch, config)
+        for arch in args.arch
+        for config in configs(args, capability_of(arch), smem_limit(arch), arch == "sm_90a")
+    ]
+    failed = 0
+    for (arch, config), report in zip(items, in_parallel(args.jobs, compile_one, items), strict=True):
+        good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
+        failed += not good
+        if args.json:
+            numbers = {name: value for name, value in asdict(report).items() if name != "cubin"}
+            print(json.dumps({"arch": arch, "kernel": config.entry, "config": asdict(config), **numbers, "good": good}))
+        else:
+            print(
+                f"{arch:8} {describe(config):60} {report.registers:4} registers {report.spill_bytes:4} bytes spilled "
+                f"{config.smem_bytes + report.static_smem_bytes:6} bytes shared {report.seconds:5.2f} s"
+                f"{''.join(chr(10) + '    ' + line for line in report.warnings)}",
+                flush=True,
+            )
+    if not args.json:
+        print(f"{len(items)} kernels compiled, {failed} with spills, warnings or too much shared memory")
+    return 1 if failed else 0
+
+
+def _warm(args: argparse.Namespace) -> int:
+    import cupy
+
+    device = cuda_device.device_of(cupy.empty(0))
+    selected = list(configs(args, device.capability, device.smem_limit, device.has_wgmma))
+    start = time.perf_counter()
+
+    def load(config: KernelConfig) -> None:
+        load_kernel(config, config.entry, device, config.smem_bytes)
+
+    for done, _ in enumerate(in_parallel(args.jobs, load, selected), 1):
+        if not args.json and sys.stderr.isatty():
+            print(f"\r{done}/{len(selected)} kernels", end="", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    if args.json:
+        print(json.dumps({"kernels": len(selected), "seconds": seconds}))
+    else:
+        print(f"\r{len(selected)} kernels are in CuPy's cache ({seconds:.1f} s)")
+    return 0

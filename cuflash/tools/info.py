@@ -1,0 +1,203 @@
+"""``python -m cuflash info``: what is installed, and which kernels a problem takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from cuflash import __version__
+from cuflash.cuda import device as cuda_device
+from cuflash.hardware import capability_of, smem_limit
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.config import beside_window, flags_of
+from cuflash.plan.portable import Config, key_kernels, plan
+from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
+
+DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
+_PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``info``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    problem = parser.add_argument_group("a problem, to see which kernels it takes")
+    problem.add_argument("--dtype", choices=DTYPES, default="float32")
+    problem.add_argument("--head-dim", type=int, default=64)
+    problem.add_argument("--head-dim-v", type=int, help="default: --head-dim")
+    problem.add_argument("--seqlen", type=int, default=4096, help="of queries and keys (default %(default)s)")
+    problem.add_argument("--causal", action="store_true")
+    for option in ("window", "softcap", "bias", "mask", "alibi", "dropout", "block-mask"):
+        problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0; 2 for a head dimension that there are no kernels for."""
+    head_dim_v = args.head_dim_v or args.head_dim
+    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
+        print(f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}", file=sys.stderr)
+        return 2
+    facts = {"cuflash": __version__, "python": platform.python_version(), **versions(_PACKAGES), **_gpu()}
+    chosen = _chosen(args, head_dim_v)
+    lacks = missing()
+    if args.json:
+        print(json.dumps({**facts, "missing": lacks, "kernels": chosen}))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:16} {value}")
+    print()
+    print("\n".join(f"missing: {name}: {words}" for name, words in lacks.items()) or "nothing is missing")
+    print()
+    width = max(map(len, chosen))
+    for name, reason in chosen.items():
+        print(f"{name:{width}} {reason}")
+    return 0
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, str]:
+    try:
+        import cupy
+    except ImportError:
+        return {}  # `missing` says so
+    try:
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except Exception:  # whatever CuPy raises where a library cannot be loaded
+        return {}
+    if not cupy.cuda.is_available():
+        return {"nvrtc": nvrtc}
+    driver = cupy.cuda.runtime.driverGetVersion()
+    gpus = {}
+    for index in range(cupy.cuda.runtime.getDeviceCount()):
+        p = cupy.cuda.runtime.getDeviceProperties(index)
+        gpus[f"GPU {index}"] = (
+            f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']}, "
+            f"{p['multiProcessorCount']} multiprocessors, {p['totalGlobalMem'] / 2**30:.0f} GiB, "
+            f"{p['sharedMemPerBlockOptin'] // 1024} KB shared memory a block"
+        )
+    return {"nvrtc": nvrtc, "driver's CUDA": f"{driver // 1000}.{driver % 1000 // 10}", **gpus}
+
+
+def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
+    one_head = 1, args.seqlen, args.seqlen, 1, 1, args.head_dim, head_dim_v, args.dtype
+    problem = AttentionProblem(
+        *one_head,
+        window_left=0 if args.window else None,
+        window_right=0 if args.causal or args.window else None,
+        softcap=1.0 if args.softcap else 0.0,
+        bias=(1, 1, 1, 1) if args.bias else None,
+        bias_dtype=args.dtype if args.bias else None,
+        mask=(1, 1, 1, 1) if args.mask else None,
+        alibi=(1, 1) if args.alibi else None,
+        dropout_p=0.5 if args.dropout else 0.0,
+        block_mask=args.block_mask,
+    )
+    entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
+    chosen = {entry: _portable_reason(plan(problem, entry)) for entry in entries}
+    reasons = sm90_forward.reason, sm90_backward.reason
+    if args.dtype == "float32":
+        reasons = plan_split.reason, plan_split.gradient_reason
+    dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
+    with_options = " with options" if beside_window(flags_of(problem)) else ""
+    no_parts = f"{sm90_forward.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
+    directions = "forward on Hopper", "backward on Hopper"
+    hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, reasons, strict=True)}
+    mma = {
+        "forward on tensor cores": sm80_wide.reason(problem, False) or sm80_forward.reason(problem),
+        "backward on tensor cores": sm80_wide.reason(problem, True) or sm80_backward.reason(problem),
+    }
+    if args.bias:
+        config = sm80_backward.of_bias(problem, True, capability_of("sm_80"), smem_limit("sm_80"))
+        of_bias = "portable kernel" if config is None else f"mma.sync, {config.entry} {config.tile} on sm_80"
+        mma["gradient of a bias on tensor cores"] = of_bias
+    return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
+
+
+def _portable_reason(config: Config) -> Any:
+    return (
+        f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
+        f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
+        f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
+    )
+
+
+def missing() -> dict[str, str]:
+    """What is missing, by name: what it is for and how to get it."""
+    lacks: dict[str, str] = {}
+    if _absent("ml_dtypes"):
+        lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'
+    demo = [name for name in DEMO_NEEDS if _absent(name)]
+    if demo:
+        needs = "needs it" if len(demo) == 1 else "needs them"
+        lacks[", ".join(demo)] = f'python -m cuflash demo {needs}: pip install "cuflash[demo]"'
+    if _absent("cupy"):
+        lacks["CuPy"] = (
+            'GPU arrays need it: pip install "cuflash[cuda13]", or "cuflash[cuda12]" where the driver is of CUDA 12 '
+            "(nvidia-smi shows its version) or the GPU is a Volta"
+        )
+        return lacks
+    import cupy
+
+    return lacks | _of_cupy(cupy)
+
+
+def _absent(name: str) -> bool:
+    return importlib.util.find_spec(name) is None
+
+
+def _of_cupy(cupy: Any) -> dict[str, str]:
+    try:
+        nvrtc = cupy.cuda.nvrtc.getVersion()
+    except Exception as error:  # whatever CuPy raises where a library cannot be loaded
+        words = 'kernels are compiled by it: pip install "cuflash[cuda13]" or "cuflash[cuda12]"'
+        return {"NVRTC": f"{words} ({first_line(error)})"}
+    lacks = {}
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        words = (
+            f"none that CuPy can use ({first_line(error)}); NumPy arrays run on the CPU. If there is an NVIDIA GPU, "
+            "install or update its driver: https://www.nvidia.com/drivers; in a container, start it with the GPU"
+        )
+        return {"GPU": words}
+    driver = cupy.cuda.runtime.driverGetVersion() // 1000
+    if driver < nvrtc[0]:
+        lacks["driver"] = (
+            f"it is of CUDA {driver}, NVRTC of CUDA {nvrtc[0]}: update the driver, or change to "
+            f'pip install "cuflash[cuda{driver}]" in a fresh environment'
+        )
+    capabilities = {cupy.cuda.Device(i).compute_capability for i in range(devices)}
+    if "90" in capabilities and nvrtc < cuda_device.OWN_ARCH_SINCE:
+        lacks["NVRTC 12.9"] = (
+            f"Hopper's own kernels need it, here is {nvrtc[0]}.{nvrtc[1]}: "
+            f'pip install -U "cuda-toolkit[cudart,nvrtc]>=12.9,<{nvrtc[0] + 1}"'
+        )
+    try:
+        cupy.cuda.device.get_cublas_handle()
+    except Exception as error:
+        lacks["cuBLAS"] = (
+            "attention does not need it; CuPy's own matrix products, the demo and the benchmarks do: "
+            f'pip install "cuflash[cuda{nvrtc[0]}-full]" ({first_line(error)})'
+        )
+    return lacks
+
+
+def first_line(error: Exception) -> str:
+    """First line of an error's message."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,137 @@
+"""Imports in cuflash go one way, between folders and modules, and no folder uses another one's private names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import cuflash
+
+ROOT = Path(cuflash.__file__).parent
+BASE = ("forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+# What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(BASE, ()),
+    "problem": BASE,
+    "masks": ("problem", *BASE),
+    "plan": ("problem", "hardware", "kept"),
+    "cuda": ("hardware", "kept"),
+    "gpu": ("plan", "cuda", "masks", "problem", *BASE),
+    "cpu": ("masks", "problem", *BASE),
+    "frontend": ("problem", *BASE),
+    "attention": ("frontend", "problem", "masks", *BASE),
+    "merge": ("frontend", "problem", *BASE),
+    "__init__": ("attention", "merge", "masks", *BASE),
+    "__main__": ("__init__",),
+    "reference": (),
+    "tools": ("__init__", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
+}
+# Names of every NamedTuple that begin with an underscore and are public.
+PUBLIC = ("_fields", "_replace", "_asdict")
+# A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
+BY_NAME = {"frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"}, "masks": {"cuflash.cuda.device"}}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name without "cuflash."."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts if parts[-1] != "__init__" or len(parts) == 1 else parts[:-1])] = path
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def module_and_name(dotted: str) -> tuple[str, str]:
+    """(module, name in it or "") of ``cuflash.<...>``; names of the package itself are of ``__init__``."""
+    own = dotted.removeprefix("cuflash").removeprefix(".") or "__init__"
+    if own in MODULES:
+        return own, ""
+    module, _, name = own.rpartition(".")
+    return module or "__init__", name
+
+
+def imports_of(module: str) -> Iterator[tuple[str, str, str]]:
+    """(imported module, name in it or "", local name) of every import, wherever it stands."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "cuflash":
+                    yield (*module_and_name(alias.name), alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module if node.level == 0 else f"cuflash.{folder_of(module)}.{node.module}"
+            assert node.level < 2, f"{module}: expected no imports beyond its folder by dots"
+            if origin is not None and origin.split(".")[0] == "cuflash":
+                for alias in node.names:
+                    yield (*module_and_name(f"{origin}.{alias.name}"), alias.asname or alias.name)
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def test_every_folder_is_named_here() -> None:
+    assert {folder_of(module) for module in MODULES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    folder = folder_of(module)
+    for imported, *_ in imports_of(module):
+        other = folder_of(imported)
+        assert other == folder or other in MAY_IMPORT[folder], f"{module} imports {imported}"
+
+
+def test_no_module_is_in_a_circle() -> None:
+    graph = {module: {imported for imported, *_ in imports_of(module)} - {module} for module in MODULES}
+    order = list(TopologicalSorter(graph).static_order())  # CycleError names the modules of a circle
+    assert set(MODULES) <= set(order)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_stay_in_their_folder(module: str) -> None:
+    """Neither imported nor reached through a module."""
+    others = {}
+    for imported, name, local in imports_of(module):
+        if folder_of(imported) != folder_of(module):
+            assert not is_private(name), f"{module} imports {imported}.{name}"
+            others[local] = imported
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in others:
+            assert not is_private(node.attr), f"{module} uses {others[node.value.id]}.{node.attr}"
+
+
+def test_modules_that_are_found_by_name_are_named_here() -> None:
+    """No other text names a module of ours, but for the commands of ``__main__``."""
+    found: dict[str, set[str]] = {}
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and module != "__main__":
+                own = node.value.removeprefix("cuflash.")
+                if own != node.value and own in MODULES:
+                    found.setdefault(folder_of(module), set()).add(node.value)
+    assert found == BY_NAME
+
+
+def test_the_tables_hold_themselves_to_it() -> None:
+    """No two folders may import each other, by the table itself."""
+    list(TopologicalSorter({folder: set(others) for folder, others in MAY_IMPORT.items()}).static_order())
+    for base in ("hardware", "kept", "problem", "plan", "masks", "cuda", "frontend", "reference"):
+        assert "gpu" not in MAY_IMPORT[base]
+        assert "cpu" not in MAY_IMPORT[base]
