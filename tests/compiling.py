@@ -6,11 +6,10 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
+import rows
 import tiers
 
 from cuflash import hardware
@@ -80,13 +79,6 @@ def oldest_takers() -> dict[KernelConfig, str]:
     return found
 
 
-def options_of(config: KernelConfig) -> Iterator[tuple[Any, ...]]:
-    """What tells a record's code apart beside the sizes of its tile."""
-    for name, x in asdict(config).items():
-        if isinstance(x, bool | str) or name in ("head_dim", "head_dim_v"):
-            yield config.entry, name, x
-
-
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Those of an architecture's records that are compiled for it.
 
@@ -94,7 +86,7 @@ def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     each kernel occurs: NVRTC takes half a second for each, and kin get the same instructions from one text. The quick
     tier has no more than these. ``python -m cuflash compile`` compiles all.
     """
-    some = tiers.covering(configs, options_of)
+    some = tiers.covering(configs, rows.options_of)
     if not tiers.is_whole():
         return some
     return [c for c in configs if arch == HOPPER or oldest_takers()[c] == arch or c in some]

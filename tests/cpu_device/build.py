@@ -46,8 +46,8 @@ _UNDEFINED = (
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,unreachable,return,bool,enum"
 )
 _KERNEL_FLAGS = {
-    Check.NONE: ("-O1", "-fwrapv", "-fno-sanitize=all"),
-    Check.SHARED: ("-O1", "-fsanitize=thread", _UNDEFINED),
+    Check.NONE: ("-Og", "-fwrapv", "-fno-sanitize=all"),
+    Check.SHARED: ("-Og", "-fsanitize=thread", _UNDEFINED),
     # AddressSanitizer writes its messages itself.
     Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", _UNDEFINED, *_LINES),
 }
