@@ -15,7 +15,7 @@ import pytest
 
 import cuflash
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "BlockMask",
     "__version__",

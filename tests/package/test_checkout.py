@@ -13,7 +13,7 @@ import pytest
 
 import cuflash
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # What PYTHONPATH names is searched without what installers leave in it: nothing is installed then.
 LIBRARIES = str(Path(np.__file__).parent.parent)
 USES_ALL = """

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from code_blocks import BLOCK
 
 import cuflash
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"(?:<!-- (?P<need>\w+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def run_examples(need: str | None) -> None:
@@ -30,7 +29,7 @@ def test_examples() -> None:
 
 
 def test_example_on_the_package_index() -> None:
-    (example,) = BLOCK.finditer((Path(__file__).parent.parent / "docs" / "package.md").read_text(encoding="utf-8"))
+    (example,) = BLOCK.finditer((Path(__file__).parents[2] / "docs" / "package.md").read_text(encoding="utf-8"))
     namespace: dict[str, Any] = {}
     exec(compile(example["code"], "docs/package.md", "exec"), namespace)
     assert namespace["dk"].shape == namespace["k"].shape

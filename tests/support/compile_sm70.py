@@ -1,6 +1,6 @@
 """Compile every kernel for Volta (sm_70), which NVRTC 13 no longer knows: in an environment of its own, with CUDA 12.
 
-    python tests/compile_sm70.py [FOLDER]
+    python tests/support/compile_sm70.py [FOLDER]
 
 makes a virtual environment in FOLDER (default: a temporary one), installs cuflash with the extra cuda12 there, and runs
 ``python -m cuflash compile --arch sm_70``; its exit status is that command's.
@@ -14,7 +14,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_readme import BLOCK
+from code_blocks import BLOCK
 
 import cuflash
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text(encoding="utf-8"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 paper, paper_io = importlib.import_module("paper"), importlib.import_module("paper_io")
 

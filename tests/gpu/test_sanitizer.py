@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import devices
 import pytest
 
 from cuflash.cuda.device import WITHOUT_WGMMA
 
-SCRIPT = Path(__file__).with_name("sanitized_cases.py")
-BLIND_SPOTS = Path(__file__).with_name("racecheck_blind_spots.py")
+SCRIPT = Path(devices.__file__).with_name("sanitized_cases.py")
+BLIND_SPOTS = Path(devices.__file__).with_name("racecheck_blind_spots.py")
 MEMCHECK = ("memcheck", "ERROR SUMMARY: 0 errors")
 # Hopper's kernels synchronise in two ways that it does not see (BLIND_SPOTS): the CPU device's random order of threads
 # and late copies stand in there.

@@ -1,7 +1,7 @@
 """Run Volta's kernels on a newer GPU, as CUDA 12 compiles them: NVRTC 13 no longer knows sm_70.
 
-    python tests/ptx_sm70.py build FOLDER            in an environment with the extra cuda12; no GPU is needed
-    python tests/ptx_sm70.py run FOLDER [DTYPE ...]  on any newer GPU, with any CUDA
+    python tests/support/ptx_sm70.py build FOLDER            in an environment with the extra cuda12; no GPU is needed
+    python tests/support/ptx_sm70.py run FOLDER [DTYPE ...]  on any newer GPU, with any CUDA
 
 The first writes the PTX for compute_70 of every kernel that the problems below take, the second holds their results
 against the reference. Both go by the kernels' texts: one that has changed since has no PTX, and that is an error.
@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import test_other_gpus
+import other_gpu
 from cases import DTYPES, Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from cpu_device import device, hook
 from devices import Device, forget_launches
@@ -78,7 +78,7 @@ class Compiler(device.CpuDevice):
         assert smem_bytes <= self.smem_limit
         file = file_of(self.folder, source)
         if not file.exists():
-            file.write_bytes(test_other_gpus.ptx_of(source, ARCH.replace("sm", "compute")))
+            file.write_bytes(other_gpu.ptx_of(source, ARCH.replace("sm", "compute")))
         return mock.MagicMock(cuda_device.LoadedKernel)
 
 
@@ -99,10 +99,10 @@ def run(folder: Path, dtypes: Sequence[str]) -> int:
     """Return 0 if every result is as the reference's, else 1."""
     import cupy
 
-    gpu = test_other_gpus.OtherGpu(ARCH, CAPABILITY)
-    place = Device(ARCH, cupy, lambda: test_other_gpus.kernels_on(gpu))
+    gpu = other_gpu.OtherGpu(ARCH, CAPABILITY)
+    place = Device(ARCH, cupy, lambda: other_gpu.kernels_on(gpu))
     failed = 0
-    with mock.patch.object(test_other_gpus, "ptx_file", lambda source, arch: file_of(folder, source)):
+    with mock.patch.object(other_gpu, "ptx_file", lambda source, arch: file_of(folder, source)):
         for name, case in problems(dtypes):
             forget_launches()
             try:

@@ -16,7 +16,7 @@ import pytest
 from cuflash.tools.bench import report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Grid, cells_of
 
-FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 FACTS = {
     "command": "bench",
     "commit": "0123456789",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from cpu_device import build
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
+TESTS = SUPPORT.parent / "cpu_device"
 # Where the kernel draws a program's place from 2^32 pages (vm.mmap_rnd_bits), one in four lies where the
 # AddressSanitizer of GCC 12 has its heap, and the process dies.
 FIXED_PLACES = ("setarch", "--addr-no-randomize", "env")
@@ -28,7 +29,7 @@ def _prefix() -> tuple[str, ...]:
 
 def run_sanitized(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code`, which can import the tests' modules; a defect ends it with a report on stderr."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(SUPPORT), str(TESTS), str(TESTS.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {"LD_PRELOAD": build.sanitizer_library(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": paths}
     command = [*_prefix(), *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)

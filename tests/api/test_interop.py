@@ -20,7 +20,7 @@ from cuflash import interop
 Array = NDArray[Any]
 
 NUMPY = Device("numpy", np)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 

@@ -19,7 +19,7 @@ from cuflash.cuda import source as cuda_source
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[str, Check, int], float]
-SAMPLES = Path(__file__).resolve().parent / "cpu_device" / "samples"
+SAMPLES = Path(device.__file__).parent / "samples"
 pytestmark = pytest.mark.skipif(not device.available(), reason=device.NO_COMPILER)
 needs_sanitizers = pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
 

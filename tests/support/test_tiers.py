@@ -19,7 +19,7 @@ from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 
-TESTS = Path(tiers.__file__).parent
+SUPPORT = Path(tiers.__file__).parent
 HOPPER_SMEM = 232448
 
 
@@ -35,10 +35,10 @@ def test_a_covering_choice_has_every_feature_and_few_items() -> None:
 def collected(folder: Path, *flags: str) -> dict[str, Any]:
     """What a tier touches."""
     file = folder / "touched.json"
-    environment = {**os.environ, "CUFLASH_TEST_TOUCHED": str(file), "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, "CUFLASH_TEST_TOUCHED": str(file), "PYTHONPATH": str(SUPPORT), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "touched", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, *flags], cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=600
+        [*command, *flags], cwd=SUPPORT.parents[1], env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     found: dict[str, Any] = json.loads(file.read_text())

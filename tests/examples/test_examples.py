@@ -16,7 +16,7 @@ import cuflash
 
 Array = Any
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "autodiff/torch_autograd": "torch",
     "autodiff/jax_custom_vjp": "jax",

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 def load_script(name: str) -> ModuleType:
