@@ -22,8 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Modules that are imported later know their tier."""
-    tiers.choose(config.getoption(tiers.FLAG))
+    """Modules that are imported later know their tier; who names a test or a case gets the whole of it."""
+    tiers.choose(config.getoption(tiers.FLAG) or any("::" in arg for arg in config.args))
 
 
 @pytest.fixture(
@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the quick tier does not have, unless cases are asked for by their names."""
-    if tiers.is_whole() or any("::" in arg for arg in config.args):
+    """Deselect what the quick tier does not have."""
+    if tiers.is_whole():
         return
     kept = tiers.quick(items)
     ids = {id(item) for item in kept}
