@@ -70,10 +70,10 @@ def tables_of(arch: str) -> list[KernelConfig]:
 
 
 @functools.cache
-def oldest_takers() -> dict[KernelConfig, str]:
-    """Each of these records' oldest architecture."""
+def own_architectures() -> dict[KernelConfig, str]:
+    """The architecture that each of these records is compiled for in any case: Hopper, or the oldest that has it."""
     found: dict[KernelConfig, str] = {}
-    for arch in ARCHITECTURES:
+    for arch in (HOPPER, *ARCHITECTURES):
         for config in tables_of(arch):
             found.setdefault(config, arch)
     return found
@@ -82,14 +82,14 @@ def oldest_takers() -> dict[KernelConfig, str]:
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Those of an architecture's records that are compiled for it.
 
-    On Hopper all are, and elsewhere those that no older architecture has; of the others so many that every option of
-    each kernel occurs: NVRTC takes half a second for each, and kin get the same instructions from one text. The quick
-    tier has no more than these. ``python -m cuflash compile`` compiles all.
+    On Hopper all are, and elsewhere those that neither Hopper nor an older architecture has; of the others so many that
+    every option of each kernel occurs: NVRTC takes half a second for each. The quick tier has no more than these.
+    ``python -m cuflash compile`` compiles all.
     """
     some = tiers.covering(configs, rows.options_of)
     if not tiers.is_whole():
         return some
-    return [c for c in configs if arch == HOPPER or oldest_takers()[c] == arch or c in some]
+    return [c for c in configs if own_architectures().get(c, arch) == arch or c in some]
 
 
 @functools.cache  # some rows of a table are the same kernel
