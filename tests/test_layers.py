@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "frontend": ("problem", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
     "merge": ("frontend", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", *BASE),
+    "distributed": ("frontend", "merge", "problem", *BASE),
+    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": ("__init__", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
@@ -34,7 +35,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 # Names of every NamedTuple that begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
-BY_NAME = {"frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"}, "masks": {"cuflash.cuda.device"}}
+BY_NAME = {
+    "__init__": {"cuflash.distributed"},
+    "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
+    "masks": {"cuflash.cuda.device"},
+}
 
 
 def modules() -> dict[str, Path]:
