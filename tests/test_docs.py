@@ -57,7 +57,7 @@ def test_the_readme_is_a_page_whose_links_lead_somewhere() -> None:
 
 def test_no_page_names_an_address_of_this_project() -> None:
     """Nothing is published; other projects have addresses."""
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         addresses = re.findall(r"\w+://[^\s)]+", page.read_text(encoding="utf-8"))
         assert not [address for address in addresses if "cuflash" in address.lower()], page.name
 
