@@ -35,13 +35,13 @@ struct BlockReader {
   __device__ BlockReader(const Source& source, long long block) {
     const int blocks_k = blocks_in(source.seqlen_k), blocks_q = blocks_in(source.seqlen_q);
     const int first_column = static_cast<int>(block % blocks_k) * CANONICAL;
-    const long long image = block / blocks_k / blocks_q;
+    const long long batch_head = block / blocks_k / blocks_q;
     first_row = static_cast<int>(block / blocks_k % blocks_q) * CANONICAL;
     rows = min(CANONICAL, source.seqlen_q - first_row);
     cell_rows = source.cell_rows;
     stride_i = source.stride_i;
     const unsigned char* data =
-        source.data + image / source.heads * source.stride_b + image % source.heads * source.stride_h;
+        source.data + batch_head / source.heads * source.stride_b + batch_head % source.heads * source.stride_h;
     for (int word = 0; word < WORDS; ++word) {
       const int j = first_column + word * WARP + lane_in_warp();
       column[word] = j < source.seqlen_k ? data + j / source.cell_columns * source.stride_j : nullptr;
@@ -203,20 +203,20 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
 }
 
 // list_tiles writes TileLists of cuflash/masks/store.py: for each row of tiles the tiles of keys that it visits,
-// row_index (images, num_m, num_n) and row_count (images, num_m), and for each column those of queries, col_index
-// (images, num_n, num_m) and col_count (images, num_n). An image is a (batch, head). One warp writes one list.
-extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int images, int seqlen_q, int seqlen_k,
-                                      int block_m, int block_n, int num_m, int num_n, int* row_index, int* row_count,
-                                      int* col_index, int* col_count) {
+// row_index (num_batch_heads, num_m, num_n) and row_count (num_batch_heads, num_m), and for each column those of
+// queries, col_index (num_batch_heads, num_n, num_m) and col_count (num_batch_heads, num_n). One warp writes one list.
+extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int num_batch_heads, int seqlen_q,
+                                      int seqlen_k, int block_m, int block_n, int num_m, int num_n, int* row_index,
+                                      int* row_count, int* col_index, int* col_count) {
   const int lane = lane_in_warp(), lists = num_m + num_n;
-  const long long warp = warp_in_grid(), image = warp / lists;
-  if (image >= images) return;
+  const long long warp = warp_in_grid(), batch_head = warp / lists;
+  if (batch_head >= num_batch_heads) return;
   const int blocks_k = blocks_in(seqlen_k);
-  const int* own_slots = slots + image * blocks_in(seqlen_q) * blocks_k;
+  const int* own_slots = slots + batch_head * blocks_in(seqlen_q) * blocks_k;
   const int list = static_cast<int>(warp % lists);
   const bool is_row = list < num_m;
   const int own = is_row ? list : list - num_m, others = is_row ? num_n : num_m;
-  int* index = is_row ? row_index + (image * num_m + own) * num_n : col_index + (image * num_n + own) * num_m;
+  int* index = is_row ? row_index + (batch_head * num_m + own) * num_n : col_index + (batch_head * num_n + own) * num_m;
   int count = 0;
   for (int first = 0; first < others; first += WARP) {
     const int other = first + lane;
@@ -230,5 +230,5 @@ extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, in
       index[count + __popc(visited & lanes_below(lane))] = other << 1 | (state == Tile::partial);
     count += __popc(visited);
   }
-  if (lane == 0) (is_row ? row_count + image * num_m : col_count + image * num_n)[own] = count;
+  if (lane == 0) (is_row ? row_count + batch_head * num_m : col_count + batch_head * num_n)[own] = count;
 }

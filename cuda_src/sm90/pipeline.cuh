@@ -153,8 +153,8 @@ struct Turns {
   }
 };
 
-// num_images() is the number of batch_heads; packed sequences count as one.
-DEVICE u32 num_images(const AttentionParams& p) {
+// num_batch_heads_q() is the number of batch_heads; packed sequences count as one.
+DEVICE u32 num_batch_heads_q(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
@@ -164,18 +164,20 @@ DEVICE u32 num_images(const AttentionParams& p) {
 // that blocks end together.
 DEVICE Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
-  u32 tile = index % num_tiles, image = index / num_tiles;
+  u32 tile = index % num_tiles, batch_head = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
-    const u32 images = num_images(p), last_heads = images - min(p.heads_together, images);
-    if (image >= last_heads) {
-      const u32 place = index - last_heads * num_tiles, heads = images - last_heads;
+    const u32 num_batch_heads = num_batch_heads_q(p),
+              last_heads = num_batch_heads - min(p.heads_together, num_batch_heads);
+    if (batch_head >= last_heads) {
+      const u32 place = index - last_heads * num_tiles, heads = num_batch_heads - last_heads;
       tile = place / heads;
-      image = last_heads + place % heads;
+      batch_head = last_heads + place % heads;
     }
     tile = num_tiles - 1 - tile;
   }
-  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, image);
-  return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};
+  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, batch_head);
+  return {sequence_of(p, batch_head / p.num_heads_q), static_cast<int>(batch_head % p.num_heads_q),
+          static_cast<int>(tile)};
 }
 
 // take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so

@@ -19,10 +19,10 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand 
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
   const SplitTensor& x = of_keys ? (keyed ? all.k : all.v) : keyed ? all.q : all.dout;
-  const i64 image = (p.cu_seqlens_q == nullptr ? s.batch : 0) * (of_keys ? p.num_heads_kv : p.num_heads_q) + head;
+  const i64 batch_head = (p.cu_seqlens_q == nullptr ? s.batch : 0) * (of_keys ? p.num_heads_kv : p.num_heads_q) + head;
   const int row = of_keys ? split_row_k(p, s) : split_row_q(p, s);
-  return {reinterpret_cast<const float*>(x.halves_at(p.work_space, image, 0, 0, row)),
-          x.factors_at(p.work_space, image, row), i64(x.rows) * PANEL / 2, of_keys ? s.len_k : s.len_q};
+  return {reinterpret_cast<const float*>(x.halves_at(p.work_space, batch_head, 0, 0, row)),
+          x.factors_at(p.work_space, batch_head, row), i64(x.rows) * PANEL / 2, of_keys ? s.len_k : s.len_q};
 }
 
 template <int COLUMNS, int WIDTH>

@@ -116,7 +116,7 @@ struct Rings {
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map) {
-  const u32 total = p.num_tiles * num_images(p);
+  const u32 total = p.num_tiles * num_batch_heads_q(p);
   for (u32 index = blockIdx.x, next; index < total; index = next) {
     next = next_index(p, index, total);
     const Work work = work_at(p, index);
@@ -128,28 +128,28 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
 
     const int head_kv = work.head / group_size(p);
     const int batch = batch_of(p, s);
-    const int image_q = batch * p.num_heads_q + work.head, image_kv = batch * p.num_heads_kv + head_kv;
+    const int batch_head_q = batch * p.num_heads_q + work.head, batch_head_kv = batch * p.num_heads_kv + head_kv;
     const int row_q = split_row_q(p, s) + work.tile * BLOCK_M, row_k = split_row_k(p, s);
     const auto load_keys = [&](int row) {
       rings.factors.acquire();
       rings.factors.expect();
       const u32 buffer = rings.factors.buffer();
-      ptx::bulk_load(buffer, operands.k.factors_at(space, image_kv, row), FACTOR_BYTES, rings.factors.full());
-      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, image_kv, row), FACTOR_BYTES,
+      ptx::bulk_load(buffer, operands.k.factors_at(space, batch_head_kv, row), FACTOR_BYTES, rings.factors.full());
+      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, batch_head_kv, row), FACTOR_BYTES,
                      rings.factors.full());
       rings.factors.advance();
-      load(rings.k, k_map, row, image_kv);
+      load(rings.k, k_map, row, batch_head_kv);
     };
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (blocks.done()) continue;
     load_keys(row_k + blocks.block * BLOCK_N);
-    load(rings.q, q_map, row_q, image_q);
+    load(rings.q, q_map, row_q, batch_head_q);
     while (true) {
       const int values = row_k + blocks.block * BLOCK_N;
       blocks.advance();
       const bool last = blocks.done();
       if (!last) load_keys(row_k + blocks.block * BLOCK_N);
-      load(rings.v, v_map, values, image_kv);
+      load(rings.v, v_map, values, batch_head_kv);
       if (last) break;
     }
   }

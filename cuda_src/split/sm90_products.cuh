@@ -9,12 +9,12 @@ static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "flo
 // part_bytes() is the size of one part of a tile.
 DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
-// load() loads the rows from `row` on of a batch_head (`image`): all panels of all parts.
+// load() loads the rows from `row` on of a batch_head: all panels of all parts.
 template <class AnyRing>
-DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
+DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int batch_head) {
   ring.acquire();
   ring.expect();
-  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
+  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, batch_head);
   ring.advance();
 }
 

@@ -263,7 +263,7 @@ DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 t
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
-  const u32 total = p.num_tiles * num_key_images(p);
+  const u32 total = p.num_tiles * num_batch_heads_kv(p);
   u32 index_phase = 0;
   if constexpr (PING_PONG) shared.rows_done[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;

@@ -203,10 +203,10 @@ struct BiasPlace {
   int row, head, batch;
 
   DEVICE BiasPlace(const AttentionParams& p, i64 number) {
-    const u32 image = number / p.num_query_tiles;
+    const u32 batch_head = number / p.num_query_tiles;
     row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
-    head = image % p.num_heads_q;
-    batch = image / p.num_heads_q;
+    head = batch_head % p.num_heads_q;
+    batch = batch_head / p.num_heads_q;
   }
 };
 

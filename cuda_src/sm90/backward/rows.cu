@@ -83,14 +83,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
                        const __grid_constant__ ptx::TensorMap out_map) {
   VIEW_SHARED_STORAGE(shared);
-  const u32 tiles = p.num_tiles * num_images(p);
+  const u32 tiles = p.num_tiles * num_batch_heads_q(p);
   if (threadIdx.x == 0) {
     shared.barriers.init(WARPGROUP / WARP);
     ptx::fence_mbarrier_init();
     if (p.rows_done != nullptr) p.rows_done[blockIdx.x] = 0;
   }
   if (p.dq_turns != nullptr) {
-    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_images(p) / group_size(p);
+    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_batch_heads_q(p) / group_size(p);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_turns[i] = 0;
   }
   __threadfence();
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == CONSUMERS) {
     if (threadIdx.x % WARPGROUP < WARP) {
-      load_sums(p, shared, ring, p.num_tiles * num_images(p) * DQ_PARTS, by_heads);
+      load_sums(p, shared, ring, p.num_tiles * num_batch_heads_q(p) * DQ_PARTS, by_heads);
       ptx::wait_for_kernel_before();  // so that the next kernel follows both kernels
     }
     return;

@@ -60,9 +60,11 @@ constexpr bool DQ_BY_HEADS = PING_PONG;
 // warps_done_at() counts, for the KV head whose queries have this tile, how many adding warps have come to the end of a
 // tile of keys: DQ_PARTS for each tile.
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
-  const i64 images = num_images(p);
-  const u32 image = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);
-  return dq_turn_at(p, images * p.num_query_tiles * DQ_SUMS, 0) + image;
+  const i64 num_batch_heads = num_batch_heads_q(p);
+  const u32 batch_head = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);
+  return dq_turn_at(p, num_batch_heads * p.num_query_tiles * DQ_SUMS, 0) + batch_head;
 }
 // chunks_taken() is the last word: how many chunks of sums the kernel behind has taken.
-DEVICE int* chunks_taken(const AttentionParams& p) { return warps_done_at(p, p.num_query_tiles * num_images(p)); }
+DEVICE int* chunks_taken(const AttentionParams& p) {
+  return warps_done_at(p, p.num_query_tiles * num_batch_heads_q(p));
+}

@@ -4,8 +4,8 @@
 #include "../../rules/mask.cuh"
 #include "../pipeline.cuh"
 
-// num_key_images() is the number of KV heads of all sequences; packed sequences count as one.
-DEVICE u32 num_key_images(const AttentionParams& p) {
+// num_batch_heads_kv() is the number of KV heads of all sequences; packed sequences count as one.
+DEVICE u32 num_batch_heads_kv(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_kv * p.batch : p.num_heads_kv;
 }
 
@@ -28,8 +28,9 @@ static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "tu
 
 // last_group() is the first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
-  const u32 images = num_key_images(p);
-  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? images - min(p.heads_together, images) : images;
+  const u32 num_batch_heads = num_batch_heads_kv(p);
+  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? num_batch_heads - min(p.heads_together, num_batch_heads)
+                                                          : num_batch_heads;
 }
 
 // heads_in_turn() and walks_backwards() set the order of tiles where sums of dq have an order, which is that of tiles
@@ -48,30 +49,31 @@ DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
 template <bool GROUPS = false>
 DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
-  u32 tile = index % num_tiles, image = index / num_tiles;
+  u32 tile = index % num_tiles, batch_head = index / num_tiles;
   constexpr bool TURNS = DETERMINISTIC && !GROUPS;
   if constexpr (HAS_WINDOW || TURNS) {
     const u32 last = last_group(p);
-    u32 first = 0, together = p.heads_together, end = num_key_images(p);
+    u32 first = 0, together = p.heads_together, end = num_batch_heads_kv(p);
     if (!GROUPS) {
-      first = image < last ? 0 : last;
+      first = batch_head < last ? 0 : last;
       together = end - first;
-      if (image < last) {
+      if (batch_head < last) {
         together = TURNS ? heads_in_turn(p) : 1;
         end = last;
       }
     }
-    const u32 group = first + (image - first) / together * together, in_group = index - group * num_tiles;
+    const u32 group = first + (batch_head - first) / together * together, in_group = index - group * num_tiles;
     const u32 heads = min(together, end - group);
     tile = in_group / heads;
-    image = group + in_group % heads;
-    if (TURNS && image < last) tile = num_tiles - 1 - tile;
+    batch_head = group + in_group % heads;
+    if (TURNS && batch_head < last) tile = num_tiles - 1 - tile;
   }
   Work work{};
   if (p.cu_seqlens_q != nullptr) {
-    work = packed_work<true>(p, PAIR * BLOCK_N, tile, image);
+    work = packed_work<true>(p, PAIR * BLOCK_N, tile, batch_head);
   } else {
-    work = {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
+    work = {sequence_of(p, batch_head / p.num_heads_kv), static_cast<int>(batch_head % p.num_heads_kv),
+            static_cast<int>(tile)};
   }
   work.tile = work.tile * PAIR + rank();
   return work;

@@ -312,7 +312,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       phase ^= 1;
     } while (careful);
   };
-  const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
+  const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * parts);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
   int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
