@@ -69,8 +69,10 @@ struct Step {
   int head, block;
   bool partial;
 
-  DEVICE explicit Step(const QueryWalk& walk)
-      : head(walk.head), block(DETERMINISTIC ? walk.from_last() : walk.blocks.block), partial(walk.blocks.partial) {}
+  DEVICE explicit Step(const QueryTileIterator& iterator)
+      : head(iterator.head),
+        block(DETERMINISTIC ? iterator.from_last() : iterator.blocks.block),
+        partial(iterator.blocks.partial) {}
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
@@ -160,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
   for (auto& x : dv) clear(x);
 
-  QueryWalk walk(p, shared.work);
-  Step step(walk);
-  bool exists = !walk.done();
+  QueryTileIterator iterator(p, shared.work);
+  Step step(iterator);
+  bool exists = !iterator.done();
   if (exists) {
     const i64 batch = batch_of(p, s);
     // Keys before first_seen are hidden from all queries.
@@ -176,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     load_queries(p, shared, 0, step);
     load_rows(p, shared, 0, step);
     commit_copies();
-    walk.advance();
+    iterator.advance();
     finish_queries(shared, 0, step);
     __syncthreads();
     if constexpr (HIDES_ANYWHERE && COMPUTES_DK) {
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       __syncthreads();
     }
     if constexpr (ONE_BARRIER) {
-      if (!walk.done()) load_step(p, shared, 1, Step(walk));
+      if (!iterator.done()) load_step(p, shared, 1, Step(iterator));
       commit_copies();
     }
   }
@@ -220,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       if (DQ_IN_QUERIES && part == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
         __syncwarp();  // the rows that a warp loads are those of its own dq
-        if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
+        if (!iterator.done()) load_queries(p, shared, stage ^ 1, Step(iterator));
         commit_copies();
       }
       if constexpr (COMPUTES_DK) {
@@ -281,15 +283,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
     }
 
-    if (ONE_BARRIER && !walk.done()) finish_queries(shared, stage ^ 1, Step(walk));
+    if (ONE_BARRIER && !iterator.done()) finish_queries(shared, stage ^ 1, Step(iterator));
     __syncthreads();  // all gradients are there, and the queries are read
     // 6. The next step's operands are loaded.
     const int head = step.head, tile = step.block;
-    step = Step(walk);
-    exists = !walk.done();
-    if (exists) walk.advance();
+    step = Step(iterator);
+    exists = !iterator.done();
+    if (exists) iterator.advance();
     if constexpr (ONE_BARRIER) {
-      if (!walk.done()) load_step(p, shared, stage, Step(walk));
+      if (!iterator.done()) load_step(p, shared, stage, Step(iterator));
     } else if (exists) {
       load_queries(p, shared, 0, step);
       load_rows(p, shared, 0, step);

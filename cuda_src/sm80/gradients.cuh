@@ -57,10 +57,11 @@ DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
 // load_columns() starts to load the current tile of columns, both operands or one. Keys before `first_seen` are hidden
 // from all queries, and may hold anything.
 template <bool KEYED, bool VALUED>
-DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
+DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const ColumnIterator& iterator,
+                         int first_seen) {
   const Sequence& s = shared.work.sequence;
-  const int head = OF_KEYS ? walk.head : walk.head / group_size(p);
-  const int first = walk.blocks.block * COLUMNS;
+  const int head = OF_KEYS ? iterator.head : iterator.head / group_size(p);
+  const int first = iterator.blocks.block * COLUMNS;
   const OperandRows columns = rows_of(p, s, OF_KEYS ? Operand::Q : Operand::K, head);
   const OperandRows columns_v = rows_of(p, s, OF_KEYS ? Operand::DOUT : Operand::V, head);
   if constexpr (KEYED) {
@@ -119,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
   const RowTileV rows_v{ptx::shared_address(shared.rows_v)}, own_rows_v = rows_v.from_row(warp_row);
 
-  Walk walk(p, work);
+  ColumnIterator iterator(p, work);
   const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
-  if (!walk.done()) {
+  if (!iterator.done()) {
     const int group = group_size(p);
     const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
     const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
@@ -130,10 +131,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, tile_row, begin);
     shared.row_factors.load(0, from, from_v, tile_row);
     if constexpr (IN_TURN) {
-      load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+      load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
-    load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
+    load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, iterator, first_seen);
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
   }
@@ -156,21 +157,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) clear(gradient[f]), clear(gradient_v[f]), clear(dslope[f]);
   Units units[FRAGMENTS], units_v[FRAGMENTS];
-  for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
-    const int tile_column = walk.blocks.block * COLUMNS, first_column = tile_column + own_column, head = walk.head;
+  for (u32 stage = 0; !iterator.done(); stage ^= STAGES - 1) {
+    const int tile_column = iterator.blocks.block * COLUMNS, first_column = tile_column + own_column,
+              head = iterator.head;
     const ScoreGradient scores(p, s, head);
     const int query = OF_KEYS ? tile_column : HIDES_ANYWHERE ? tile_row : first_row;
     const int queries = OF_KEYS ? COLUMNS : HIDES_ANYWHERE ? ROWS : FRAGMENTS * 16;
-    const bool masked = scores.needs_mask(walk.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
+    const bool masked = scores.needs_mask(iterator.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
                                           OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
     // 1. Wait for this tile of columns, and start to load the next.
     wait_for_copies<IN_TURN>();
     __syncthreads();
-    walk.advance();
+    iterator.advance();
     if constexpr (STAGES == 2) {
-      if (!walk.done()) load_columns<true, true>(p, shared, stage ^ 1, walk, first_seen);
+      if (!iterator.done()) load_columns<true, true>(p, shared, stage ^ 1, iterator, first_seen);
       commit_copies();
     }
 
@@ -185,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
       }
       finish_copies();
-      if (!walk.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+      if (!iterator.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
     // 2. S = Q K^T or its transpose; from it come the weights P.
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     if constexpr (STAGES == 1) {
       __syncthreads();
-      if (!walk.done()) load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
+      if (!iterator.done()) load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
   }

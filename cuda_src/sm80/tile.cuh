@@ -375,8 +375,8 @@ struct Units {
 
 }  // namespace direct
 
-// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
-struct QueryWalk {
+// QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
+struct QueryTileIterator {
   // HELD: the ends are held in registers, except with a block mask, whose bits take registers.
   static constexpr bool HELD = !HAS_BLOCK_MASK;
   const AttentionParams& p;
@@ -384,7 +384,7 @@ struct QueryWalk {
   int held_tile, head, held_end;
   Blocks blocks;
 
-  DEVICE QueryWalk(const AttentionParams& p, const Work& work)
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work)
       : p(p), work(work), held_tile(work.tile), head(work.head * group()), held_end(head + group()), blocks(of_head()) {
     skip();
   }

@@ -87,9 +87,9 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
     const int batch = batch_of(p, s), batch_head_kv = batch * p.num_heads_kv + head_kv;
     const int first_q = split_row_q(p, s), first_k = split_row_k(p, s);
     bool first = true;
-    for (Walk walk(p, work); !walk.done(); walk.advance()) {
-      const int batch_head_q = batch * p.num_heads_q + walk.head;
-      const int row = (OF_KEYS ? first_q : first_k) + walk.blocks.block * COLUMNS;
+    for (ColumnIterator iterator(p, work); !iterator.done(); iterator.advance()) {
+      const int batch_head_q = batch * p.num_heads_q + iterator.head;
+      const int row = (OF_KEYS ? first_q : first_k) + iterator.blocks.block * COLUMNS;
       rings.columns.acquire();
       rings.columns.expect(sizeof(ColumnVectors));
       const u32 buffer = ptx::shared_address(&shared.vectors[rings.columns.stage]), full = rings.columns.full();
@@ -170,18 +170,18 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
     for (float& x : gradient_v) x = 0;
 
     const u32 own_rows = rings.rows.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-    Walk walk(p, work);
-    const bool any = !walk.done();
+    ColumnIterator iterator(p, work);
+    const bool any = !iterator.done();
     if (any) rings.rows.wait();
-    while (!walk.done()) {
-      const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
+    while (!iterator.done()) {
+      const int first_column = iterator.blocks.block * COLUMNS, head = iterator.head;
       const ScoreGradient scores(p, s, head);
       const bool masked =
-          OF_KEYS ? scores.needs_mask(walk.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
+          OF_KEYS ? scores.needs_mask(iterator.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
           : HIDES_ANYWHERE
-              ? scores.needs_mask(walk.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
-              : scores.needs_mask(walk.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
-      walk.advance();
+              ? scores.needs_mask(iterator.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
+              : scores.needs_mask(iterator.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
+      iterator.advance();
 
       float x[COLUMNS / 2], y[COLUMNS / 2];  // S, then P; and dP, then dS: the thread's fragment of (64, COLUMNS)
       SumApart<COLUMNS> apart;

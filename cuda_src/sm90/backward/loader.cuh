@@ -204,12 +204,12 @@ DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
 }
 
 template <bool GROUPED>
-struct WalkOf {
-  using Type = GroupedWalk;
+struct QueryTileIteratorOf {
+  using Type = GroupedQueryTileIterator;
 };
 template <>
-struct WalkOf<false> {
-  using Type = QueryWalk;
+struct QueryTileIteratorOf<false> {
+  using Type = QueryTileIterator;
 };
 
 // Index is where the first block of a pair tells the second one which tile they take.
@@ -275,11 +275,11 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     __syncwarp();
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
-    typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / (gridDim.x / PAIR));
+    typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(p, work, index / (gridDim.x / PAIR));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
-      work.unseen = walk.done();
-      if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
+      work.unseen = iterator.done();
+      if constexpr (PASSES) work.passes = passed_over(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.
       if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
@@ -297,23 +297,23 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     __syncwarp();
     const int batch = batch_of(p, s);
     const int key = static_cast<int>(s.row_k) + first_key;
-    const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
-    if (!WRITES_DBIAS && !HAS_ALIBI && !walk.done() && p.rows_done != nullptr) {
+    const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, iterator, first_key);
+    if (!WRITES_DBIAS && !HAS_ALIBI && !iterator.done() && p.rows_done != nullptr) {
       const int last_head = (work.head + 1) * group_size(p) - 1;
       wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
     }
-    for (bool first = true; !walk.done(); first = false) {
-      const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
-      const i64 number = query_tile(p, s, head, walk.block(), BLOCK_M);
-      const int turn = walk.turn();
+    for (bool first = true; !iterator.done(); first = false) {
+      const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
+      const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
+      const int turn = iterator.turn();
       const CountedRows queries = counted_queries(p, s, first_row);
-      const int slot = walk.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
+      const int slot = iterator.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
       const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
       const u32 masked = ranged | partial_warpgroups(slot);
-      walk.advance();
+      iterator.advance();
       acquire_together(rings.dq_steps);
       if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + turn % DQ_SUMS, turn / DQ_SUMS, walk.done(),
+        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + turn % DQ_SUMS, turn / DQ_SUMS, iterator.done(),
                                                  first_key};
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
@@ -325,7 +325,9 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
         step.head = head;
         step.first_row = first_row;
         step.masked = masked;
-        step.last = walk.done() ? 3 : PASSES && (work.passes & 1) != 0 && walk.block() == walk.last_block() ? 1 : 0;
+        step.last = iterator.done()                                                                 ? 3
+                    : PASSES && (work.passes & 1) != 0 && iterator.block() == iterator.last_block() ? 1
+                                                                                                    : 0;
       }
       step.slots.put(slot, ranged);
       loader.load<BLOCK_M, PANELS>(

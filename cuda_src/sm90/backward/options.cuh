@@ -61,27 +61,27 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
 // compile.
 constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
 // passed_over() finds KeyWork::passes for a tile of keys.
-template <class Walk>
-DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
-  const Mask mask(p, s, walk.head);
+template <class Iterator>
+DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
+  const Mask mask(p, s, iterator.head);
   const auto hidden = [&](int block, int key) {
     return mask.wholly_outside(block * BLOCK_M, BLOCK_M, key, ROWS_OF_WARPGROUP);
   };
-  if (p.num_heads_q > p.num_heads_kv || walk.done()) return 0;
-  const int last = walk.last_block();
-  if (walk.block() == last) return 0;
-  return (hidden(last, first_key) ? 1 : 0) | (hidden(walk.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
+  if (p.num_heads_q > p.num_heads_kv || iterator.done()) return 0;
+  const int last = iterator.last_block();
+  if (iterator.block() == last) return 0;
+  return (hidden(last, first_key) ? 1 : 0) | (hidden(iterator.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
 }
 
 // some_query_sees_all() tells whether the list of tiles shows at once that each of a tile's keys is seen, because some
 // query sees all of them. A warp calls it.
-template <class Walk>
-DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
+template <class Iterator>
+DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
   bool sees = false;
   if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {
-    const int* entry = walk.blocks.list + lane();
-    if (!walk.done() && lane() < walk.blocks.left && (*entry & 1) == 0 && *entry >> 1 < walk.blocks.end) {
-      const Mask::Range range = Mask(p, s, walk.head).columns((*entry >> 1) * BLOCK_M);
+    const int* entry = iterator.blocks.list + lane();
+    if (!iterator.done() && lane() < iterator.blocks.left && (*entry & 1) == 0 && *entry >> 1 < iterator.blocks.end) {
+      const Mask::Range range = Mask(p, s, iterator.head).columns((*entry >> 1) * BLOCK_M);
       sees = range.begin <= first_key && range.end >= smaller(first_key + BLOCK_N, s.len_k);
     }
     sees = __any_sync(ALL_LANES, sees);

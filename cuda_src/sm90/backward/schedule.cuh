@@ -24,7 +24,7 @@ static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "tu
 
 // Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (heads_together) the longest
 // tiles of all these heads come first, so that thread blocks end together. If sums of dq have an order, see
-// walks_backwards(). GROUPS: all heads are scheduled in such groups.
+// visits_in_reverse(). GROUPS: all heads are scheduled in such groups.
 
 // last_group() is the first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
@@ -33,14 +33,14 @@ DEVICE u32 last_group(const AttentionParams& p) {
                                                           : num_batch_heads;
 }
 
-// heads_in_turn() and walks_backwards() set the order of tiles where sums of dq have an order, which is that of tiles
+// heads_in_turn() and visits_in_reverse() set the order of tiles where sums of dq have an order, which is that of tiles
 // of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile comes to a
 // query one step after the tile before it. Without a diagonal, so many heads are scheduled in turn that tiles of one
 // head begin two steps apart. The last group (with a block mask there is none) visits queries from the last.
 DEVICE u32 heads_in_turn(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
-DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
+DEVICE bool visits_in_reverse(const AttentionParams& p, const Work& work) {
   const u32 batch = batch_of(p, work.sequence);
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
@@ -89,8 +89,8 @@ DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return atomicAdd(p.dq_turns, 1);
 }
 
-// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
-struct QueryWalk {
+// QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
+struct QueryTileIterator {
   const AttentionParams& p;
   const Sequence& sequence;
   int tile, head, end_head;
@@ -98,7 +98,7 @@ struct QueryWalk {
   int first_block;
   bool backwards;
 
-  DEVICE QueryWalk(const AttentionParams& p, const Work& work, u32 = 0)
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work, u32 = 0)
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
@@ -106,7 +106,7 @@ struct QueryWalk {
         end_head(head + group_size(p)),
         blocks(of_head()),
         first_block(blocks.block),
-        backwards(walks_backwards(p, work)) {
+        backwards(visits_in_reverse(p, work)) {
     skip();
   }
   DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
@@ -151,10 +151,11 @@ struct QueryWalk {
   }
 };
 
-// GroupedWalk iterates over the same tiles in another order: ROWS tiles of all heads before the next ROWS, because L2
-// does not hold the queries of all heads. Thread blocks that begin together visit them from the last queries, those
-// that follow from the first; each begins with another head and row, so that few add to the same sum at once.
-struct GroupedWalk {
+// GroupedQueryTileIterator iterates over the same tiles in another order: ROWS tiles of all heads before the next ROWS,
+// because L2 does not hold the queries of all heads. Thread blocks that begin together visit them from the last
+// queries, those that follow from the first; each begins with another head and row, so that few add to the same sum at
+// once.
+struct GroupedQueryTileIterator {
   static constexpr int ROWS = 16;
   const Sequence& sequence;
   Blocks blocks;
@@ -164,7 +165,7 @@ struct GroupedWalk {
   int turned;      // the offset by which this block begins with another tile
   bool backwards;
 
-  DEVICE GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
+  DEVICE GroupedQueryTileIterator(const AttentionParams& p, const Work& work, u32 round)
       : sequence(work.sequence),
         blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
         heads(group_size(p)),
