@@ -174,10 +174,10 @@ DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
 template <int SIZE>
 struct Buffers {
   Accum* base;
-  int turn = 0;
+  int current = 0;
 
   DEVICE explicit Buffers(Accum* base) : base(base) {}
-  DEVICE Accum* next() { return base + (turn ^= 1) * SIZE; }
+  DEVICE Accum* next() { return base + (current ^= 1) * SIZE; }
 };
 
 // ChunkPair is both operands of multiply_transposed on their way to shared memory.

@@ -13,9 +13,9 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
-// TILES_IN_TURN is so large that tiles of one head, which add to a tile of queries one after the other, are some steps
-// apart.
-constexpr u32 TILES_IN_TURN = 1024;
+// INTERLEAVED_TILES is so large that tiles of one head, which add to a tile of queries one after the other, are some
+// steps apart.
+constexpr u32 INTERLEAVED_TILES = 1024;
 // ONE_BARRIER: a step has one barrier, where queries and gradients of scores have two buffers.
 constexpr bool ONE_BARRIER = STAGES == 2;
 // DQ_IN_QUERIES: dq waits for its addition in the buffer of its step's queries, and the next queries are loaded there
@@ -43,8 +43,8 @@ struct SharedStorage {
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
   float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last in delta
-  Work work;                                      // read again and again, because registers are scarce
-  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
+  Work work;                                            // read again and again, because registers are scarce
+  int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
@@ -138,10 +138,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     if constexpr (DETERMINISTIC) {
-      for (auto& turn : shared.own_turns) turn = nullptr;
+      for (auto& pending : shared.pending_signals) pending = nullptr;
       // Blocks take tiles when they run, so whatever a block waits for was taken before, by a block that runs.
       const u32 id = p.dq_turns == nullptr ? blockIdx.x : atomicAdd(p.dq_turns, 1);
-      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, TILES_IN_TURN);
+      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, INTERLEAVED_TILES);
     } else {
       shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
     }
@@ -303,8 +303,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
         int known = 0;
         if constexpr (DETERMINISTIC) {
-          end_turn(shared.own_turns[warp]);
-          known = turns_before(dq_turn_at(p, query_tile(p, s, head, tile, BLOCK_M)));
+          signal_addition(shared.pending_signals[warp]);
+          known = additions_done(dq_order_at(p, query_tile(p, s, head, tile, BLOCK_M)));
         }
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
 #pragma unroll
@@ -313,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const i64 number = query_tile(p, s, head, tile, BLOCK_M);
         float* sum = own_sum_at(p, number);
         if constexpr (DETERMINISTIC) {
-          take_turn(shared.own_turns[warp], dq_turn_at(p, number), known,
-                    shared.work.tile - blocks_of_keys(p, s, head, tile, BLOCK_M, BLOCK_N).block);
+          wait_for_earlier_additions(shared.pending_signals[warp], dq_order_at(p, number), known,
+                                     shared.work.tile - blocks_of_keys(p, s, head, tile, BLOCK_M, BLOCK_N).block);
         }
         if constexpr (BULK_ADDS) {
           unsigned char* first = DQ_BUFFER ? shared.dq : shared.q + stage * QueryTile::BYTES;
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
 
   if constexpr (DETERMINISTIC) {
-    end_turn(shared.own_turns[warp]);
+    signal_addition(shared.pending_signals[warp]);
   } else if constexpr (BULK_ADDS) {
     if (lane() == 0) ptx::bulk_wait_group_read<0>();
   }

@@ -16,13 +16,13 @@ static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // NEEDS_GRADIENTS: dv alone needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
-// IN_TURN: float64's warps that share rows have a buffer of their own for exchanging results, and load one operand
-// while they multiply the other.
-constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),
-               LAST_VALUED = !IN_TURN || COMPUTES_DV;
-static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
+// ALTERNATES_OPERANDS: float64's warps that share rows have a buffer of their own for exchanging results, and load one
+// operand while they multiply the other.
+constexpr bool ALTERNATES_OPERANDS = KEY_WARPS > 1 && sizeof(Accum) == 8,
+               LAST_KEYED = !(ALTERNATES_OPERANDS && COMPUTES_DV), LAST_VALUED = !ALTERNATES_OPERANDS || COMPUTES_DV;
+static_assert(!ALTERNATES_OPERANDS || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
               "one product is traded a tile");
-static_assert(KEY_WARPS == 1 || IN_TURN || HEAD_DIM >= 2 * ROWS, "room to trade in");
+static_assert(KEY_WARPS == 1 || ALTERNATES_OPERANDS || HEAD_DIM >= 2 * ROWS, "room to trade in");
 // Rows are q and dout, or k and v; columns are k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
@@ -39,7 +39,7 @@ struct SharedStorage {
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
-  Accum traded[IN_TURN ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
+  Accum traded[ALTERNATES_OPERANDS ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
 };
 
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
@@ -86,7 +86,7 @@ DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accu
     return x;
   } else {
     const int warp = threadIdx.x / WARP;
-    if constexpr (!IN_TURN) {
+    if constexpr (!ALTERNATES_OPERANDS) {
       traded = columns.last();
       __syncthreads();
     }
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     rows.load(from, tile_row, begin);
     if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, tile_row, begin);
     shared.row_factors.load(0, from, from_v, tile_row);
-    if constexpr (IN_TURN) {
+    if constexpr (ALTERNATES_OPERANDS) {
       load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
     // 1. Wait for this tile of columns, and start to load the next.
-    wait_for_copies<IN_TURN>();
+    wait_for_copies<ALTERNATES_OPERANDS>();
     __syncthreads();
     iterator.advance();
     if constexpr (STAGES == 2) {
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];  // S, then P; and dP, then dS: the warp's rows x its columns
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
-    if constexpr (IN_TURN) {
+    if constexpr (ALTERNATES_OPERANDS) {
       clear(y[0]);
       if constexpr (COMPUTES_DV) {
         multiply_scores(x, own_rows, columns.from_row(own_column));
@@ -208,13 +208,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
       scores.mark_dropped(x[f], row, first_column);
     }
-    if constexpr (!IN_TURN) {
+    if constexpr (!ALTERNATES_OPERANDS) {
 #pragma unroll
       for (auto& fragment : y) clear(fragment);
     }
     // 3. dP = dO V^T or its transpose; from it comes dS.
     if constexpr (NEEDS_GRADIENTS) {
-      if constexpr (!IN_TURN) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
+      if constexpr (!ALTERNATES_OPERANDS) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);

@@ -128,27 +128,27 @@ struct Ring {
   }
 };
 
-// Turns is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so that
-// the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on named
-// barriers.
-struct Turns {
+// ProductOrder is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so
+// that the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on
+// named barriers.
+struct ProductOrder {
   // Named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'.
   static constexpr int FIRST_BARRIER = 1;
   int own, next;
 
-  DEVICE Turns(int warpgroup)
+  DEVICE ProductOrder(int warpgroup)
       : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
-    if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
+    if (PING_PONG && warpgroup == CONSUMERS - 1) arrive();
   }
-  // take() waits for this warpgroup's place in the order; pass() lets the next warpgroup go.
-  DEVICE void take() const {
+  // wait() waits for this warpgroup's place in the order; arrive() lets the next warpgroup go.
+  DEVICE void wait() const {
     if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
   }
-  DEVICE void pass() const {
+  DEVICE void arrive() const {
     if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
   }
-  // finish() takes the place in the order that is left over at the end.
-  DEVICE void finish() const {
+  // drain() takes the place in the order that is left over at the end.
+  DEVICE void drain() const {
     if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
   }
 };
@@ -181,8 +181,8 @@ DEVICE Work work_at(const AttentionParams& p, u32 index) {
 }
 
 // take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so
-// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out in
-// turn. Each of two teams has a counter of its own.
+// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out round
+// robin. Each of two teams has a counter of its own.
 DEVICE u32 take_ticket(const AttentionParams& p, int team = 0) {
   return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter + team, 1u);
 }

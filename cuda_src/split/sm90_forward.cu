@@ -161,7 +161,7 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
 // attend() is a consumer warpgroup: it computes 64 rows of every tile.
 DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                    Rings rings, int warpgroup) {
-  const Turns turns(warpgroup);
+  const ProductOrder order(warpgroup);
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
@@ -233,7 +233,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         const int first_key = blocks.block * BLOCK_N;
         blocks.advance();
         rings.k.wait();
-        turns.take();
+        order.wait();
         // 1. Start S = Q K^T.
         start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
         if constexpr (!VALUES_BESIDE) {
@@ -243,7 +243,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         rings.v.wait();
         // 2. Start O += P V of the tile before, and pass the order on.
         multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-        turns.pass();
+        order.arrive();
         // 3. Wait for S, and release the keys.
         if constexpr (VALUES_BESIDE) {
           ptx::wgmma_wait_group<1>();
@@ -269,9 +269,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         const bool masked = needs_mask();
         blocks.advance();
         rings.k.wait();
-        turns.take();
+        order.wait();
         start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
-        turns.pass();
+        order.arrive();
         ptx::wgmma_wait_group<0>();
         finish_scores(x, apart);
         rings.k.release();
@@ -283,9 +283,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       // The other tiles of keys take step(); then the last weights meet their values.
       while (!blocks.done()) step(needs_mask());
       rings.v.wait();
-      turns.take();
+      order.wait();
       multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-      turns.pass();
+      order.arrive();
       add_product();
     }
     const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
@@ -303,7 +303,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
 }
 
 // split_forward is persistent: each multiprocessor has one block, which takes tile after tile.

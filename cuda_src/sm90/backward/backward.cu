@@ -39,9 +39,9 @@ struct SharedStorage {
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
 static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
 
-// PASSES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
+// ARRIVES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
 // queries, a loss with 64.
-constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
+constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
@@ -84,10 +84,10 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
     const bool adds = p.dq_sum != nullptr && lane() == 0;
     int found = STORED;
     if (adds) {
-      wait_for_turn(p, step.sum, part, step.turn);
+      wait_for_earlier_additions(p, step.sum, part, step.place_in_order);
       if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // meanwhile the part is computed
     }
-    const bool first = found == NO_PART || (DETERMINISTIC && step.turn == 0);
+    const bool first = found == NO_PART || (DETERMINISTIC && step.place_in_order == 0);
     __syncwarp();
     ring.wait();
     if (adds) {
@@ -100,7 +100,7 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
     ring.release();
     if (adds && (DETERMINISTIC || first)) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum, part);
+      signal_addition(p, step.sum, part);
     }
     if (adds && step.last) {
       ptx::bulk_wait_group<0>();
@@ -127,14 +127,14 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
       first.advance();
       continue;
     }
-    if (adds) wait_for_turn(p, step.sum, 0, step.turn);
+    if (adds) wait_for_earlier_additions(p, step.sum, 0, step.place_in_order);
     __syncwarp();
     first.wait();
     second.wait();
     if (adds) {
       float* sum = p.dq_sum + step.sum * DQ_TILE;
-      add_part(sum, first.buffer(), step.turn == 0);
-      add_part(sum + DQ_PART, second.buffer(), step.turn == 0);
+      add_part(sum, first.buffer(), step.place_in_order == 0);
+      add_part(sum + DQ_PART, second.buffer(), step.place_in_order == 0);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -143,7 +143,7 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
     second.release();
     if (adds) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum, 0);
+      signal_addition(p, step.sum, 0);
       if (step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
     }
   }
@@ -184,7 +184,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
   constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
   const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
-  const Turns turns(warpgroup);
+  const ProductOrder order(warpgroup);
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
 
@@ -290,7 +290,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);
         // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
-        turns.take();
+        order.wait();
         if (!first) multiply_dq(dq, ready);
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
         rings.ds.publish_part();  // its fence waits while the products are computed
@@ -301,10 +301,10 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         ptx::wgmma_wait_group<1>();
         keep(dv);
         rings.dout.release();
-        if (PASSES_EARLY) turns.pass();
+        if (ARRIVES_EARLY) order.arrive();
         ptx::wgmma_wait_group<0>();
         keep(dk);
-        if (!PASSES_EARLY) turns.pass();
+        if (!ARRIVES_EARLY) order.arrive();
         if (!first) dq_ring.publish_part();
         __syncwarp();  // all lanes have read the step
         rings.q.release();
@@ -341,8 +341,8 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         pass_over();
       }
       if (own && passes != 3) {  // the other warpgroup took one place more in the order
-        turns.take();
-        turns.pass();
+        order.wait();
+        order.arrive();
       }
       multiply_dq(dq, rings.ds.behind());
       ptx::wgmma_wait_group<0>();
@@ -376,7 +376,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
 }
 
 // backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.

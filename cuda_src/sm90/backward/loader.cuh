@@ -111,9 +111,9 @@ struct Step {
 
 // DqStep is what the warps that add dq have to know of a tile of queries.
 struct DqStep {
-  i64 sum;    // query_tile() * DQ_SUMS + which of the tile's sums
-  int turn;   // the place of this addition in the order of its sum
-  bool last;  // the last step of a tile of keys
+  i64 sum;             // query_tile() * DQ_SUMS + which of the tile's sums
+  int place_in_order;  // the place of this addition in the order of its sum
+  bool last;           // the last step of a tile of keys
   int first_key;
 
   DEVICE i64 number() const { return sum / DQ_SUMS; }  // query_tile() of the step
@@ -305,7 +305,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     for (bool first = true; !iterator.done(); first = false) {
       const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
       const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
-      const int turn = iterator.turn();
+      const int place_in_order = iterator.place_in_order();
       const CountedRows queries = counted_queries(p, s, first_row);
       const int slot = iterator.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
       const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
@@ -313,8 +313,8 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       iterator.advance();
       acquire_together(rings.dq_steps);
       if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + turn % DQ_SUMS, turn / DQ_SUMS, iterator.done(),
-                                                 first_key};
+        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + place_in_order % DQ_SUMS, place_in_order / DQ_SUMS,
+                                                 iterator.done(), first_key};
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
       rings.dq_steps.advance();

@@ -9,7 +9,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 // The constants of these kernels' own stages: tiles of dout and out, and sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
 
-// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles in turn, so that
+// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles round robin, so that
 // each has buffers of its own.
 constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
 static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
@@ -78,7 +78,7 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
   tell(loaded);
 }
 
-// backward_sm90_rows prepares tiles of queries: persistent blocks are dealt tiles in turn.
+// backward_sm90_rows prepares tiles of queries: persistent blocks take tiles round robin.
 extern "C" __global__ void __launch_bounds__(THREADS)
     backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
                        const __grid_constant__ ptx::TensorMap out_map) {
@@ -196,7 +196,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (work.tile * BLOCK_M < work.sequence.len_q) {
       for (int i = 0; i < DQ_SUMS; i++) {
         // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
-        if (!STORES_FIRST || *dq_turn_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
+        if (!STORES_FIRST || *dq_order_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
       }
     }
     __syncwarp();

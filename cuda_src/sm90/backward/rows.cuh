@@ -31,27 +31,29 @@ DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
   return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + part * DQ_PART) + dq_place();
 }
 
-// dq_turn_at() counts how many tiles of keys have added to a part of a sum; without an order it tells how far the first
-// of them is (take_sum).
-DEVICE int* dq_turn_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
+// dq_order_at() counts how many tiles of keys have added to a part of a sum; without an order it tells how far the
+// first of them is (take_sum).
+DEVICE int* dq_order_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
 
-// wait_for_turn() waits until all additions that come before have arrived.
-DEVICE void wait_for_turn(const AttentionParams& p, i64 sum, int part, int turn) {
-  while (DETERMINISTIC && ptx::load_acquire(dq_turn_at(p, sum, part)) != turn) {
+// wait_for_earlier_additions() waits until all additions that come before have arrived.
+DEVICE void wait_for_earlier_additions(const AttentionParams& p, i64 sum, int part, int place_in_order) {
+  while (DETERMINISTIC && ptx::load_acquire(dq_order_at(p, sum, part)) != place_in_order) {
   }
 }
-DEVICE void end_turn(const AttentionParams& p, i64 sum, int part) { ptx::add_release(dq_turn_at(p, sum, part), 1); }
+DEVICE void signal_addition(const AttentionParams& p, i64 sum, int part) {
+  ptx::add_release(dq_order_at(p, sum, part), 1);
+}
 
 // TAKES_SUMS: where STORES_FIRST is set nobody clears sums, and the first addition is stored instead. Without an order
 // the first is whoever takes the sum; others wait until its part has arrived.
 constexpr bool TAKES_SUMS = STORES_FIRST && !DETERMINISTIC;
-constexpr int NO_PART = 0, TAKEN = 1, STORED = 2;  // end_turn() leads from TAKEN to STORED
+constexpr int NO_PART = 0, TAKEN = 1, STORED = 2;  // signal_addition() leads from TAKEN to STORED
 DEVICE int take_sum(const AttentionParams& p, i64 sum, int part) {
-  return atomicCAS(dq_turn_at(p, sum, part), NO_PART, TAKEN);
+  return atomicCAS(dq_order_at(p, sum, part), NO_PART, TAKEN);
 }
 DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
   // The load is volatile, not an acquire, which would empty L1 in every step: only L2 touches a sum.
-  while (*static_cast<volatile int*>(dq_turn_at(p, sum, part)) != STORED) {
+  while (*static_cast<volatile int*>(dq_order_at(p, sum, part)) != STORED) {
   }
 }
 
@@ -62,7 +64,7 @@ constexpr bool DQ_BY_HEADS = PING_PONG;
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
   const i64 num_batch_heads = num_batch_heads_q(p);
   const u32 batch_head = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);
-  return dq_turn_at(p, num_batch_heads * p.num_query_tiles * DQ_SUMS, 0) + batch_head;
+  return dq_order_at(p, num_batch_heads * p.num_query_tiles * DQ_SUMS, 0) + batch_head;
 }
 // chunks_taken() is the last word: how many chunks of sums the kernel behind has taken.
 DEVICE int* chunks_taken(const AttentionParams& p) {

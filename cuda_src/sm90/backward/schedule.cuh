@@ -20,7 +20,7 @@ struct KeyWork : Work {
 // Two thread blocks may be a pair (a cluster): they have neighbouring tiles of keys, and both visit all queries that
 // see one of them.
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
-static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
+static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "orders and lists are those of one tile");
 
 // Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (heads_together) the longest
 // tiles of all these heads come first, so that thread blocks end together. If sums of dq have an order, see
@@ -33,11 +33,12 @@ DEVICE u32 last_group(const AttentionParams& p) {
                                                           : num_batch_heads;
 }
 
-// heads_in_turn() and visits_in_reverse() set the order of tiles where sums of dq have an order, which is that of tiles
-// of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile comes to a
-// query one step after the tile before it. Without a diagonal, so many heads are scheduled in turn that tiles of one
-// head begin two steps apart. The last group (with a block mask there is none) visits queries from the last.
-DEVICE u32 heads_in_turn(const AttentionParams& p) {
+// num_interleaved_heads() and visits_in_reverse() set the order of tiles where sums of dq have an order, which is that
+// of tiles of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile
+// comes to a query one step after the tile before it. Without a diagonal, the tiles of so many heads alternate that
+// tiles of one head begin two steps apart. The last group (with a block mask there is none) visits queries from the
+// last.
+DEVICE u32 num_interleaved_heads(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
 DEVICE bool visits_in_reverse(const AttentionParams& p, const Work& work) {
@@ -50,15 +51,15 @@ template <bool GROUPS = false>
 DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
   u32 tile = index % num_tiles, batch_head = index / num_tiles;
-  constexpr bool TURNS = DETERMINISTIC && !GROUPS;
-  if constexpr (HAS_WINDOW || TURNS) {
+  constexpr bool INTERLEAVES_HEADS = DETERMINISTIC && !GROUPS;
+  if constexpr (HAS_WINDOW || INTERLEAVES_HEADS) {
     const u32 last = last_group(p);
     u32 first = 0, together = p.heads_together, end = num_batch_heads_kv(p);
     if (!GROUPS) {
       first = batch_head < last ? 0 : last;
       together = end - first;
       if (batch_head < last) {
-        together = TURNS ? heads_in_turn(p) : 1;
+        together = INTERLEAVES_HEADS ? num_interleaved_heads(p) : 1;
         end = last;
       }
     }
@@ -66,7 +67,7 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
     const u32 heads = min(together, end - group);
     tile = in_group / heads;
     batch_head = group + in_group % heads;
-    if (TURNS && batch_head < last) tile = num_tiles - 1 - tile;
+    if (INTERLEAVES_HEADS && batch_head < last) tile = num_tiles - 1 - tile;
   }
   Work work{};
   if (p.cu_seqlens_q != nullptr) {
@@ -117,8 +118,8 @@ struct QueryTileIterator {
     blocks.advance();
     skip();
   }
-  // turn() is how many tiles of keys add to dq of the current tile before this one.
-  DEVICE int turn() const {
+  // place_in_order() is how many tiles of keys add to dq of the current tile before this one.
+  DEVICE int place_in_order() const {
     if (!DETERMINISTIC) return 0;
     const Mask::Range keys = range_of_keys(p, sequence, block(), BLOCK_M, BLOCK_N);
     if constexpr (HAS_BLOCK_MASK) return tiles_seen(tile + 1, keys.end);
@@ -160,9 +161,9 @@ struct GroupedQueryTileIterator {
   const Sequence& sequence;
   Blocks blocks;
   int head, end_head, heads;
-  int base, step;  // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
-  int left;        // how many such groups of tiles are left, without a window
-  int turned;      // the offset by which this block begins with another tile
+  int base, step;   // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
+  int left;         // how many such groups of tiles are left, without a window
+  int tile_offset;  // the offset by which this block begins with another tile
   bool backwards;
 
   DEVICE GroupedQueryTileIterator(const AttentionParams& p, const Work& work, u32 round)
@@ -173,16 +174,16 @@ struct GroupedQueryTileIterator {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
     const int tile = work.tile / PAIR;
-    turned = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
+    tile_offset = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
     head = work.head * heads + tile % heads;
     end_head = (work.head + 1) * heads;
     base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
-    if (!HAS_WINDOW && !shared) base = turned % larger(blocks.end, 1) / ROWS * ROWS;
+    if (!HAS_WINDOW && !shared) base = tile_offset % larger(blocks.end, 1) / ROWS * ROWS;
     if (blocks.done()) base = blocks.end;
     left = ceil_div(blocks.end, ROWS);
     skip();
   }
-  DEVICE int block() const { return base + (step + turned) % ROWS; }
+  DEVICE int block() const { return base + (step + tile_offset) % ROWS; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
   DEVICE int last_block() const { return blocks.end - 1; }
   DEVICE bool done() const { return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0; }
@@ -190,7 +191,7 @@ struct GroupedQueryTileIterator {
     next();
     skip();
   }
-  DEVICE int turn() const { return 0; }
+  DEVICE int place_in_order() const { return 0; }
 
  private:
   DEVICE void next() {

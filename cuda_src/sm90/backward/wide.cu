@@ -39,7 +39,7 @@ struct SharedStorage {
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
-  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
+  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> order_barriers, added_barriers;
   u64 clearing;  // a barrier (Loader::clearing)
   Index index;
   GradientBias bias;
@@ -62,9 +62,9 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // The rings turns and added carry no data: they tell that a step's place in the order has come, and that its dq is on
-  // its way. Their buffers are those of the steps, and are free again with them.
-  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
+  // The rings `order` and `added` carry no data: they tell that a step's place in the order has come, and that its dq
+  // is on its way. Their buffers are those of the steps, and are free again with them.
+  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> order, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
@@ -76,7 +76,7 @@ struct Rings {
         sent(shared.sent, shared.sent_barriers),
         weights(shared.weights, shared.weight_barriers),
         dq_steps(shared.dq_steps, shared.dq_step_barriers),
-        turns(shared.dq_steps, shared.turn_barriers),
+        order(shared.dq_steps, shared.order_barriers),
         added(shared.dq_steps, shared.added_barriers) {}
 };
 
@@ -296,7 +296,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
     multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
                                               rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
     FourFloats* sum = dq_sum_at(p, step.sum, part);
-    if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one place of the order
+    if (DETERMINISTIC && part == 0) rings.order.wait();  // all parts of a tile are added in one place of the order
     ptx::wgmma_wait_group<0>();
     keep(dq);
 #pragma unroll
@@ -319,14 +319,14 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
     const DqStep step = DETERMINISTIC ? dq_step(shared, rings) : next_dq_step(shared, rings);
     last = step.last;
     if (DETERMINISTIC) {
-      rings.turns.follow(rings.dq_steps);
+      rings.order.follow(rings.dq_steps);
       rings.added.follow(rings.dq_steps);
     }
     if (!is_own(steps++)) continue;
     rings.ds.wait();
     if (p.dq_sum == nullptr) {
-      if (DETERMINISTIC) rings.turns.wait();
-    } else if (DETERMINISTIC && step.turn == 0) {
+      if (DETERMINISTIC) rings.order.wait();
+    } else if (DETERMINISTIC && step.place_in_order == 0) {
       add_parts<true>(p, rings, step);
     } else {
       add_parts<false>(p, rings, step);
@@ -344,19 +344,19 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
   rings.k.release();
 }
 
-// watch_turns() is the warp that waits until a step's place in the order has come, ahead of its use.
-DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+// watch_order() is the warp that waits until a step's place in the order has come, ahead of its use.
+DEVICE void watch_order(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
-    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum, 0, step.turn);
-    rings.turns.publish_written();
+    if (p.dq_sum != nullptr && lane() == 0) wait_for_earlier_additions(p, step.sum, 0, step.place_in_order);
+    rings.order.publish_written();
   }
 }
 
-// end_turns() is the warp that passes the order on: it waits for additions to arrive while the next products are
+// signal_additions() is the warp that passes the order on: it waits for additions to arrive while the next products are
 // computed.
-DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+DEVICE void signal_additions(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
@@ -364,7 +364,7 @@ DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rin
     rings.added.advance();
     __syncwarp();
     rings.dq_steps.release();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum, 0);
+    if (p.dq_sum != nullptr && lane() == 0) signal_addition(p, step.sum, 0);
   }
 }
 
@@ -407,7 +407,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     shared.ds_barriers.init(WARPS, WARPS);
     shared.sent_barriers.init(WARPS);
     shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 2 : WARPS);
-    shared.turn_barriers.init(WARPS);
+    shared.order_barriers.init(WARPS);
     shared.added_barriers.init(1, WARPS);
     shared.index.barriers.init(1);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
@@ -432,9 +432,9 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (DETERMINISTIC && warp == 1) {
-      end_turns(p, shared, rings);
+      signal_additions(p, shared, rings);
     } else if (DETERMINISTIC && warp == 2) {
-      watch_turns(p, shared, rings);
+      watch_order(p, shared, rings);
     }
   }
   if (PAIR > 1) sync_pair();  // the other block may still send to this one

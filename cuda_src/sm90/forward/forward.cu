@@ -91,7 +91,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
 // take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
 DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
-  const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
+  const ProductOrder order(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
   // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
   // for it.
@@ -133,31 +133,31 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
         rings.k.wait();
         rings.k.release();
-        turns.take();
-        turns.pass();
+        order.wait();
+        order.arrive();
         hidden.clear(rings.v, block * BLOCK_N, false);
         rings.v.wait();
         rings.v.release();
       }
     };
-    // pass_turn() uses up a place in the order without a product. A warpgroup with keys takes one place more than it
-    // has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes
-    // this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for
-    // others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use
-    // behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
-    const auto pass_turn = [&](bool before_keys) {
+    // use_extra_place() uses up a place in the order without a product. A warpgroup with keys takes one place more than
+    // it has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever
+    // takes this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits
+    // for others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in
+    // use behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
+    const auto use_extra_place = [&](bool before_keys) {
       const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
       if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
-      turns.take();
-      turns.pass();
+      order.wait();
+      order.arrive();
     };
     inverse[0] = inverse[1] = 0;
     lse[0] = lse[1] = sink;
     rings.q.wait();
-    pass_turn(true);
+    use_extra_place(true);
     pass_over(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
-      pass_turn(false);
+      use_extra_place(false);
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
@@ -257,7 +257,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         // 1. Wait for the keys, and for this warpgroup's place in the order.
         if (masked) scores.fetch(bits, slots());
         if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
-        turns.take();
+        order.wait();
         // 2. Start S = Q K^T of this tile.
         multiply(x, first_key, masked);
         // 3. Start O += P V of the tile before.
@@ -269,7 +269,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           add_product<BLOCK_N>(out, weights, rings.v.buffer());
         }
         // 4. Pass the order on; masks and random bits are prepared while the products are computed.
-        turns.pass();
+        order.arrive();
         prepare(first_key, masked);
         slope.leave_out(shift, first_key, masked);
         // 5. Wait for S, and release the keys.
@@ -346,9 +346,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           const bool masked = needs_mask();
           if (masked) scores.fetch(bits, slots());
           if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
-          turns.take();
+          order.wait();
           multiply(x, first_key, masked);
-          turns.pass();
+          order.arrive();
           prepare(first_key, masked);
           slope.leave_out(shift, first_key, masked);
           ptx::wgmma_wait_group<0>();
@@ -382,9 +382,9 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         }
         // The last weights meet their values, and the sums are completed meanwhile.
         rings.v.wait();
-        turns.take();
+        order.wait();
         add_product<BLOCK_N>(out, weights, rings.v.buffer());
-        turns.pass();
+        order.arrive();
         if (!EARLY_QUERIES && !BOUNDED_SCORES && !LATE_WAIT) rings.q.release();
         softmax.finish(sink, inverse, lse);
         ptx::wgmma_wait_group<0>();
@@ -419,7 +419,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
   // The block must not end before TMA has read its shared memory.
   if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
 }

@@ -92,7 +92,7 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
 // mask); whether it is a recheck of a tile whose result was not finite (`careful`, hidden_values.cuh); and the tiles of
 // keys that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
-static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "of lists, and beside hidden values, in order");
+static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
   int begin, end;
 };
