@@ -1,6 +1,6 @@
 // The gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasTile computes dS of one tile of
-// scores and sums it; ../bias_walk.cuh has the kernel, and visits the tiles that one tile of the bias was added to. A
-// warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
+// scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias was added
+// to. A warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
 // split/sm80_tile.cuh) says how to multiply.
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax.cuh"

@@ -1,9 +1,8 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
-// and maxima.
-// The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it defines
-// Weights, pack, multiply_*, write_results, and what namespace `direct` of portable/tile.cuh has.
+// and maxima. The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it
+// defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
 // sm90/forward/forward.cu is the counterpart for Hopper.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
@@ -38,9 +37,9 @@ static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_D
               "one buffer of keys; plain, with a window or a block mask");
 // VALUES_LATER: the first scores do not wait for values. With a block mask that takes registers, so it is left out.
 constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
-// LOOKS_BEHIND: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
+// RECHECKS: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
 // tile.
-constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
+constexpr bool RECHECKS = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
 // FETCHES_AHEAD: a mask and a bias are read while scores are computed, where registers hold them.
 constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BIAS_TILES;
 // HOLDS_SCORES: what scores need is held in registers, or made anew for every tile.
@@ -121,9 +120,9 @@ DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
   if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
 }
 
-// attend() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck (`careful`),
-// hidden keys that are not finite show in the result, and the sums are not finite either.
-DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful,
+// attend() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck, hidden keys
+// that are not finite show in the result, and the sums are not finite either.
+DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck,
                    Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
                    Units (&units)[FRAGMENTS]) {
   // Every thread finds the work itself, so that the first copies start at once.
@@ -249,7 +248,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       bool exceeded = false;
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, careful, options[f]);
+        scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, recheck, options[f]);
         if (HIDES_ANYWHERE && masked) mark_seen(shared.seen + own_key, x[f]);
         softmax[f].take_factors(shared.softmax);
         FragmentSoftmax::find_tops(x[f], top[f]);
@@ -305,8 +304,8 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
 #pragma unroll
         for (int i = 0; i < LISTED; i++) {
           auto& part = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
-          scores.apply(part, p, row, i == 0 ? first_key : next_key, masked, careful, options[f]);
-          if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen + i * LISTED_N, part);
+          scores.apply(part, p, row, i == 0 ? first_key : next_key, masked, recheck, options[f]);
+          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, part);
         }
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);
@@ -320,7 +319,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         wait_for_copies<1>();
         __syncthreads();
       }
-      if (HIDES_ANYWHERE && masked && careful) {
+      if (HIDES_ANYWHERE && masked && recheck) {
         __syncthreads();
         clear_unseen(shared, values);
       }
@@ -351,9 +350,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   FragmentSoftmax softmax[FRAGMENTS];
   Units units[FRAGMENTS];
   // A tile whose result is not finite is computed once more, as a recheck that looks for hidden keys.
-  for (bool careful = !LOOKS_BEHIND;; careful = true) {
-    if (!attend(p, shared, careful, out, softmax, units)) return;
-    if (careful) break;
+  for (bool recheck = !RECHECKS;; recheck = true) {
+    if (!attend(p, shared, recheck, out, softmax, units)) return;
+    if (recheck) break;
     Accum zero = 0;
 #pragma unroll
     for (auto& fragment : out) {

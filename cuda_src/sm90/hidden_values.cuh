@@ -1,9 +1,8 @@
 // This header keeps values of hidden keys out of results: they must not count, but 0 * NaN would, so their rows become
 // 0 in shared memory. Keys outside lengths and window are known beforehand. Which keys are hidden one by one shows only
-// in the scores of all warpgroups together, and finding it out in every tile costs time. So portable/forward.cu
-// computes a tile of queries without looking, and if its result is not finite computes it once more, as a recheck
-// (`careful` in the code) that finds the hidden keys. split/sm90_forward.cu and split/sm90_backward.cu look in every
-// masked tile.
+// in the scores of all warpgroups together, and finding it out in every tile costs time. So sm90/forward/forward.cu
+// computes a tile of queries without looking, and if its result is not finite computes it once more, as a recheck that
+// finds the hidden keys. split/sm90_forward.cu and split/sm90_backward.cu look in every masked tile.
 #include "../rules/mask.cuh"
 #include "wgmma.cuh"
 
@@ -41,10 +40,10 @@ struct HiddenValues {
     end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
   }
 
-  // spoil() tells whether hidden keys may have come into the results of rows `row` and row + 8: whether a result is not
-  // finite.
+  // is_non_finite() tells whether hidden keys may have come into the results of rows `row` and row + 8: whether a
+  // result is not finite.
   template <int N>
-  static DEVICE bool spoil(const float (&out)[N], int row, int len_q) {
+  static DEVICE bool is_non_finite(const float (&out)[N], int row, int len_q) {
     float zero[2] = {};
 #pragma unroll
     for (int e = 0; e < N; e++) zero[e / 2 % 2] += 0 * out[e];
@@ -59,8 +58,8 @@ struct HiddenValues {
 
   // clear() makes rows of hidden values 0; `v` is the ring at the values of that tile.
   template <class ValueRing>
-  DEVICE void clear(const ValueRing& v, int first_key, bool careful = true) {
-    if (HIDES_ANYWHERE && careful) {
+  DEVICE void clear(const ValueRing& v, int first_key, bool recheck = true) {
+    if (HIDES_ANYWHERE && recheck) {
       u8* flags = seen.flags[parity];
       parity ^= 1;
       v.wait();

@@ -1,6 +1,6 @@
 // Forward attention in float32 on Hopper's float16 tensor cores: operands are sums of float16 parts with a factor for
 // each row (split/layout.cuh), with which products have float32's error, or with one part TF32's. The loop is that of
-// portable/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
+// sm90/forward/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm90/hidden_values.cuh"

@@ -2,7 +2,7 @@
 // manner of FlashAttention-3 (Shah et al. 2024). A thread block keeps BLOCK_N keys, 64 for each warpgroup, and loops
 // over the queries that see them. Scores are transposed, so weights and their gradients stay in registers as left
 // factors of dV and dK; dQ takes the gradients of all warpgroups through shared memory, and is added up in global
-// memory. backward_rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
+// memory. backward/rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
@@ -218,7 +218,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       }
     };
     float dq[DQ_COLUMNS / 2];
-    if (!work.unseen) {
+    if (!work.is_hidden) {
       if (HAS_BIAS_TILES) {
         rings.k.stage = work.key_stage;
         rings.k.phase = work.key_phase;
@@ -367,7 +367,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       write_rows(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv, factor,
                  staging);
     }
-    if (!work.unseen) {
+    if (!work.is_hidden) {
       store_dq(dq, rings.ds.behind());
       dq_ring.publish_part();
     }

@@ -278,10 +278,10 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(p, work, index / (gridDim.x / PAIR));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
-      work.unseen = iterator.done();
+      work.is_hidden = iterator.done();
       if constexpr (PASSES) work.passes = passed_over(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.
-      if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
+      if (DQ_BY_HEADS && work.is_hidden && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
       }

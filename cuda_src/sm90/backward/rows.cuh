@@ -1,7 +1,6 @@
 // Where Hopper's backward kernels keep what belongs to each tile of BLOCK_M queries: lse and delta, numbered by
 // query_tile(), and the float32 sum of dq, in the order of the fragments that are added to it. It also has the protocol
-// by which several tiles of keys add to one sum. backward_rows.cu prepares these arrays and converts the sums in the
-// end.
+// by which several tiles of keys add to one sum. rows.cu prepares these arrays and converts the sums in the end.
 #include "../wgmma.cuh"
 
 // A tile's dq is computed in DQ_PARTS parts of 64 queries and DQ_COLUMNS columns: the parts are either parts of the

@@ -130,7 +130,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);
-  if (!work.unseen) {
+  if (!work.is_hidden) {
     rings.k.wait();
     for (bool last = false; !last;) {
       float x[FRAGMENT];
@@ -226,7 +226,7 @@ DEVICE void send(Rings& rings, u32 step) {
 DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                                   u32& steps) {
   Gradient<HEAD_DIM> dk;
-  if (!work.unseen) {
+  if (!work.is_hidden) {
     rings.v.wait();
     for (bool last = false; !last;) {
       float dp[FRAGMENT];
@@ -313,7 +313,7 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
 // add_queries() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
 DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
                         u32& steps) {
-  if (work.unseen) return;
+  if (work.is_hidden) return;
   rings.k.wait();
   for (bool last = false; !last;) {
     const DqStep step = DETERMINISTIC ? dq_step(shared, rings) : next_dq_step(shared, rings);

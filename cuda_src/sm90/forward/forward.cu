@@ -108,7 +108,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       continue;
     }
     const Sequence& s = work.sequence;
-    const int strip = warpgroup + work.first_strip();
+    const int row_group = warpgroup + work.first_row_group();
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
@@ -169,7 +169,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         ptx::ldmatrix_x4(held[step],
                          own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
       }
-      const bool careful = HIDES_ANYWHERE && work.careful;
+      const bool recheck = HIDES_ANYWHERE && work.recheck;
       FragmentBits bits;
       bool last, next_masked;
       // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
@@ -177,15 +177,15 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       int unsettled = 0;
       // needs_mask() tells whether the current tile of keys takes the masked way.
       const auto needs_mask = [&] {
-        return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+        return recheck || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
       const auto slots = [&]() -> const int (&)[BLOCKS_OF_ROW] {
-        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
+        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[row_group];
       };
       // take() moves on to the next tile of keys; a recheck visits hidden ones as well.
       const auto take = [&] {
-        blocks.take(rings.k, shared.entries, strip);
-        if constexpr (TEAMS > 1) blocks.hidden &= !careful;
+        blocks.take(rings.k, shared.entries, row_group);
+        if constexpr (TEAMS > 1) blocks.hidden &= !recheck;
       };
       // multiply() starts S = Q K^T, and ALiBi's step of it.
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
@@ -213,7 +213,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
-          blocks.take(rings.k, shared.entries, strip);
+          blocks.take(rings.k, shared.entries, row_group);
           next_masked = needs_mask();
         }
       };
@@ -242,7 +242,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           __syncwarp();
           rings.mask.release();
         }
-        if (masked && careful) hidden.find(x);
+        if (masked && recheck) hidden.find(x);
         return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
       };
       const auto finish_values = [&] {
@@ -307,7 +307,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           if (grown) rescale_rows(out, rescale);
         }
         // 8. Values of hidden keys become 0.
-        if (masked) hidden.clear(rings.v, first_key, careful);
+        if (masked) hidden.clear(rings.v, first_key, recheck);
       };
 
       take();
@@ -362,7 +362,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
           scores.drop(x, random, row, first_key);
           pack(weights, x);
-          if (masked) hidden.clear(rings.v, first_key, careful);
+          if (masked) hidden.clear(rings.v, first_key, recheck);
           // The other tiles of the run take step().
           while (!last) {
             if constexpr (HAS_BLOCK_MASK) {
@@ -392,8 +392,8 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         rings.v.release();
       } while (TEAMS > 1 && blocks.hidden);
       pass_over(blocks.end, all.end);
-      if (HIDES_ANYWHERE && !careful && HiddenValues::spoil(out, row, s.len_q)) {
-        shared.spoiled[rings.work.stage] = 1;
+      if (HIDES_ANYWHERE && !recheck && HiddenValues::is_non_finite(out, row, s.len_q)) {
+        shared.non_finite[rings.work.stage] = 1;
       }
     }
 
@@ -445,7 +445,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     shared.bias_barriers.init(warps);
     if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
     ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
-    for (int& spoiled : shared.spoiled) spoiled = 0;
+    for (int& non_finite : shared.non_finite) non_finite = 0;
     ptx::fence_mbarrier_init();
   }
   shared.numbers.fill();
@@ -464,7 +464,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
+    attend(p, shared, rings, warpgroup - team.number * WARPGROUPS_PER_TILE, &out_map, &row_map);
   }
   if (PAIR > 1) sync_cluster();  // the other block of the pair may still send to this one
 }

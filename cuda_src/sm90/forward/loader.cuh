@@ -1,16 +1,16 @@
-// The producer side of Hopper's forward kernel (portable/forward.cu): its shared memory, what its warpgroups are handed
-// with a tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out
-// which tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers
-// (FlashAttention-3, Shah et al. 2024, section 3.1: warp specialisation).
+// The producer side of Hopper's forward kernel (forward.cu): its shared memory, what its warpgroups are handed with a
+// tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out which
+// tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers (FlashAttention-3,
+// Shah et al. 2024, section 3.1: warp specialisation).
 #include "../hidden_values.cuh"
 #include "scores.cuh"
 
-// A tile of queries consists of STRIPS times 64 rows, one warpgroup each. With a block mask there may be two teams of
-// warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the other computes
-// other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the other, so a
-// tile begins and ends while the other team multiplies.
-constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
-static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
+// A tile of queries consists of WARPGROUPS_PER_TILE times 64 rows, one warpgroup each. With a block mask there may be
+// two teams of warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the
+// other computes other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the
+// other, so a tile begins and ends while the other team multiplies.
+constexpr int WARPGROUPS_PER_TILE = BLOCK_M / ROWS_OF_WARPGROUP;
+static_assert(WARPGROUPS_PER_TILE + ALONE == CONSUMERS, "a warpgroup has 64 queries");
 
 // A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
 // for both.
@@ -31,12 +31,13 @@ struct Team {
   DEVICE u32 units(u32 tiles) const {
     if (ALONE > 1) return (tiles + 1 - number) / 2;
     const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
-    return number == 0 ? tiles - others : others * STRIPS;
+    return number == 0 ? tiles - others : others * WARPGROUPS_PER_TILE;
   }
   DEVICE u32 tile(u32 unit) const {
     if (TEAMS == 1) return unit;
     if (ALONE > 1) return 2 * unit + number;
-    return number == 0 ? unit * TILES / (TILES - OTHERS) : unit / STRIPS * TILES / OTHERS + (TILES - 1) / OTHERS;
+    return number == 0 ? unit * TILES / (TILES - OTHERS)
+                       : unit / WARPGROUPS_PER_TILE * TILES / OTHERS + (TILES - 1) / OTHERS;
   }
 };
 
@@ -46,10 +47,10 @@ struct PartialWork : Work {
   int share;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
   DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
-  DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
+  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : share; }
   // first_of_rows() is the first query of this thread block, counted in its sequence.
   DEVICE int first_of_rows() const {
-    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP;
+    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_row_group() * ROWS_OF_WARPGROUP;
   }
 };
 
@@ -89,15 +90,15 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
 }
 
 // GivenWork is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a block
-// mask); whether it is a recheck of a tile whose result was not finite (`careful`, hidden_values.cuh); and the tiles of
-// keys that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+// mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys that
+// the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
 static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
   int begin, end;
 };
 struct GivenWork : PartialWork {
-  bool empty = true, careful = false;
+  bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
 
@@ -122,9 +123,9 @@ struct GivenWork : PartialWork {
     if constexpr (!HIDES_ANYWHERE) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
-        const int strip = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
-        const Blocks own = blocks_of_keys(p, sequence, head, strip, ROWS_OF_WARPGROUP, BLOCK_N);
-        const bool skips_all = (strip + 1) * ROWS_OF_WARPGROUP <= skipped;
+        const int row_group = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
+        const Blocks own = blocks_of_keys(p, sequence, head, row_group, ROWS_OF_WARPGROUP, BLOCK_N);
+        const bool skips_all = (row_group + 1) * ROWS_OF_WARPGROUP <= skipped;
         own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
       }
     }
@@ -135,7 +136,7 @@ constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the st
 // GivenBlocks iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread says
 // with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
 // queries.
-constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
+constexpr int ENTRIES_PER_STAGE = HAS_BLOCK_MASK ? WARPGROUPS_PER_TILE : 1;
 struct GivenBlocks {
   int block, next, end;  // the current tile, the next one, and the end, which is not a tile
   bool masked = false, hidden = false;
@@ -155,10 +156,10 @@ struct GivenBlocks {
   // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
   // thread says.
   template <class KeyRing>
-  DEVICE void take(const KeyRing& keys, const int (*entries)[SAID_STRIPS], int strip) {
+  DEVICE void take(const KeyRing& keys, const int (*entries)[ENTRIES_PER_STAGE], int row_group) {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
-      const int entry = entries[keys.stage][strip];
+      const int entry = entries[keys.stage][row_group];
       block = entry >> 3;
       next = entry >> 2 & 1;
       hidden = entry & 2;
@@ -169,24 +170,25 @@ struct GivenBlocks {
   }
 };
 
-// GivenSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (STRIPS, BLOCKS_OF_ROW). They
-// travel with the keys, so that no warp waits for one read to begin the next.
+// GivenSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (WARPGROUPS_PER_TILE,
+// BLOCKS_OF_ROW). They travel with the keys, so that no warp waits for one read to begin the next.
 struct GivenSlots {
-  alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
+  alignas(16) int of[WARPGROUPS_PER_TILE][BLOCKS_OF_ROW];
 
   // find() reads the slots of an entry of a tile's list. `slots` points to the slots of the tile's first row of blocks;
   // it stands in the place of the list, which is read ahead.
   DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
-    for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
+    for (int i = 0; i < WARPGROUPS_PER_TILE * BLOCKS_OF_ROW; i++)
+      of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
     if ((entry & 1) == 0) return;
 #pragma unroll
-    for (int strip = 0; strip < STRIPS; strip++) {
+    for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
         const int column = (entry >> 1) * BLOCK_N / CANONICAL + i;
-        const bool inside = tile * STRIPS + strip < p.slot_rows && column < p.slot_columns;
-        of[strip][i] = inside ? slots[strip * p.slot_columns + column] : HIDDEN_SLOT;
+        const bool inside = tile * WARPGROUPS_PER_TILE + row_group < p.slot_rows && column < p.slot_columns;
+        of[row_group][i] = inside ? slots[row_group * p.slot_columns + column] : HIDDEN_SLOT;
       }
     }
   }
@@ -212,9 +214,9 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   GivenWork work[WORK_STAGES];
   Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
   // GivenBlocks: which tile of keys a stage holds, and what is hidden or to be masked
-  int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];
+  int entries[HAS_BLOCK_MASK ? STAGES : 1][ENTRIES_PER_STAGE];
   GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
-  int spoiled[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
+  int non_finite[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
@@ -291,14 +293,14 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
   // looks for a stage again.
   const auto hand_on = [&](const PartialWork& work) {
-    bool careful;
+    bool recheck;
     do {
       rings.work.acquire();
-      careful = HIDES_ANYWHERE && shared.spoiled[rings.work.stage];
-      shared.spoiled[rings.work.stage] = 0;
+      recheck = HIDES_ANYWHERE && shared.non_finite[rings.work.stage];
+      shared.non_finite[rings.work.stage] = 0;
       GivenWork& given = shared.work[rings.work.stage];
-      if (!careful) given = {work};
-      given.careful = careful;
+      if (!recheck) given = {work};
+      given.recheck = recheck;
       if (given.tile >= 0) {
         if constexpr (HAS_BLOCK_MASK) {
           shared.lists[rings.work.stage] = blocks_of_part(p, given);
@@ -310,20 +312,21 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       rings.work.publish();
       if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded), phase);
       phase ^= 1;
-    } while (careful);
+    } while (recheck);
   };
   const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * parts);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
-  int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
-  while (index < total || looks-- > 0) {
+  int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
+  while (index < total || rechecks_left-- > 0) {
     if (index >= total) {
       hand_on({{{}, 0, NO_WORK}, 0});
       continue;
     }
     const u32 tile = team.tile(index);
-    const PartialWork work = {work_at(p, tile / parts),
-                              static_cast<int>(ALONE == 1 && team.number > 0 ? index % STRIPS : tile % parts)};
+    const PartialWork work = {
+        work_at(p, tile / parts),
+        static_cast<int>(ALONE == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE : tile % parts)};
     if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
@@ -400,7 +403,8 @@ struct Loader {
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      shared.lists[rings.work.stage].list = mask.slots + static_cast<i64>(work.tile) * STRIPS * p.slot_columns;
+      shared.lists[rings.work.stage].list =
+          mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
       listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
@@ -437,14 +441,14 @@ struct Loader {
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       const bool masks_all = needs_mask(block, work);
 #pragma unroll
-      for (int strip = 0; strip < STRIPS; strip++) {
+      for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
         bool masked = masks_all, hidden = TEAMS > 1;
 #pragma unroll
-        for (int slot : listed.slots.of[strip]) {
+        for (int slot : listed.slots.of[row_group]) {
           masked |= slot != VISIBLE_SLOT;
           hidden &= slot == HIDDEN_SLOT;
         }
-        shared.entries[rings.k.stage][strip] = block << 3 | last << 2 | hidden << 1 | masked;
+        shared.entries[rings.k.stage][row_group] = block << 3 | last << 2 | hidden << 1 | masked;
       }
       shared.slots[rings.k.stage] = listed.slots;
       rings.k.expect();
