@@ -90,8 +90,9 @@ struct ScoreTileIterator {
     column += columns.tile * BLOCK_N;
     if (row >= p.dbias_rows || column >= p.dbias_columns) return;
     if (p.dbias_parts != nullptr) {
-      const i64 part = static_cast<i64>(split) * p.dbias_batches + batches.tile;
-      p.dbias_parts[((part * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] = value;
+      const i64 split_and_batch = static_cast<i64>(split) * p.dbias_batches + batches.tile;
+      p.dbias_parts[((split_and_batch * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] =
+          value;
     } else {
       p.dbias.data[batches.tile * p.dbias.batch_stride + heads.tile * p.dbias.head_stride + row * p.dbias.row_stride +
                    column * p.dbias.column_stride] = from_accum<BiasElement>(value);

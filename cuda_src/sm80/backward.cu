@@ -197,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
 
 #pragma unroll 1
-    for (int part = 0; part < QUERY_PARTS; part++) {
-      const int query = (part * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
+    for (int pass = 0; pass < QUERY_PARTS; pass++) {
+      const int query = (pass * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
       const bool masked =
           partial ||
           !Mask(p, s, step.head).columns_inside(first_row, FRAGMENT_QUERIES, tile_key + warp_key, FRAGMENTS * 16);
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (auto& fragment : x) clear(fragment);
       // 1. S^T = K Q^T.
       multiply_rows<!BRINGS_SLOT>(x, own_keys, queries.from_row(query));
-      if (DQ_IN_QUERIES && part == 0) {
+      if (DQ_IN_QUERIES && pass == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
         __syncwarp();  // the rows that a warp loads are those of its own dq
         if (!iterator.done()) load_queries(p, shared, stage ^ 1, Step(iterator));
@@ -276,10 +276,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     for (int other = 1; other < QUERY_WARPS; other++) {
       const int query = (query_warp + other) % QUERY_WARPS * FRAGMENT_QUERIES;
       if constexpr (COMPUTES_DV) {
-        multiply_part<FRAGMENT_QUERIES>(dv, shared_weights.from_row(warp_key), query, douts, query_warp * DV_COLUMNS);
+        multiply_depth_range<FRAGMENT_QUERIES>(dv, shared_weights.from_row(warp_key), query, douts,
+                                               query_warp * DV_COLUMNS);
       }
       if constexpr (COMPUTES_DK) {
-        multiply_part<FRAGMENT_QUERIES>(dk, gradients.from_row(warp_key), query, queries, query_warp * DK_COLUMNS);
+        multiply_depth_range<FRAGMENT_QUERIES>(dk, gradients.from_row(warp_key), query, queries,
+                                               query_warp * DK_COLUMNS);
       }
     }
 

@@ -95,7 +95,8 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   ptx::barrier_sync(1 + warp / KEY_WARPS, KEY_WARPS * WARP);
 #pragma unroll 1
   for (int other = 1; other < KEY_WARPS; other++) {
-    multiply_part<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values, key_warp * WARP_COLUMNS);
+    multiply_depth_range<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values,
+                                    key_warp * WARP_COLUMNS);
   }
 }
 
@@ -303,9 +304,9 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
         }
 #pragma unroll
         for (int i = 0; i < LISTED; i++) {
-          auto& part = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
-          scores.apply(part, p, row, i == 0 ? first_key : next_key, masked, recheck, options[f]);
-          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, part);
+          auto& tile_scores = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
+          scores.apply(tile_scores, p, row, i == 0 ? first_key : next_key, masked, recheck, options[f]);
+          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, tile_scores);
         }
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);

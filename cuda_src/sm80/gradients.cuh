@@ -11,7 +11,7 @@
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
-static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
+static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "keys and values are divided alike");
 static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // NEEDS_GRADIENTS: dv alone needs no gradients of scores.

@@ -254,10 +254,10 @@ DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAG
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// multiply_part() computes x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from
+// multiply_depth_range() computes x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from
 // `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
-DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
+DEVICE void multiply_depth_range(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);
   multiply_ahead<DEPTH / STEP>(
       x, [&](u32(&to)[4], int f, int step) { a.left(to, 16 * f, first / STEP + step); },

@@ -104,8 +104,8 @@ struct Ring {
     advance();
   }
 
-  // publish_part() hands over what one of several warps wrote, for TMA or wgmma too.
-  DEVICE void publish_part() {
+  // publish_from_warp() hands over what one of several warps wrote, for TMA or wgmma too.
+  DEVICE void publish_from_warp() {
     ptx::fence_async_shared();
     publish_written();
   }

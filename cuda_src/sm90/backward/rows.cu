@@ -149,34 +149,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// ---- The kernel behind the pass converts dq; a warpgroup converts a part at a time.
-constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
-constexpr int CHUNK = 16;  // parts of sums that a thread block takes at a time
+// ---- The kernel behind the pass converts dq; a warpgroup converts a piece at a time.
+constexpr u32 SUM_BYTES = DQ_PIECE * sizeof(float), NO_SUM = ~0u;
+constexpr int CHUNK = 16;  // pieces of sums that a thread block takes at a time
 
 // SumStorage is the shared memory of the second kernel.
 struct SumStorage {
-  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, part)
-  // The number of the part, and a bit for each of its sums that something was added to.
-  u32 parts[SUM_STAGES], found[SUM_STAGES];
+  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, piece)
+  // The number of the piece, and a bit for each of its sums that something was added to.
+  u32 pieces[SUM_STAGES], found[SUM_STAGES];
   RingBarriers<SUM_STAGES> barriers;
 };
 using SumRing = Ring<SUM_STAGES, DQ_SUMS * SUM_BYTES>;
 static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by all buffers");
 
-// load_sums() is the loading warp: it takes chunks of parts, waits until their sums are complete, and loads them.
-DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 parts, bool by_heads) {
+// load_sums() is the loading warp: it takes chunks of pieces, waits until their sums are complete, and loads them.
+DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 pieces, bool by_heads) {
   const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
-  const auto hand_on = [&](u32 part, u32 found) {
+  const auto hand_on = [&](u32 piece, u32 found) {
     ring.acquire();
     __syncwarp();
     if (lane() == 0) {
-      shared.parts[ring.stage] = part;
+      shared.pieces[ring.stage] = piece;
       shared.found[ring.stage] = found;
       ptx::mbarrier_arrive_expect(ring.full(), __popc(found) * SUM_BYTES);
       for (int i = 0; i < DQ_SUMS; i++) {
         if ((found >> i & 1) == 0) continue;
-        const i64 sum = static_cast<i64>(part / DQ_PARTS) * DQ_SUMS + i;
-        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + part % DQ_PARTS * DQ_PART, SUM_BYTES,
+        const i64 sum = static_cast<i64>(piece / DQ_PARTS) * DQ_SUMS + i;
+        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + piece % DQ_PARTS * DQ_PIECE, SUM_BYTES,
                        ring.full());
       }
     }
@@ -186,9 +186,9 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (p.dq_turns != nullptr) {
       chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
     }
-    if (chunk * CHUNK >= parts) break;
-    const u32 part = min(chunk * CHUNK + lane() % CHUNK, parts - 1);
-    const i64 number = part / DQ_PARTS;
+    if (chunk * CHUNK >= pieces) break;
+    const u32 piece = min(chunk * CHUNK + lane() % CHUNK, pieces - 1);
+    const i64 number = piece / DQ_PARTS;
     while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
     }
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
@@ -196,18 +196,18 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (work.tile * BLOCK_M < work.sequence.len_q) {
       for (int i = 0; i < DQ_SUMS; i++) {
         // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
-        if (!STORES_FIRST || *dq_order_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
+        if (!STORES_FIRST || *dq_order_at(p, number * DQ_SUMS + i, 0) != NOT_STARTED) found |= 1u << i;
       }
     }
     __syncwarp();
-    for (int i = 0; i < CHUNK && chunk * CHUNK + i < parts; i++) {
+    for (int i = 0; i < CHUNK && chunk * CHUNK + i < pieces; i++) {
       hand_on(chunk * CHUNK + i, __shfl_sync(ALL_LANES, found, i));
     }
   }
   for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
 }
 
-// backward_sm90_dq converts parts of dq: persistent blocks take chunks of parts.
+// backward_sm90_dq converts pieces of dq: persistent blocks take chunks of pieces.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __grid_constant__ AttentionParams p) {
   using SharedStorage = SumStorage;
   VIEW_SHARED_STORAGE(shared);
@@ -233,9 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     ring.stage = i % SUM_STAGES;
     ring.phase = i / SUM_STAGES % 2;
     ring.wait();
-    const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
+    const u32 number = shared.pieces[ring.stage], found = shared.found[ring.stage];
     if (number == NO_SUM) break;
-    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the part (64, DQ_COLUMNS)
+    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the piece (64, DQ_COLUMNS)
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
     // The buffer may hold nothing.
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     if (DQ_SUMS == 2 && (found & 2) != 0) {
 #pragma unroll
       for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-        const float4 x = sum[DQ_PART / 4 + i * WARP];
+        const float4 x = sum[DQ_PIECE / 4 + i * WARP];
         dq[i] = make_float4(dq[i].x + x.x, dq[i].y + x.y, dq[i].z + x.z, dq[i].w + x.w);
       }
     }
@@ -252,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
 
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number / DQ_PARTS);
     const Sequence& s = work.sequence;
-    const int part = number % DQ_PARTS;
-    const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
-    const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
+    const int piece = number % DQ_PARTS;
+    const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? piece * ROWS_OF_WARPGROUP : 0);
+    const int column = DQ_BY_QUERIES ? 0 : piece * DQ_COLUMNS;
     const int used = found != 0 ? s.len_q : 0;  // rows that are not padding
     Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
     const bool vectors =

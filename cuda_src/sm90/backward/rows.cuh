@@ -3,14 +3,14 @@
 // by which several tiles of keys add to one sum. rows.cu prepares these arrays and converts the sums in the end.
 #include "../wgmma.cuh"
 
-// A tile's dq is computed in DQ_PARTS parts of 64 queries and DQ_COLUMNS columns: the parts are either parts of the
-// queries, or of the columns.
+// A tile's dq is computed in DQ_PARTS pieces of 64 queries and DQ_COLUMNS columns: a piece has some of the queries, or
+// some of the columns.
 constexpr bool DQ_BY_QUERIES = BLOCK_M > ROWS_OF_WARPGROUP;
 static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),
-              "parts of queries");
-static_assert(DQ_BY_QUERIES || (DQ_PARTS * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "parts of columns");
-// Elements of a part, and of a tile.
-constexpr int DQ_PART = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PARTS * DQ_PART;
+              "pieces of queries");
+static_assert(DQ_BY_QUERIES || (DQ_PARTS * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "pieces of columns");
+// DQ_PIECE and DQ_TILE are the elements of a piece, and of a tile.
+constexpr int DQ_PIECE = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PARTS * DQ_PIECE;
 
 // ds_unit() is the unit in which gradients of scores and delta stand, which dk and dq are multiplied by at the end:
 // with dropout that saves a product for each element. Where they are written as dbias they stand for themselves.
@@ -23,36 +23,38 @@ struct alignas(16) FourFloats {
 // Where sums have an order, a tile of queries has DQ_SUMS sums, which take its additions alternately.
 static_assert(DETERMINISTIC || DQ_SUMS == 1, "additions without an order need not wait");
 
-// dq_place() is the place of a thread's first four elements of a part; its next four are WARP places behind. The warps'
-// elements lie one after the other.
+// dq_place() is the place of a thread's first four elements of a piece; its next four are WARP places behind. The
+// warps' elements lie one after the other.
 DEVICE int dq_place() { return threadIdx.x % WARPGROUP / WARP * (DQ_COLUMNS / 8 * WARP) + lane(); }
-DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int part) {
-  return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + part * DQ_PART) + dq_place();
+DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int piece) {
+  return reinterpret_cast<FourFloats*>(p.dq_sum + sum * DQ_TILE + piece * DQ_PIECE) + dq_place();
 }
 
-// dq_order_at() counts how many tiles of keys have added to a part of a sum; without an order it tells how far the
+// dq_order_at() counts how many tiles of keys have added to a piece of a sum; without an order it tells how far the
 // first of them is (take_sum).
-DEVICE int* dq_order_at(const AttentionParams& p, i64 sum, int part) { return p.dq_turns + 1 + sum * DQ_PARTS + part; }
+DEVICE int* dq_order_at(const AttentionParams& p, i64 sum, int piece) {
+  return p.dq_turns + 1 + sum * DQ_PARTS + piece;
+}
 
 // wait_for_earlier_additions() waits until all additions that come before have arrived.
-DEVICE void wait_for_earlier_additions(const AttentionParams& p, i64 sum, int part, int place_in_order) {
-  while (DETERMINISTIC && ptx::load_acquire(dq_order_at(p, sum, part)) != place_in_order) {
+DEVICE void wait_for_earlier_additions(const AttentionParams& p, i64 sum, int piece, int place_in_order) {
+  while (DETERMINISTIC && ptx::load_acquire(dq_order_at(p, sum, piece)) != place_in_order) {
   }
 }
-DEVICE void signal_addition(const AttentionParams& p, i64 sum, int part) {
-  ptx::add_release(dq_order_at(p, sum, part), 1);
+DEVICE void signal_addition(const AttentionParams& p, i64 sum, int piece) {
+  ptx::add_release(dq_order_at(p, sum, piece), 1);
 }
 
 // TAKES_SUMS: where STORES_FIRST is set nobody clears sums, and the first addition is stored instead. Without an order
-// the first is whoever takes the sum; others wait until its part has arrived.
+// the first is whoever takes the sum; others wait until its piece has arrived.
 constexpr bool TAKES_SUMS = STORES_FIRST && !DETERMINISTIC;
-constexpr int NO_PART = 0, TAKEN = 1, STORED = 2;  // signal_addition() leads from TAKEN to STORED
-DEVICE int take_sum(const AttentionParams& p, i64 sum, int part) {
-  return atomicCAS(dq_order_at(p, sum, part), NO_PART, TAKEN);
+constexpr int NOT_STARTED = 0, TAKEN = 1, STORED = 2;  // signal_addition() leads from TAKEN to STORED
+DEVICE int take_sum(const AttentionParams& p, i64 sum, int piece) {
+  return atomicCAS(dq_order_at(p, sum, piece), NOT_STARTED, TAKEN);
 }
-DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int part) {
+DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int piece) {
   // The load is volatile, not an acquire, which would empty L1 in every step: only L2 touches a sum.
-  while (*static_cast<volatile int*>(dq_order_at(p, sum, part)) != STORED) {
+  while (*static_cast<volatile int*>(dq_order_at(p, sum, piece)) != STORED) {
   }
 }
 

@@ -287,16 +287,16 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps must have left the buffer of dS before it is used again
 }
 
-// add_parts() adds dq of a step to its sum; the FIRST is stored, so that nobody clears the sum.
+// accumulate_dq() adds dq of a step to its sum; the FIRST is stored, so that nobody clears the sum.
 template <bool FIRST>
-DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep& step) {
+DEVICE void accumulate_dq(const AttentionParams& p, const Rings& rings, const DqStep& step) {
 #pragma unroll 1
-  for (int part = 0; part < DQ_PARTS; part++) {
+  for (int piece = 0; piece < DQ_PARTS; piece++) {
     float dq[DQ_COLUMNS / 2];
-    multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
-                                              rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
-    FourFloats* sum = dq_sum_at(p, step.sum, part);
-    if (DETERMINISTIC && part == 0) rings.order.wait();  // all parts of a tile are added in one place of the order
+    multiply_by_columns<LOADED_KEYS, BLOCK_M>(
+        dq, rings.ds.buffer(), rings.k.buffer() + piece * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
+    FourFloats* sum = dq_sum_at(p, step.sum, piece);
+    if (DETERMINISTIC && piece == 0) rings.order.wait();  // all pieces of a tile are added in one place of the order
     ptx::wgmma_wait_group<0>();
     keep(dq);
 #pragma unroll
@@ -327,9 +327,9 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
     if (p.dq_sum == nullptr) {
       if (DETERMINISTIC) rings.order.wait();
     } else if (DETERMINISTIC && step.place_in_order == 0) {
-      add_parts<true>(p, rings, step);
+      accumulate_dq<true>(p, rings, step);
     } else {
-      add_parts<false>(p, rings, step);
+      accumulate_dq<false>(p, rings, step);
     }
     __syncwarp();
     if (PAIR > 1 && lane() == 0) {

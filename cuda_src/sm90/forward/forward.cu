@@ -121,7 +121,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr || work.part_of_keys() > 0 ? -infinity() : p.sink[work.head];
+    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
     // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
     // see.
     const GivenBlocks all(work, work.keys);
@@ -400,7 +400,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     // The epilogue normalises O and writes it with lse, or this split's part of both.
     rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
-      write_part(p, work, row, out, inverse, lse);
+      write_split(p, work, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
       if constexpr (STAGING_PANELS > 0) {

@@ -41,43 +41,43 @@ struct Team {
   }
 };
 
-// PartialWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are
-// split (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
-struct PartialWork : Work {
-  int share;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
+// SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
+// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
+struct SplitWork : Work {
+  int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
-  DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
-  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : share; }
+  DEVICE int split() const { return TEAMS == 1 ? split_or_row_group : 0; }
+  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : split_or_row_group; }
   // first_of_rows() is the first query of this thread block, counted in its sequence.
   DEVICE int first_of_rows() const {
     return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_row_group() * ROWS_OF_WARPGROUP;
   }
 };
 
-DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
+DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
-// blocks_of_part() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
-DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
+// blocks_of_split() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
+DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work) {
   Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, ROWS_OF_TILE, BLOCK_N);
   if constexpr (SPLITS_KEYS) {
-    const int first = blocks.block, number = larger(blocks.end - first, 0), part = work.part_of_keys();
-    blocks.block = first + number * part / p.splits;
-    blocks.end = first + number * (part + 1) / p.splits;
+    const int first = blocks.block, number = larger(blocks.end - first, 0), split = work.split();
+    blocks.block = first + number * split / p.splits;
+    blocks.end = first + number * (split + 1) / p.splits;
   }
   return blocks;
 }
 
-// write_part() writes the thread's rows `row` and row + 8 of a split's result, in float32.
-DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
-                       const float (&factor)[2], const float (&lse)[2]) {
-  const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part_of_keys();
+// write_split() writes the thread's rows `row` and row + 8 of a split's result, in float32.
+DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
+                        const float (&factor)[2], const float (&lse)[2]) {
+  const i64 split = static_cast<i64>(work.sequence.batch) * p.splits + work.split();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = row + 8 * r;
     if (i >= work.sequence.rows_q) continue;
     const bool used = i < work.sequence.len_q;
-    if (lane() % 4 == 0) *p.lse_parts.at(part, i, work.head) = used ? lse[r] : -infinity();
-    float* target = p.out_parts.at(part, i, work.head);
+    if (lane() % 4 == 0) *p.lse_parts.at(split, i, work.head) = used ? lse[r] : -infinity();
+    float* target = p.out_parts.at(split, i, work.head);
 #pragma unroll
     for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
 #pragma unroll
@@ -97,7 +97,7 @@ static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on
 struct KeyRange {
   int begin, end;
 };
-struct GivenWork : PartialWork {
+struct GivenWork : SplitWork {
   bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
@@ -118,7 +118,7 @@ struct GivenWork : PartialWork {
   // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
   DEVICE void find_keys(const AttentionParams& p) {
     if constexpr (SKIPS_ROWS) fill_last_tile();
-    const Blocks blocks = blocks_of_part(p, *this);
+    const Blocks blocks = blocks_of_split(p, *this);
     keys = {blocks.block, blocks.end};
     if constexpr (!HIDES_ANYWHERE) {
 #pragma unroll 1
@@ -292,7 +292,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   u32 phase = 0;
   // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
   // looks for a stage again.
-  const auto hand_on = [&](const PartialWork& work) {
+  const auto hand_on = [&](const SplitWork& work) {
     bool recheck;
     do {
       rings.work.acquire();
@@ -303,7 +303,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       given.recheck = recheck;
       if (given.tile >= 0) {
         if constexpr (HAS_BLOCK_MASK) {
-          shared.lists[rings.work.stage] = blocks_of_part(p, given);
+          shared.lists[rings.work.stage] = blocks_of_split(p, given);
           given.empty = shared.lists[rings.work.stage].done();
         } else {
           given.find_keys(p);
@@ -314,7 +314,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       phase ^= 1;
     } while (recheck);
   };
-  const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * parts);
+  const u32 num_splits = num_splits_of(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * num_splits);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
   int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
@@ -324,9 +324,9 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       continue;
     }
     const u32 tile = team.tile(index);
-    const PartialWork work = {
-        work_at(p, tile / parts),
-        static_cast<int>(ALONE == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE : tile % parts)};
+    const SplitWork work = {
+        work_at(p, tile / num_splits),
+        static_cast<int>(ALONE == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE : tile % num_splits)};
     if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
