@@ -231,9 +231,9 @@ DEVICE Work work_of(const AttentionParams& p, int block, u32 num_heads, bool lon
   u32 batch_head = id / num_tiles, slot = id % num_tiles;
   if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, batch_head % num_heads);
   if (longest_first) {
-    const u32 together = num_tiles < tiles_together ? tiles_together / num_tiles : 1;
-    const u32 first = batch_head / together * together, left = num_heads * p.batch - first;
-    const u32 count = left < together ? left : together, place = id - first * num_tiles;
+    const u32 num_grouped = num_tiles < tiles_together ? tiles_together / num_tiles : 1;
+    const u32 first = batch_head / num_grouped * num_grouped, left = num_heads * p.batch - first;
+    const u32 count = left < num_grouped ? left : num_grouped, place = id - first * num_tiles;
     batch_head = first + place % count;
     slot = TILES_OF_KEYS ? place / count : num_tiles - 1 - place / count;
   }

@@ -21,8 +21,8 @@ constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
 constexpr bool ALTERNATES_OPERANDS = KEY_WARPS > 1 && sizeof(Accum) == 8,
                LAST_KEYED = !(ALTERNATES_OPERANDS && COMPUTES_DV), LAST_VALUED = !ALTERNATES_OPERANDS || COMPUTES_DV;
 static_assert(!ALTERNATES_OPERANDS || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
-              "one product is traded a tile");
-static_assert(KEY_WARPS == 1 || ALTERNATES_OPERANDS || HEAD_DIM >= 2 * ROWS, "room to trade in");
+              "one product is exchanged a tile");
+static_assert(KEY_WARPS == 1 || ALTERNATES_OPERANDS || HEAD_DIM >= 2 * ROWS, "room for the exchange");
 // Rows are q and dout, or k and v; columns are k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
@@ -39,7 +39,7 @@ struct SharedStorage {
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
-  Accum traded[ALTERNATES_OPERANDS ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
+  Accum exchange[ALTERNATES_OPERANDS ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
 };
 
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
@@ -81,16 +81,16 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
 
 // whole() puts together what warps with the same rows have found of all columns.
 template <class X, class Columns>
-DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* traded) {
+DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* exchange) {
   if constexpr (KEY_WARPS == 1) {
     return x;
   } else {
     const int warp = threadIdx.x / WARP;
     if constexpr (!ALTERNATES_OPERANDS) {
-      traded = columns.last();
+      exchange = columns.last();
       __syncthreads();
     }
-    Accum *place = traded + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
+    Accum *place = exchange + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
           *own = place + warp % KEY_WARPS * (FRAGMENT * WARP);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) own[e * WARP] = x[e];
@@ -234,8 +234,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (Accum& w : x[f]) w = larger(w, Accum(0));
         }
-        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(x[f], room, columns, shared.traded);
+        Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
+        auto& all = whole(x[f], exchanged, columns, shared.exchange);
         if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
         pack(left[f], all);
       }
@@ -247,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (int f = 0; f < FRAGMENTS; f++) {
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
-        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(y[f], room, columns, shared.traded);
+        Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
+        auto& all = whole(y[f], exchanged, columns, shared.exchange);
         if (units[f].fold(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
         pack(left[f], all);
       }

@@ -81,15 +81,15 @@ struct Ring {
     empty_barriers = to + (other.empty_barriers - from);
   }
 
-  // behind() is the position one step earlier.
-  DEVICE Ring behind() const {
+  // previous_stage() is the position one step earlier.
+  DEVICE Ring previous_stage() const {
     Ring ring = *this;
     ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
-  // following() is the position one step later.
-  DEVICE Ring following() const {
+  // next_stage() is the position one step later.
+  DEVICE Ring next_stage() const {
     Ring next = *this;
     next.advance();
     return next;

@@ -184,10 +184,10 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       iterator.advance();
 
       float x[COLUMNS / 2], y[COLUMNS / 2];  // S, then P; and dP, then dS: the thread's fragment of (64, COLUMNS)
-      SumApart<COLUMNS> apart;
+      ExtraSum<COLUMNS> extra;
       // 1. Start S = Q K^T (or its transpose) and dP = dO V^T.
       rings.columns.wait();
-      start_scores<HEAD_DIM, ROWS>(x, apart, own_rows, rings.columns.buffer());
+      start_scores<HEAD_DIM, ROWS>(x, extra, own_rows, rings.columns.buffer());
       rings.columns_v.wait();
       if constexpr (NEEDS_GRADIENTS) {
         multiply_transposed<PARTS, HEAD_DIM_V, ROWS, COLUMNS>(y, own_rows + ROWS_BYTES, rings.columns_v.buffer());
@@ -195,7 +195,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       const ColumnVectors& vectors = shared.vectors[rings.columns.stage];
       // 2. Wait for S; scores become weights P.
       ptx::wgmma_wait_group<NEEDS_GRADIENTS>();
-      finish_scores(x, apart);
+      finish_scores(x, extra);
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
       SoftcapFragment softcap;
       softcap.take(scores.score, x);

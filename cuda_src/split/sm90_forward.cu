@@ -68,10 +68,10 @@ struct SplitSoftmax {
 };
 
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
-// VALUES_BESIDE: the product with the values runs together with that of the next scores, where registers hold the sums
-// of both.
+// OVERLAPS_VALUES: the product with the values runs together with that of the next scores, where registers hold the
+// sums of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
-constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
+constexpr bool OVERLAPS_VALUES = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
 // HOLDS_SCORES: what scores need is held in registers or, where these are scarce, made anew.
 constexpr bool HOLDS_SCORES = !(HAS_DROPOUT && HAS_BLOCK_MASK);
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
@@ -229,25 +229,25 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       // values.
       const auto step = [&](bool masked) {
         float x[BLOCK_N / 2], next_rescale[2];
-        SumApart<BLOCK_N> apart;
+        ExtraSum<BLOCK_N> extra;
         const int first_key = blocks.block * BLOCK_N;
         blocks.advance();
         rings.k.wait();
         order.wait();
         // 1. Start S = Q K^T.
-        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
-        if constexpr (!VALUES_BESIDE) {
+        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
+        if constexpr (!OVERLAPS_VALUES) {
           ptx::wgmma_wait_group<0>();
-          finish_scores(x, apart);
+          finish_scores(x, extra);
         }
         rings.v.wait();
         // 2. Start O += P V of the tile before, and pass the order on.
         multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
         order.arrive();
         // 3. Wait for S, and release the keys.
-        if constexpr (VALUES_BESIDE) {
+        if constexpr (OVERLAPS_VALUES) {
           ptx::wgmma_wait_group<1>();
-          finish_scores(x, apart);
+          finish_scores(x, extra);
         }
         rings.k.release();
         if (blocks.done()) rings.q.release();
@@ -264,16 +264,16 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       rings.q.wait();
       {
         float x[BLOCK_N / 2];
-        SumApart<BLOCK_N> apart;
+        ExtraSum<BLOCK_N> extra;
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
         blocks.advance();
         rings.k.wait();
         order.wait();
-        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
+        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
         order.arrive();
         ptx::wgmma_wait_group<0>();
-        finish_scores(x, apart);
+        finish_scores(x, extra);
         rings.k.release();
         if (blocks.done()) rings.q.release();
         weigh(x, first_key, masked, rescale);

@@ -234,7 +234,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
-        const DsRing ready = rings.ds.behind();
+        const DsRing ready = rings.ds.previous_stage();
         // 1. Start S^T = K Q^T.
         rings.q.wait();
         multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
@@ -334,17 +334,17 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       const bool own = PASSES && (passes >> warpgroup & 1) != 0, passed = own && warpgroup == 1;
       if (passed) pass_over();
       bool last = step_on(true);
-      if (passed) hand_on_dq(rings.ds.behind().behind());
+      if (passed) hand_on_dq(rings.ds.previous_stage().previous_stage());
       while (!last) last = step_on(false);
       if (own && !passed) {
-        hand_on_dq(rings.ds.behind());
+        hand_on_dq(rings.ds.previous_stage());
         pass_over();
       }
       if (own && passes != 3) {  // the other warpgroup took one place more in the order
         order.wait();
         order.arrive();
       }
-      multiply_dq(dq, rings.ds.behind());
+      multiply_dq(dq, rings.ds.previous_stage());
       ptx::wgmma_wait_group<0>();
       keep(dq);
       rings.k.release();
@@ -368,7 +368,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
                  staging);
     }
     if (!work.is_hidden) {
-      store_dq(dq, rings.ds.behind());
+      store_dq(dq, rings.ds.previous_stage());
       dq_ring.publish_from_warp();
     }
     rings.work.stage = work.stage;

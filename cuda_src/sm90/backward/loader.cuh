@@ -175,10 +175,10 @@ struct Loader {
   }
 };
 
-// acquire_together() waits with the whole warp. No lane may still wait when lane 0 goes on: the barrier could be two
+// acquire_by_warp() waits with the whole warp. No lane may still wait when lane 0 goes on: the barrier could be two
 // phases further by then.
 template <class AnyRing>
-DEVICE void acquire_together(const AnyRing& ring) {
+DEVICE void acquire_by_warp(const AnyRing& ring) {
   ring.acquire();
   __syncwarp();
 }
@@ -228,7 +228,7 @@ DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
     ring.phase = phase;
     phase ^= 1;
     if (rank() == 0) {
-      acquire_together(ring);
+      acquire_by_warp(ring);
       const u32 index = take();
       if (lane() == 0) {
         shared.index.index.x = index;
@@ -269,7 +269,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
        index = agreed_index(
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
-    acquire_together(rings.work);
+    acquire_by_warp(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
     if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
     __syncwarp();
@@ -311,7 +311,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
       const u32 masked = ranged | partial_warpgroups(slot);
       iterator.advance();
-      acquire_together(rings.dq_steps);
+      acquire_by_warp(rings.dq_steps);
       if (lane() == 0) {
         shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + place_in_order % DQ_SUMS, place_in_order / DQ_SUMS,
                                                  iterator.done(), first_key};
@@ -319,7 +319,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       }
       rings.dq_steps.advance();
       rings.dout.follow(rings.q);
-      acquire_together(rings.q);
+      acquire_by_warp(rings.q);
       Step& step = shared.steps[rings.q.stage];
       if (lane() == 0) {
         step.head = head;
@@ -333,14 +333,14 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       loader.load<BLOCK_M, PANELS>(
           rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M,
           NoCheck{}, bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));
-      acquire_together(rings.dout);
+      acquire_by_warp(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
       if (first) {  // values and keys come last, because the tile before gives their buffers free last
-        acquire_together(rings.v);
+        acquire_by_warp(rings.v);
         loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
                                        nullptr);
-        acquire_together(rings.k);
+        acquire_by_warp(rings.k);
         const int before = rank() * BLOCK_N;
         loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
                                          counted_keys(p, s, first_key - before), nullptr, nullptr,
@@ -350,8 +350,8 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   }
   // This wait makes sure that the kernel before is over, too, when this one is.
   if (p.rows_done != nullptr) ptx::wait_for_kernel_before();
-  acquire_together(rings.work);
-  acquire_together(rings.dq_steps);
+  acquire_by_warp(rings.work);
+  acquire_by_warp(rings.dq_steps);
   if (lane() == 0) {
     shared.work[rings.work.stage].tile = NO_TILE;
     ptx::mbarrier_arrive(rings.work.full());

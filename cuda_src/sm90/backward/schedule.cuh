@@ -54,17 +54,17 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   constexpr bool INTERLEAVES_HEADS = DETERMINISTIC && !GROUPS;
   if constexpr (HAS_WINDOW || INTERLEAVES_HEADS) {
     const u32 last = last_group(p);
-    u32 first = 0, together = p.heads_together, end = num_batch_heads_kv(p);
+    u32 first = 0, num_grouped = p.heads_together, end = num_batch_heads_kv(p);
     if (!GROUPS) {
       first = batch_head < last ? 0 : last;
-      together = end - first;
+      num_grouped = end - first;
       if (batch_head < last) {
-        together = INTERLEAVES_HEADS ? num_interleaved_heads(p) : 1;
+        num_grouped = INTERLEAVES_HEADS ? num_interleaved_heads(p) : 1;
         end = last;
       }
     }
-    const u32 group = first + (batch_head - first) / together * together, in_group = index - group * num_tiles;
-    const u32 heads = min(together, end - group);
+    const u32 group = first + (batch_head - first) / num_grouped * num_grouped, in_group = index - group * num_tiles;
+    const u32 heads = min(num_grouped, end - group);
     tile = in_group / heads;
     batch_head = group + in_group % heads;
     if (INTERLEAVES_HEADS && batch_head < last) tile = num_tiles - 1 - tile;

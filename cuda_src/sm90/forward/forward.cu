@@ -6,12 +6,12 @@
 #include "bounded_softmax.cuh"
 #include "loader.cuh"
 
-// cap() and find_rooms() do for either kind of softmax what only the other needs, or nothing.
+// cap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
 DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
 DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
 
-DEVICE void find_rooms(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
-DEVICE void find_rooms(const BoundedSoftmax&, int) {}
+DEVICE void find_slack(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
+DEVICE void find_slack(const BoundedSoftmax&, int) {}
 
 // softmax_of() begins the softmax of a tile of queries.
 DEVICE auto softmax_of(const UnitFragment& scores) {
@@ -173,7 +173,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       FragmentBits bits;
       bool last, next_masked;
       // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
-      // the rooms of the softmax are found behind the second tile.
+      // the slack of the softmax is found after the second tile.
       int unsettled = 0;
       // needs_mask() tells whether the current tile of keys takes the masked way.
       const auto needs_mask = [&] {
@@ -202,7 +202,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       // settle() finds how far a row's maximum may grow before the row follows it; that is known behind the row's first
       // weights.
       const auto settle = [&] {
-        if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
+        if constexpr (!EXACT_MAXIMA) find_slack(softmax, tiles_left());
       };
       // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
       // tile.
@@ -340,7 +340,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             }
           } while (!last);
         } else {
-          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' rooms.
+          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' slack.
           float x[BLOCK_N / 2], shift[2] = {0, 0};
           const int first_key = blocks.block * BLOCK_N;
           const bool masked = needs_mask();
@@ -432,8 +432,10 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
                  const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap row_map) {
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
   VIEW_SHARED_STORAGE(all_shared);
-  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // each team has two of the producer warps
-  const Team team = {TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, behind < 0 ? is_alone() : behind / (2 * WARP), 0)};
+  // Each team has two of the producer warps.
+  const int producer_thread = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;
+  const Team team = {
+      TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, producer_thread < 0 ? is_alone() : producer_thread / (2 * WARP), 0)};
   SharedStorage& shared = (&all_shared)[team.number];
   if (threadIdx.x == team.number * FIRST_ALONE) {
     const int warps = threads_of_team() / WARP;

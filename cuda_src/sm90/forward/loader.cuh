@@ -149,8 +149,8 @@ struct GivenBlocks {
             : FROM_LAST    ? keys.begin - 1
                            : keys.end) {}
 
-  // in_order() tells whether tile `before` is visited before tile `behind`.
-  static DEVICE bool in_order(int before, int behind) { return FROM_LAST ? before > behind : before < behind; }
+  // in_order() tells whether tile `earlier` is visited before tile `later`.
+  static DEVICE bool in_order(int earlier, int later) { return FROM_LAST ? earlier > later : earlier < later; }
   DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
   // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
@@ -354,9 +354,9 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
 
 // Listed reads a block mask's list ahead of the tiles, so that no load waits for it.
 struct Listed {
-  const int* next;       // the entry to be read next
-  int left, end;         // the number of entries left, and the end of the range of tiles
-  int entry, following;  // the current entry, and the one behind it
+  const int* next;        // the entry to be read next
+  int left, end;          // the number of entries left, and the end of the range of tiles
+  int entry, next_entry;  // the current entry, and the one behind it
   GivenSlots slots;
 };
 
@@ -426,8 +426,8 @@ struct Loader {
 
   // look_ahead() begins to read what the next tile of keys needs of the block mask.
   DEVICE void look_ahead(const Work& work) {
-    listed.entry = listed.following;
-    if (listed.left > 1) listed.following = *listed.next++;
+    listed.entry = listed.next_entry;
+    if (listed.left > 1) listed.next_entry = *listed.next++;
     listed.slots.find(p, shared.lists[rings.work.stage].list, work.tile, listed.entry);
   }
 
@@ -436,7 +436,7 @@ struct Loader {
   DEVICE int load_keys(Blocks& blocks, const GivenWork& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = listed.entry >> 1;
-      const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
+      const bool last = listed.left == 1 || listed.next_entry >> 1 >= listed.end;
       rings.k.acquire();
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       const bool masks_all = needs_mask(block, work);
