@@ -97,9 +97,9 @@ struct GradientFragment {
   // the signs of the weights that dropout drops.
   template <int EARLY>
   using Random = RandomBits<true, FRAGMENT, HAS_DROPOUT ? EARLY : 0>;
-  template <bool HELD, int EARLY>
+  template <bool IN_BRANCH, int EARLY>
   DEVICE void draw_ahead(RandomBits<true, FRAGMENT, EARLY>& bits) const {
-    if constexpr (HAS_DROPOUT && EARLY > 0) bits.template draw_ahead<HELD>(Dropout(p, s, head), key, row);
+    if constexpr (HAS_DROPOUT && EARLY > 0) bits.template draw_ahead<IN_BRANCH>(Dropout(p, s, head), key, row);
   }
   template <int EARLY>
   DEVICE void mark_dropped(float (&weights)[FRAGMENT], RandomBits<true, FRAGMENT, EARLY>& bits) const {

@@ -21,18 +21,18 @@ constexpr bool ONE_BARRIER = STAGES == 2;
 // DQ_IN_QUERIES: dq waits for its addition in the buffer of its step's queries, and the next queries are loaded there
 // later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
-// BRINGS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
-constexpr bool BRINGS_SLOT =
+// LOADS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
+constexpr bool LOADS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
-// FOLDS: tiles fold addresses (Tile), except with a block mask, with an order of additions and, for tiles of queries,
-// with a window: there addresses that the compiler keeps would leave too few registers.
-constexpr bool FOLDS = !(HAS_BLOCK_MASK || DETERMINISTIC);
+// DERIVES_ADDRESSES: tiles derive addresses (Tile), except with a block mask, with an order of additions and, for tiles
+// of queries, with a window: there addresses that the compiler keeps would leave too few registers.
+constexpr bool DERIVES_ADDRESSES = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM, FOLDS>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V, FOLDS>;
-using QueryTile = Tile<BLOCK_M, HEAD_DIM, FOLDS && !HAS_WINDOW>;
-using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, FOLDS && !HAS_WINDOW>;
-using ScoreTile = Tile<BLOCK_N, BLOCK_M, FOLDS>;
+using KeyTile = Tile<BLOCK_N, HEAD_DIM, DERIVES_ADDRESSES>;
+using ValueTile = Tile<BLOCK_N, HEAD_DIM_V, DERIVES_ADDRESSES>;
+using QueryTile = Tile<BLOCK_M, HEAD_DIM, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using ScoreTile = Tile<BLOCK_N, BLOCK_M, DERIVES_ADDRESSES>;
 
 struct SharedStorage {
   alignas(128) unsigned char k[KeyTile::BYTES];                       // (BLOCK_N, HEAD_DIM)
@@ -42,7 +42,7 @@ struct SharedStorage {
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last in delta
+  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + LOADS_SLOT];  // the slot's bits stand last in delta
   Work work;                                            // read again and again, because registers are scarce
   int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
 };
@@ -94,7 +94,7 @@ DEVICE void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage
     copy_float(&shared.lse[stage][threadIdx.x], p.lse.at(batch, row, step.head));
     copy_float(&shared.delta[stage][threadIdx.x], p.delta.at(batch, row, step.head));
   }
-  if (BRINGS_SLOT && threadIdx.x == 0) {
+  if (LOADS_SLOT && threadIdx.x == 0) {
     const int* slot = Mask(p, s, step.head).slots + static_cast<i64>(step.block) * p.slot_columns + shared.work.tile;
     copy_float(&shared.delta[stage][BLOCK_M], reinterpret_cast<const float*>(slot));
   }
@@ -209,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const int key = tile_key + warp_key + 16 * f;
-          const int slot = BRINGS_SLOT ? __float_as_int(shared.delta[stage][BLOCK_M])
-                                       : Mask(p, s, step.head).slot_at(first_row, key);
+          const int slot =
+              LOADS_SLOT ? __float_as_int(shared.delta[stage][BLOCK_M]) : Mask(p, s, step.head).slot_at(first_row, key);
           const u32 bits = block_bits(p, slot, key, first_row);
           visible |= (bits & 0xffffffffu >> (32 - FRAGMENT)) << f * FRAGMENT;
         }
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
       for (auto& fragment : x) clear(fragment);
       // 1. S^T = K Q^T.
-      multiply_rows<!BRINGS_SLOT>(x, own_keys, queries.from_row(query));
+      multiply_rows<!LOADS_SLOT>(x, own_keys, queries.from_row(query));
       if (DQ_IN_QUERIES && pass == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
         __syncwarp();  // the rows that a warp loads are those of its own dq
@@ -245,9 +245,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
-            if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
+            if (!DERIVES_ADDRESSES && masked) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
+          if (DERIVES_ADDRESSES && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);

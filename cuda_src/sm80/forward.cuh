@@ -35,8 +35,9 @@ static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "w
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
 static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
               "one buffer of keys; plain, with a window or a block mask");
-// VALUES_LATER: the first scores do not wait for values. With a block mask that takes registers, so it is left out.
-constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
+// WAITS_FOR_KEYS_FIRST: the first scores do not wait for values. With a block mask that takes registers, so it is left
+// out.
+constexpr bool WAITS_FOR_KEYS_FIRST = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
 // RECHECKS: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
 // tile.
 constexpr bool RECHECKS = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
@@ -154,7 +155,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
         keys.load(k, blocks.block * BLOCK_N);
       }
       shared.factors.load(0, k, v, blocks.block * BLOCK_N);
-      if constexpr (VALUES_LATER) commit_copies();
+      if constexpr (WAITS_FOR_KEYS_FIRST) commit_copies();
       if constexpr (LISTED == 2) {
         load_two(values, v, blocks, first_seen);
       } else if constexpr (STAGES == 2) {
@@ -173,7 +174,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
   __syncthreads();
   const Sequence& s = shared.work.sequence;
   const OperandRows &k = shared.k_rows, &v = shared.v_rows;
-  const ScoreFragment held(p, s, shared.work.head);
+  const ScoreFragment held_scores(p, s, shared.work.head);
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     clear(out[f]);
@@ -183,7 +184,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
 
   bool first = true;
   for (u32 stage = 0; !blocks.done(); stage ^= 1) {
-    const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, shared.work.head);
+    const ScoreFragment scores = HOLDS_SCORES ? held_scores : ScoreFragment(p, s, shared.work.head);
     const int first_key = blocks.block * LISTED_N;
     bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N)
                                  : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
@@ -199,7 +200,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
     }
 
     // 1. Wait for this tile's keys (and values), and start to load what comes next.
-    if (VALUES_LATER && first) {
+    if (WAITS_FOR_KEYS_FIRST && first) {
       wait_for_copies<1>();
       __syncthreads();
     } else {
@@ -315,7 +316,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
       }
-      if (VALUES_LATER && first) {
+      if (WAITS_FOR_KEYS_FIRST && first) {
         first = false;
         wait_for_copies<1>();
         __syncthreads();

@@ -11,13 +11,16 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last ALONE warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their own.
-constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
-constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
-DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }
-DEVICE u32 thread_of_team() { return threadIdx.x - is_alone() * FIRST_ALONE; }
-DEVICE int threads_of_team() { return is_alone() ? ALONE * WARPGROUP : FIRST_ALONE; }
-DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + is_alone(), threads_of_team()); }
+// The last SECOND_TEAM_WARPGROUPS warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their
+// own.
+constexpr int SECOND_TEAM_WARPGROUPS = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
+constexpr int FIRST_THREAD_OF_SECOND_TEAM = (CONSUMERS - SECOND_TEAM_WARPGROUPS) * WARPGROUP;
+DEVICE bool in_second_team() { return TEAMS > 1 && threadIdx.x >= FIRST_THREAD_OF_SECOND_TEAM; }
+DEVICE u32 thread_of_team() { return threadIdx.x - in_second_team() * FIRST_THREAD_OF_SECOND_TEAM; }
+DEVICE int threads_of_team() {
+  return in_second_team() ? SECOND_TEAM_WARPGROUPS * WARPGROUP : FIRST_THREAD_OF_SECOND_TEAM;
+}
+DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + in_second_team(), threads_of_team()); }
 
 // HiddenValues clears the rows of hidden values of a tile. All warpgroups of a team agree on whether a tile is masked
 // or a recheck, and clear its rows together.

@@ -35,9 +35,9 @@ struct RingBarriers {
 };
 
 // Ring is one side's position in a circular buffer of STAGES buffers of BYTES; both sides visit the buffers in the same
-// order. HURRIED: with two buffers the stage changes without a comparison, which helps where steps wait for it. BLOCKS:
-// so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
-template <int STAGES, u32 BYTES, bool HURRIED = false, u32 BLOCKS = 1>
+// order. TOGGLES_STAGE: with two buffers the stage changes without a comparison, which helps where steps wait for it.
+// BLOCKS: so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
+template <int STAGES, u32 BYTES, bool TOGGLES_STAGE = false, u32 BLOCKS = 1>
 struct Ring {
   static constexpr u32 SIZE = BYTES;
   u32 buffers, full_barriers, empty_barriers;  // shared addresses of stage 0
@@ -52,7 +52,7 @@ struct Ring {
   DEVICE u32 full() const { return full_barriers + stage * 8; }
 
   DEVICE void advance() {
-    if constexpr (HURRIED && STAGES == 2) {
+    if constexpr (TOGGLES_STAGE && STAGES == 2) {
       phase ^= stage;
       stage ^= 1;
       return;

@@ -171,9 +171,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const ScoreFragment held(p, s, work.head);
-    const auto scores = [&] { return HOLDS_SCORES ? held : ScoreFragment(p, s, work.head); };
-    hidden.begin(p, s, held.mask);
+    const ScoreFragment held_scores(p, s, work.head);
+    const auto scores = [&] { return HOLDS_SCORES ? held_scores : ScoreFragment(p, s, work.head); };
+    hidden.begin(p, s, held_scores.mask);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const auto row_factor = [&](int r) {
       const int inside = smaller(row + 8 * r, s.rows_q - 1);

@@ -310,9 +310,9 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         rings.q.release();
         return last;
       };
-      // pass_over() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
+      // skip_step() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
       // dS is 0.
-      const auto pass_over = [&] {
+      const auto skip_step = [&] {
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
         rings.q.wait();  // without waiting, the buffers could be released twice in a phase
@@ -330,17 +330,17 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         store_dq(dq, ready);
         dq_ring.publish_from_warp();
       };
-      const u32 passes = PASSES ? __shfl_sync(ALL_LANES, work.passes, 0) : 0;
-      const bool own = PASSES && (passes >> warpgroup & 1) != 0, passed = own && warpgroup == 1;
-      if (passed) pass_over();
+      const u32 skips = SKIPS_STEPS ? __shfl_sync(ALL_LANES, work.skips, 0) : 0;
+      const bool own = SKIPS_STEPS && (skips >> warpgroup & 1) != 0, skips_first = own && warpgroup == 1;
+      if (skips_first) skip_step();
       bool last = step_on(true);
-      if (passed) hand_on_dq(rings.ds.previous_stage().previous_stage());
+      if (skips_first) hand_on_dq(rings.ds.previous_stage().previous_stage());
       while (!last) last = step_on(false);
-      if (own && !passed) {
+      if (own && !skips_first) {
         hand_on_dq(rings.ds.previous_stage());
-        pass_over();
+        skip_step();
       }
-      if (own && passes != 3) {  // the other warpgroup took one place more in the order
+      if (own && skips != 3) {  // the other warpgroup took one place more in the order
         order.wait();
         order.arrive();
       }

@@ -279,7 +279,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
       work.is_hidden = iterator.done();
-      if constexpr (PASSES) work.passes = passed_over(p, s, iterator, first_key);
+      if constexpr (SKIPS_STEPS) work.skips = skipped_steps(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.
       if (DQ_BY_HEADS && work.is_hidden && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
@@ -325,9 +325,9 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
         step.head = head;
         step.first_row = first_row;
         step.masked = masked;
-        step.last = iterator.done()                                                                 ? 3
-                    : PASSES && (work.passes & 1) != 0 && iterator.block() == iterator.last_block() ? 1
-                                                                                                    : 0;
+        step.last = iterator.done()                                                                     ? 3
+                    : SKIPS_STEPS && (work.skips & 1) != 0 && iterator.block() == iterator.last_block() ? 1
+                                                                                                        : 0;
       }
       step.slots.put(slot, ranged);
       loader.load<BLOCK_M, PANELS>(

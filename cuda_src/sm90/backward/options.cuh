@@ -56,13 +56,14 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
   return masked;
 }
 
-// PASSES: a warpgroup may skip a step of which it sees nothing (KeyWork::passes). It is then a step behind the other:
-// with two stages of queries both would wait for loads, so there must be three. With a block mask it would take long to
-// compile.
-constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
-// passed_over() finds KeyWork::passes for a tile of keys.
+// SKIPS_STEPS: a warpgroup may skip a step of which it sees nothing (KeyWork::skips). It is then a step behind the
+// other: with two stages of queries both would wait for loads, so there must be three. With a block mask it would take
+// long to compile.
+constexpr bool SKIPS_STEPS =
+    BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
+// skipped_steps() finds KeyWork::skips for a tile of keys.
 template <class Iterator>
-DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
+DEVICE u32 skipped_steps(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
   const Mask mask(p, s, iterator.head);
   const auto hidden = [&](int block, int key) {
     return mask.wholly_outside(block * BLOCK_M, BLOCK_M, key, ROWS_OF_WARPGROUP);

@@ -47,14 +47,14 @@ DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   }
 }
 
-// load_rows() is the loading thread. It tells how many tiles are done as it comes around its buffers, because telling
-// is a fence for all memory, which costs time.
+// load_rows() is the loading thread. It reports how many tiles are done as it comes around its buffers, because a
+// report is a fence for all memory, which costs time.
 DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const ptx::TensorMap* dout,
                       const ptx::TensorMap* out) {
-  int loaded = 0, told = 0;
-  const auto tell = [&](int done) {
-    if (p.rows_done != nullptr && done > told) ptx::add_release(p.rows_done + blockIdx.x, done - told);
-    told = larger(told, done);
+  int loaded = 0, reported = 0;
+  const auto report_done = [&](int done) {
+    if (p.rows_done != nullptr && done > reported) ptx::add_release(p.rows_done + blockIdx.x, done - reported);
+    reported = larger(reported, done);
   };
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, tile);
@@ -69,13 +69,13 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
     }
     ring.advance();
     loaded++;
-    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
+    if (ring.stage == 0) report_done(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
   }
   for (int stage = 0; stage < ROW_STAGES; stage++) {
     ring.acquire();
     ring.advance();
   }
-  tell(loaded);
+  report_done(loaded);
 }
 
 // backward_sm90_rows prepares tiles of queries: persistent blocks take tiles round robin.

@@ -12,7 +12,7 @@ DEVICE u32 num_batch_heads_kv(const AttentionParams& p) {
 // KeyWork is a tile of keys, as the loading warp hands it on.
 struct KeyWork : Work {
   bool is_hidden;    // no query sees any of its keys
-  u32 passes;        // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
+  u32 skips;         // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
   u32 stage, phase;  // the position of the ring that brought it: read back from here, it takes no registers meanwhile
   u32 key_stage, key_phase;  // likewise the position of the ring of keys, where there is a bias
 };

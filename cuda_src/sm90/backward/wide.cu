@@ -15,9 +15,9 @@ constexpr int WARPS = WARPGROUP / WARP;
 constexpr int DK_BARRIER = 1;  // a named barrier of the warpgroup of dk
 // DK_REGISTERS is what the other warpgroups leave to the warpgroup of dk.
 constexpr int DK_REGISTERS = REGISTERS_OF_SM / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
-// TIGHT: there are options next to a dv that takes most registers. lse is then read from shared memory each time, so
-// that queries are released late.
-constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
+// FEW_REGISTERS: there are options next to a dv that takes most registers. lse is then read from shared memory each
+// time, so that queries are released late.
+constexpr bool FEW_REGISTERS = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
 
 struct SharedStorage {
   alignas(1024) unsigned char k[PAIR * K_BYTES];               // (PANELS, PAIR * BLOCK_N, 64)
@@ -142,7 +142,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
                                     scale);
       bool masked = step.masked != 0;
       last = step.last;
-      const LseValues<TIGHT> lse(shared.lse[rings.q.stage]);
+      const LseValues<FEW_REGISTERS> lse(shared.lse[rings.q.stage]);
       GradientFragment::Random<EARLY_DRAWS> random;
       scores.draw_ahead<HOLDS_DRAWS>(random);
       const BlockBits bits(p, step.slots, 0, masked);
@@ -157,7 +157,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       mask.clear_hidden(x);
       GradientFragment same = scores;
       // Without this, draws and ALiBi's distances would be held all along.
-      if constexpr (TIGHT && (HAS_SOFTCAP || HAS_DROPOUT)) {
+      if constexpr (FEW_REGISTERS && (HAS_SOFTCAP || HAS_DROPOUT)) {
         u32 first_row = step.first_row;
         ptx::forget(first_row);
         same.row = first_row + fragment_column();
@@ -167,11 +167,11 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
         __syncwarp();
         rings.q.release();
       };
-      if (!TIGHT) release();
+      if (!FEW_REGISTERS) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
       uncap(x, x, lse, same, factors);  // softcap's derivative is a factor of the gradients, like the weights
-      if (TIGHT) release();
+      if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {

@@ -39,7 +39,7 @@ static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP),
 // of others: those before first_row() and behind a packed sequence must not be written.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
-                       const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
+                       const TileMessage& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
   constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
   const Sequence& s = work.sequence;
@@ -100,7 +100,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
   while (true) {
     rings.work.wait();
     // Read again from shared memory where it is needed: registers are scarce.
-    const GivenWork& work = shared.work[rings.work.stage];
+    const TileMessage& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     if (HIDES_ANYWHERE && work.tile == NO_WORK) {
       __syncwarp();
@@ -124,13 +124,13 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
     // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
     // see.
-    const GivenBlocks all(work, work.keys);
-    GivenBlocks blocks = all;
-    if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
-    // pass_over() releases tiles of keys that this warpgroup does not see. It still takes its place in the order, and
-    // helps to clear hidden values.
-    const auto pass_over = [&](int from, int to) {
-      for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
+    const ConsumerKeyIterator all(work, work.keys);
+    ConsumerKeyIterator blocks = all;
+    if constexpr (!HIDES_ANYWHERE) blocks = ConsumerKeyIterator(work, work.own_keys[warpgroup]);
+    // skip_key_tiles() releases tiles of keys that this warpgroup does not see. It still takes its place in the order,
+    // and helps to clear hidden values.
+    const auto skip_key_tiles = [&](int from, int to) {
+      for (int block = from; ConsumerKeyIterator::in_order(block, to); block += FROM_LAST ? -1 : 1) {
         rings.k.wait();
         rings.k.release();
         order.wait();
@@ -155,18 +155,18 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     lse[0] = lse[1] = sink;
     rings.q.wait();
     use_extra_place(true);
-    pass_over(all.next, blocks.done() ? all.end : blocks.next);
+    skip_key_tiles(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
       use_extra_place(false);
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
       // The first HELD_STEPS steps of the queries are held in registers, because shared memory is busy.
-      u32 held[HELD_STEPS + 1][4];
+      u32 query_fragments[HELD_STEPS + 1][4];
       const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
 #pragma unroll
       for (int step = 0; step < HELD_STEPS; step++) {
-        ptx::ldmatrix_x4(held[step],
+        ptx::ldmatrix_x4(query_fragments[step],
                          own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
       }
       const bool recheck = HIDES_ANYWHERE && work.recheck;
@@ -192,7 +192,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         u32 left[4];
         slope.find_left(left, first_key, masked);
         multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
-            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
+            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, query_fragments);
       };
       // tiles_left() counts the current tile of keys and those behind it.
       const auto tiles_left = [&] {
@@ -391,7 +391,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         keep(out);
         rings.v.release();
       } while (TEAMS > 1 && blocks.hidden);
-      pass_over(blocks.end, all.end);
+      skip_key_tiles(blocks.end, all.end);
       if (HIDES_ANYWHERE && !recheck && HiddenValues::is_non_finite(out, row, s.len_q)) {
         shared.non_finite[rings.work.stage] = 1;
       }
@@ -435,9 +435,10 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   // Each team has two of the producer warps.
   const int producer_thread = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;
   const Team team = {
-      TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, producer_thread < 0 ? is_alone() : producer_thread / (2 * WARP), 0)};
+      TEAMS == 1 ? 0
+                 : __shfl_sync(ALL_LANES, producer_thread < 0 ? in_second_team() : producer_thread / (2 * WARP), 0)};
   SharedStorage& shared = (&all_shared)[team.number];
-  if (threadIdx.x == team.number * FIRST_ALONE) {
+  if (threadIdx.x == team.number * FIRST_THREAD_OF_SECOND_TEAM) {
     const int warps = threads_of_team() / WARP;
     shared.work_barriers.init(warps + 1);
     shared.q_barriers.init(warps);
@@ -446,7 +447,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
     if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
-    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
+    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded_barrier), 1);
     for (int& non_finite : shared.non_finite) non_finite = 0;
     ptx::fence_mbarrier_init();
   }

@@ -10,7 +10,7 @@
 // other computes other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the
 // other, so a tile begins and ends while the other team multiplies.
 constexpr int WARPGROUPS_PER_TILE = BLOCK_M / ROWS_OF_WARPGROUP;
-static_assert(WARPGROUPS_PER_TILE + ALONE == CONSUMERS, "a warpgroup has 64 queries");
+static_assert(WARPGROUPS_PER_TILE + SECOND_TEAM_WARPGROUPS == CONSUMERS, "a warpgroup has 64 queries");
 
 // A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
 // for both.
@@ -29,13 +29,13 @@ struct Team {
   // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
   // unit.
   DEVICE u32 units(u32 tiles) const {
-    if (ALONE > 1) return (tiles + 1 - number) / 2;
+    if (SECOND_TEAM_WARPGROUPS > 1) return (tiles + 1 - number) / 2;
     const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
     return number == 0 ? tiles - others : others * WARPGROUPS_PER_TILE;
   }
   DEVICE u32 tile(u32 unit) const {
     if (TEAMS == 1) return unit;
-    if (ALONE > 1) return 2 * unit + number;
+    if (SECOND_TEAM_WARPGROUPS > 1) return 2 * unit + number;
     return number == 0 ? unit * TILES / (TILES - OTHERS)
                        : unit / WARPGROUPS_PER_TILE * TILES / OTHERS + (TILES - 1) / OTHERS;
   }
@@ -89,15 +89,15 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row
   }
 }
 
-// GivenWork is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a block
-// mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys that
-// the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
+// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
+// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
 static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
   int begin, end;
 };
-struct GivenWork : SplitWork {
+struct TileMessage : SplitWork {
   bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
@@ -133,15 +133,15 @@ struct GivenWork : SplitWork {
 };
 constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
 
-// GivenBlocks iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread says
-// with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
+// ConsumerKeyIterator iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread
+// says with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
 // queries.
 constexpr int ENTRIES_PER_STAGE = HAS_BLOCK_MASK ? WARPGROUPS_PER_TILE : 1;
-struct GivenBlocks {
+struct ConsumerKeyIterator {
   int block, next, end;  // the current tile, the next one, and the end, which is not a tile
   bool masked = false, hidden = false;
 
-  DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
+  DEVICE ConsumerKeyIterator(const TileMessage& work, const KeyRange& keys)
       : next(HAS_BLOCK_MASK ? 0
              : FROM_LAST    ? keys.end - 1
                             : keys.begin),
@@ -170,9 +170,9 @@ struct GivenBlocks {
   }
 };
 
-// GivenSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (WARPGROUPS_PER_TILE,
+// StageSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (WARPGROUPS_PER_TILE,
 // BLOCKS_OF_ROW). They travel with the keys, so that no warp waits for one read to begin the next.
-struct GivenSlots {
+struct StageSlots {
   alignas(16) int of[WARPGROUPS_PER_TILE][BLOCKS_OF_ROW];
 
   // find() reads the slots of an entry of a tile's list. `slots` points to the slots of the tile's first row of blocks;
@@ -211,11 +211,11 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   alignas(1024) unsigned char bias_and_mask[HAS_BIAS_TILES || HAS_MASK_TILES
                                                 ? BIAS_STAGES * BIAS_BYTES + MASK_STAGES * MASK_BYTES
                                                 : 16];
-  GivenWork work[WORK_STAGES];
+  TileMessage work[WORK_STAGES];
   Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
-  // GivenBlocks: which tile of keys a stage holds, and what is hidden or to be masked
+  // ConsumerKeyIterator: which tile of keys a stage holds, and what is hidden or to be masked
   int entries[HAS_BLOCK_MASK ? STAGES : 1][ENTRIES_PER_STAGE];
-  GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
+  StageSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
   int non_finite[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
@@ -225,13 +225,13 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
   uint4 index;  // a pair's next tile, in x: a copy has 16 bytes
   RingBarriers<1> index_barriers;
-  u64 nearly_loaded;  // a barrier whose phases are tiles handed on
+  u64 nearly_loaded_barrier;  // its phases are tiles handed on
   RingBarriers<MASK_STAGES> mask_barriers;
 };
 
 // Rings are one thread's positions in all circular buffers of the kernel.
 struct Rings {
-  Ring<WORK_STAGES, sizeof(GivenWork), true> work;
+  Ring<WORK_STAGES, sizeof(TileMessage), true> work;
   Ring<QUERY_STAGES, Q_BYTES, true> q;
   Ring<STAGES, K_BYTES, true, PAIR> k;
   Ring<STAGES, V_BYTES, true, PAIR> v;
@@ -285,7 +285,7 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
 // The scheduler takes the next tile when KEYS_LEFT tiles of keys of the one before are left to load, so that it goes to
 // whoever is ready first. With two teams of a warpgroup each no register is left to count them.
 constexpr int KEYS_LEFT = 4;
-constexpr bool COUNTS_LEFT = ALONE <= 1;
+constexpr bool COUNTS_LEFT = SECOND_TEAM_WARPGROUPS <= 1;
 
 // schedule_tiles() is the scheduler, a thread of its own so that nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
@@ -298,19 +298,19 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
       rings.work.acquire();
       recheck = HIDES_ANYWHERE && shared.non_finite[rings.work.stage];
       shared.non_finite[rings.work.stage] = 0;
-      GivenWork& given = shared.work[rings.work.stage];
-      if (!recheck) given = {work};
-      given.recheck = recheck;
-      if (given.tile >= 0) {
+      TileMessage& message = shared.work[rings.work.stage];
+      if (!recheck) message = {work};
+      message.recheck = recheck;
+      if (message.tile >= 0) {
         if constexpr (HAS_BLOCK_MASK) {
-          shared.lists[rings.work.stage] = blocks_of_split(p, given);
-          given.empty = shared.lists[rings.work.stage].done();
+          shared.lists[rings.work.stage] = blocks_of_split(p, message);
+          message.empty = shared.lists[rings.work.stage].done();
         } else {
-          given.find_keys(p);
+          message.find_keys(p);
         }
       }
       rings.work.publish();
-      if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded), phase);
+      if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded_barrier), phase);
       phase ^= 1;
     } while (recheck);
   };
@@ -326,7 +326,8 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     const u32 tile = team.tile(index);
     const SplitWork work = {
         work_at(p, tile / num_splits),
-        static_cast<int>(ALONE == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE : tile % num_splits)};
+        static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
+                                                                        : tile % num_splits)};
     if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
@@ -352,12 +353,12 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   rings.work.publish();
 }
 
-// Listed reads a block mask's list ahead of the tiles, so that no load waits for it.
-struct Listed {
+// ListPrefetch reads a block mask's list ahead of the tiles, so that no load waits for it.
+struct ListPrefetch {
   const int* next;        // the entry to be read next
   int left, end;          // the number of entries left, and the end of the range of tiles
   int entry, next_entry;  // the current entry, and the one behind it
-  GivenSlots slots;
+  StageSlots slots;
 };
 
 // Loader is the loading thread: it brings all operands of all tiles by TMA.
@@ -366,34 +367,34 @@ struct Loader {
   SharedStorage& shared;
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map, *mask_map;
-  Listed listed = {};
-  bool told;  // the scheduler was told that the current tile is nearly loaded
+  ListPrefetch prefetched = {};
+  bool signalled;  // the scheduler knows that the current tile is nearly loaded
 
   // load_all() loads tile after tile until the scheduler says that there are no more.
   DEVICE void load_all() {
     while (true) {
       rings.work.wait();
-      const GivenWork& work = shared.work[rings.work.stage];
+      const TileMessage& work = shared.work[rings.work.stage];
       if (work.tile == NO_TILE) break;
-      told = false;
+      signalled = false;
       if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
-      tell(0);
+      signal_nearly_loaded(0);
       rings.work.release();
     }
   }
 
  private:
-  // tell() tells the scheduler once for each tile that few of its keys are left to load.
-  DEVICE void tell(int keys_left) {
-    if (!COUNTS_LEFT || told || keys_left > KEYS_LEFT) return;
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded));
-    told = true;
+  // signal_nearly_loaded() tells the scheduler once for each tile that few of its keys are left to load.
+  DEVICE void signal_nearly_loaded(int keys_left) {
+    if (!COUNTS_LEFT || signalled || keys_left > KEYS_LEFT) return;
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded_barrier));
+    signalled = true;
   }
 
   // load_tile() loads the operands of one tile of queries in the order of their use: the next keys come before the
   // values of the current ones.
-  DEVICE void load_tile(const GivenWork& work) {
-    if constexpr (ALONE > 1) rings.forget(shared);
+  DEVICE void load_tile(const TileMessage& work) {
+    if constexpr (SECOND_TEAM_WARPGROUPS > 1) rings.forget(shared);
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
@@ -405,19 +406,19 @@ struct Loader {
       const Mask mask(p, s, work.head);
       shared.lists[rings.work.stage].list =
           mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
-      listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
+      prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
     int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
     load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.first_of_rows(), work.head, batch);
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
-      if constexpr (ALONE > 1) rings.forget(shared);
-      tell(HAS_BLOCK_MASK ? listed.left : blocks.end - blocks.block);
+      if constexpr (SECOND_TEAM_WARPGROUPS > 1) rings.forget(shared);
+      signal_nearly_loaded(HAS_BLOCK_MASK ? prefetched.left : blocks.end - blocks.block);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       if constexpr (HAS_MASK_TILES) load_mask(work, block);
       const int values = row_k + block * BLOCK_N;
-      last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
+      last = HAS_BLOCK_MASK ? prefetched.left == 0 : blocks.done();
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
       load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
       if (HAS_BLOCK_MASK && !last) look_ahead(work);
@@ -426,17 +427,17 @@ struct Loader {
 
   // look_ahead() begins to read what the next tile of keys needs of the block mask.
   DEVICE void look_ahead(const Work& work) {
-    listed.entry = listed.next_entry;
-    if (listed.left > 1) listed.next_entry = *listed.next++;
-    listed.slots.find(p, shared.lists[rings.work.stage].list, work.tile, listed.entry);
+    prefetched.entry = prefetched.next_entry;
+    if (prefetched.left > 1) prefetched.next_entry = *prefetched.next++;
+    prefetched.slots.find(p, shared.lists[rings.work.stage].list, work.tile, prefetched.entry);
   }
 
   // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
   // warpgroups have to know of it.
-  DEVICE int load_keys(Blocks& blocks, const GivenWork& work, int row_k, int head_kv, int batch) {
+  DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
-      const int block = listed.entry >> 1;
-      const bool last = listed.left == 1 || listed.next_entry >> 1 >= listed.end;
+      const int block = prefetched.entry >> 1;
+      const bool last = prefetched.left == 1 || prefetched.next_entry >> 1 >= prefetched.end;
       rings.k.acquire();
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       const bool masks_all = needs_mask(block, work);
@@ -444,16 +445,16 @@ struct Loader {
       for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
         bool masked = masks_all, hidden = TEAMS > 1;
 #pragma unroll
-        for (int slot : listed.slots.of[row_group]) {
+        for (int slot : prefetched.slots.of[row_group]) {
           masked |= slot != VISIBLE_SLOT;
           hidden &= slot == HIDDEN_SLOT;
         }
         shared.entries[rings.k.stage][row_group] = block << 3 | last << 2 | hidden << 1 | masked;
       }
-      shared.slots[rings.k.stage] = listed.slots;
+      shared.slots[rings.k.stage] = prefetched.slots;
       rings.k.expect();
       rings.k.advance();
-      listed.left = last ? 0 : listed.left - 1;
+      prefetched.left = last ? 0 : prefetched.left - 1;
       return block;
     } else {
       const int block = FROM_LAST ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
