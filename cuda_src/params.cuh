@@ -69,9 +69,9 @@ struct Tensor {
   }
 };
 
-// along() gives the offset, in elements, of an index that is not negative. The index is unsigned because a sign takes
-// two instructions more.
-DEVICE i64 along(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
+// element_offset() gives the offset, in elements, of an index that is not negative. The index is unsigned because a
+// sign takes two instructions more.
+DEVICE i64 element_offset(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
 
 // Rows are the rows (num_rows, num_columns) of one (sequence, head) of an array. An element outside reads as 0,
 // whatever memory holds there.

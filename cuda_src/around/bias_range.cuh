@@ -1,6 +1,6 @@
 // This header has the kernel for the gradient of a bias. A thread block owns a tile of dbias (BLOCK_M, BLOCK_N), or one
 // split of its work, and visits every tile of scores that this tile was added to: broadcast axes of the bias are summed
-// over. The text before it defines BiasTile and SharedStorage: portable/backward_bias.cu without tensor cores,
+// over. The text before it defines BiasGradient and SharedStorage: portable/backward_bias.cu without tensor cores,
 // sm80/bias.cuh with them. Splits leave partial sums, which around/reduce.cu adds in order.
 #include "../rules/mask.cuh"
 
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_bias(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
   // 1. The gradients of all tiles of scores are summed in registers.
-  BiasTile tile(shared);
+  BiasGradient tile(shared);
   ScoreTileIterator iterator(p);
   for (; iterator.left > 0; iterator.advance()) {
     if (!iterator.is_hidden())

@@ -54,8 +54,8 @@ struct BlockReader {
   }
 };
 
-// Tile is what a mask shows of a tile.
-enum class Tile { hidden, partial, full };
+// TileState is what a mask shows of a tile.
+enum class TileState { hidden, partial, full };
 
 // Census gathers whether anything seen so far was visible, and whether anything was hidden.
 struct Census {
@@ -80,7 +80,7 @@ __device__ void count_bits(Census& census, const unsigned* block, int row0, int 
 
 // tile_state() tells what the mask shows of rows [i0, i1) x columns [j0, j1), all in the array; `slots` (blocks_q,
 // blocks_k) are those of one (batch, head).
-__device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
+__device__ TileState tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
   Census census;
   for (int bi = i0 / CANONICAL; bi * CANONICAL < i1; ++bi) {
     for (int bj = j0 / CANONICAL; bj * CANONICAL < j1; ++bj) {
@@ -94,10 +94,10 @@ __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k,
         count_bits(census, bits + static_cast<long long>(slot) * CANONICAL * WORDS, max(i0 - top, 0),
                    min(i1 - top, CANONICAL), max(j0 - left, 0), min(j1 - left, CANONICAL));
       }
-      if (census.partial()) return Tile::partial;
+      if (census.partial()) return TileState::partial;
     }
   }
-  return census.visible ? Tile::full : Tile::hidden;
+  return census.visible ? TileState::full : TileState::hidden;
 }
 
 }  // namespace
@@ -220,14 +220,14 @@ extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, in
   int count = 0;
   for (int first = 0; first < others; first += WARP) {
     const int other = first + lane;
-    Tile state = Tile::hidden;
+    TileState state = TileState::hidden;
     if (other < others) {
       const int i0 = (is_row ? own : other) * block_m, j0 = (is_row ? other : own) * block_n;
       state = tile_state(own_slots, bits, blocks_k, i0, min(i0 + block_m, seqlen_q), j0, min(j0 + block_n, seqlen_k));
     }
-    const unsigned visited = __ballot_sync(ALL_LANES, state != Tile::hidden);
-    if (state != Tile::hidden)
-      index[count + __popc(visited & lanes_below(lane))] = other << 1 | (state == Tile::partial);
+    const unsigned visited = __ballot_sync(ALL_LANES, state != TileState::hidden);
+    if (state != TileState::hidden)
+      index[count + __popc(visited & lanes_below(lane))] = other << 1 | (state == TileState::partial);
     count += __popc(visited);
   }
   if (lane == 0) (is_row ? row_count + batch_head * num_m : col_count + batch_head * num_n)[own] = count;

@@ -134,14 +134,14 @@ struct FragmentSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) follow(r, max_of_row<4>(top[r]), rescale[r]);
     }
-    weigh(x);
+    to_weights(x);
     if (grown) settle(tiles);
     return grown;
   }
 
-  // weigh() turns scores into weights and adds them to the sums; the references stand already.
+  // to_weights() turns scores into weights and adds them to the sums; the references stand already.
   template <int N>
-  DEVICE void weigh(Accum (&x)[N]) {
+  DEVICE void to_weights(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = this->base(r);
@@ -160,8 +160,8 @@ struct FragmentSoftmax {
     }
   }
 
-  // bound() and weigh<BEGIN, END>() are step() in two halves, for scores that stand without shift[r], so that weights
-  // can be found a few at a time. bound() follows EVERY growth of the maximum, or only large ones.
+  // bound() and to_weights<BEGIN, END>() are step() in two halves, for scores that stand without shift[r], so that
+  // weights can be found a few at a time. bound() follows EVERY growth of the maximum, or only large ones.
   template <bool EVERY>
   DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2];
@@ -189,9 +189,9 @@ struct FragmentSoftmax {
     return grown;
   }
 
-  // weigh<BEGIN, END>() finds the weights of elements BEGIN to END - 1, which are whole groups of four.
+  // to_weights<BEGIN, END>() finds the weights of elements BEGIN to END - 1, which are whole groups of four.
   template <int BEGIN, int END>
-  DEVICE bool weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&)[2], bool) {
+  DEVICE bool to_weights(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = this->base(r, shift[r]);
@@ -216,7 +216,7 @@ struct FragmentSoftmax {
   template <bool FINDS_SLACK>
   DEVICE void begin(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], int tiles) {
     Accum rescale[2];
-    weigh<0, BLOCK_N / 2>(x, shift, rescale, true);
+    to_weights<0, BLOCK_N / 2>(x, shift, rescale, true);
     if (FINDS_SLACK && tiles > 0) settle(tiles);
   }
 

@@ -24,15 +24,15 @@ constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
 // LOADS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
 constexpr bool LOADS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
-// DERIVES_ADDRESSES: tiles derive addresses (Tile), except with a block mask, with an order of additions and, for tiles
-// of queries, with a window: there addresses that the compiler keeps would leave too few registers.
+// DERIVES_ADDRESSES: tiles derive addresses (SharedTile), except with a block mask, with an order of additions and, for
+// tiles of queries, with a window: there addresses that the compiler keeps would leave too few registers.
 constexpr bool DERIVES_ADDRESSES = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM, DERIVES_ADDRESSES>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V, DERIVES_ADDRESSES>;
-using QueryTile = Tile<BLOCK_M, HEAD_DIM, DERIVES_ADDRESSES && !HAS_WINDOW>;
-using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, DERIVES_ADDRESSES && !HAS_WINDOW>;
-using ScoreTile = Tile<BLOCK_N, BLOCK_M, DERIVES_ADDRESSES>;
+using KeyTile = SharedTile<BLOCK_N, HEAD_DIM, DERIVES_ADDRESSES>;
+using ValueTile = SharedTile<BLOCK_N, HEAD_DIM_V, DERIVES_ADDRESSES>;
+using QueryTile = SharedTile<BLOCK_M, HEAD_DIM, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using DoutTile = SharedTile<BLOCK_M, HEAD_DIM_V, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using ScoreTile = SharedTile<BLOCK_N, BLOCK_M, DERIVES_ADDRESSES>;
 
 struct SharedStorage {
   alignas(128) unsigned char k[KeyTile::BYTES];                       // (BLOCK_N, HEAD_DIM)
@@ -238,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
-                       BitsOfBlock{visible >> f * FRAGMENT});
+          scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
+                            BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
           const float* delta = shared.delta[stage] + query + fragment_column();
 #pragma unroll
@@ -261,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
-                       BitsOfBlock{visible >> f * FRAGMENT});
+          scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
+                            BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
           pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);

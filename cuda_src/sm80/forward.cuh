@@ -13,7 +13,7 @@ constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
 using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM, true>;
 using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM, true>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V, true>;
-using WeightTile = Tile<BLOCK_M, BLOCK_N>;
+using WeightTile = SharedTile<BLOCK_M, BLOCK_N>;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 constexpr int LISTED_N = BLOCK_N / LISTED;
 
@@ -104,7 +104,7 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
 // load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
 DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
-  using One = Tile<LISTED_N, T::PER_ROW * VECTOR, true>;
+  using One = SharedTile<LISTED_N, T::PER_ROW * VECTOR, true>;
   const int first = blocks.block;
   blocks.advance();
   if (blocks.block == first + 1) {
@@ -122,11 +122,11 @@ DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
   if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
 }
 
-// attend() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck, hidden keys
-// that are not finite show in the result, and the sums are not finite either.
-DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck,
-                   Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
-                   Units (&units)[FRAGMENTS]) {
+// compute_tile() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck, hidden
+// keys that are not finite show in the result, and the sums are not finite either.
+DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool recheck,
+                         Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
+                         Units (&units)[FRAGMENTS]) {
   // Every thread finds the work itself, so that the first copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const int head = work.head, tile_row = work.tile * BLOCK_M;
@@ -270,7 +270,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
           for (int r = 0; r < 2; r++) softmax[f].follow(r, top[f][r], rescale[r]);
           rescale_rows(out[f], rescale);
         }
-        softmax[f].weigh(x[f]);
+        softmax[f].to_weights(x[f]);
         pack(weights[f], x[f]);
         share(weights[f], shared_weights.from_row(16 * f));
       }
@@ -312,7 +312,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool recheck
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);
         scores.drop(x[f], row, first_key);
-        grown |= units[f].fold(x[f], shared.factors.of_valued(stage), rescale);
+        grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage), rescale);
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
       }
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   Units units[FRAGMENTS];
   // A tile whose result is not finite is computed once more, as a recheck that looks for hidden keys.
   for (bool recheck = !RECHECKS;; recheck = true) {
-    if (!attend(p, shared, recheck, out, softmax, units)) return;
+    if (!compute_tile(p, shared, recheck, out, softmax, units)) return;
     if (recheck) break;
     Accum zero = 0;
 #pragma unroll

@@ -79,9 +79,9 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
   }
 }
 
-// whole() puts together what warps with the same rows have found of all columns.
+// gather_columns() puts together what warps with the same rows have found of all columns.
 template <class X, class Columns>
-DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* exchange) {
+DEVICE auto& gather_columns(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* exchange) {
   if constexpr (KEY_WARPS == 1) {
     return x;
   } else {
@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           for (Accum& w : x[f]) w = larger(w, Accum(0));
         }
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
-        auto& all = whole(x[f], exchanged, columns, shared.exchange);
-        if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
+        auto& all = gather_columns(x[f], exchanged, columns, shared.exchange);
+        if (units_v[f].scale_to_units(all, shared.factors.of_valued(stage), rescale))
+          rescale_rows(gradient_v[f], rescale);
         pack(left[f], all);
       }
       // 4. dV += P^T dO.
@@ -248,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
         Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
-        auto& all = whole(y[f], exchanged, columns, shared.exchange);
-        if (units[f].fold(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
+        auto& all = gather_columns(y[f], exchanged, columns, shared.exchange);
+        if (units[f].scale_to_units(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
         pack(left[f], all);
       }
       if (HIDES_ANYWHERE && !OF_KEYS && masked) {

@@ -31,11 +31,11 @@ DEVICE void finish_copies() {
   __syncthreads();
 }
 
-// Tile is ROWS x COLUMNS elements at a shared address, row by row. Vectors are permuted within 128 bytes or less
+// SharedTile is ROWS x COLUMNS elements at a shared address, row by row. Vectors are permuted within 128 bytes or less
 // (swizzle), so that the eight rows of a matrix of ldmatrix lie in different banks. DERIVES_ADDRESSES: one of a
 // thread's addresses is computed, and the others follow from it, where registers are too few for each.
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
-struct Tile {
+struct SharedTile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
   // Vectors among which the swizzle permutes.
@@ -59,7 +59,7 @@ struct Tile {
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
-    const Element* from = rows.data + along(first_row + own_row, rows.stride) + own_vector * VECTOR;
+    const Element* from = rows.data + element_offset(first_row + own_row, rows.stride) + own_vector * VECTOR;
     const u32 own = address + offset(own_row, own_vector);
     static_assert(!DERIVES_ADDRESSES || (WARP_ROWS & (WARP_ROWS - 1)) == 0,
                   "bits of own_row and of `row` below, which swap alone");
@@ -139,7 +139,7 @@ struct Tile {
   }
 
   // from_row() is the tile from a row on, which is a multiple of 16.
-  DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
+  DEVICE SharedTile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // lane_address() is the lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns
   // by lane / 16, or (ACROSS) the other way round. block_address() adds the block's part.
@@ -333,9 +333,9 @@ enum class Operand { Q, K, V, DOUT };
 namespace direct {
 
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
-using KeyedTile = Tile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of queries or keys
+using KeyedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of queries or keys
 template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
-using ValuedTile = Tile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of values or dout
+using ValuedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of values or dout
 
 using OperandRows = Rows;
 // rows_of() is an operand's rows of one (sequence, head).
@@ -368,7 +368,7 @@ template <class... Arguments>
 DEVICE void take_values(Arguments&&...) {}
 struct Units {
   template <class X>
-  DEVICE bool fold(X&, const float*, Accum (&)[2]) {
+  DEVICE bool scale_to_units(X&, const float*, Accum (&)[2]) {
     return false;
   }
   DEVICE Accum at(int) const { return 1; }

@@ -33,11 +33,12 @@ DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant
   }
 }
 
-// raise() puts the largest element of each row near TOP, so that float16 parts hold the row: x becomes x * TOP / unit.
-// unit[r], a power of two, is that of all that was added up for row r so far; those sums must first be multiplied by
-// rescale[r]. On return rescale[r] also has the ratio of the units. Units depend on elements that are not 0 alone.
+// normalize_rows() puts the largest element of each row near TOP, so that float16 parts hold the row: x becomes x * TOP
+// / unit. unit[r], a power of two, is that of all that was added up for row r so far; those sums must first be
+// multiplied by rescale[r]. On return rescale[r] also has the ratio of the units. Units depend on elements that are not
+// 0 alone.
 template <int N>
-DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
+DEVICE void normalize_rows(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float m = 0;

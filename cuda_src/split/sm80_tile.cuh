@@ -36,7 +36,7 @@ constexpr int PANEL_STEPS = PANEL / STEP;
 // SplitTile is ROWS x COLUMNS elements in COUNT parts: (COUNT, PANELS, ROWS, PANEL) in shared memory.
 template <int COUNT, int ROWS, int COLUMNS>
 struct SplitTile {
-  using Panel = Tile<ROWS, PANEL / 2>;
+  using Panel = SharedTile<ROWS, PANEL / 2>;
   static constexpr int PANELS = COLUMNS / PANEL;
   static constexpr u32 BYTES = COUNT * PANELS * Panel::BYTES;
   u32 address;
@@ -108,12 +108,12 @@ struct Units {
   static_assert(MAX_GROWTH <= 8, "256 is the largest weight");
   float unit[2] = {LOWEST_UNIT, LOWEST_UNIT};
 
-  // fold() multiplies weights by factors, and puts them into units; it returns whether rows of the sum are to be
-  // multiplied by rescale.
+  // scale_to_units() multiplies weights by factors, and puts them into units; it returns whether rows of the sum are to
+  // be multiplied by rescale.
   template <int N>
-  DEVICE bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
+  DEVICE bool scale_to_units(float (&x)[N], const float* factors, float (&rescale)[2]) {
     multiply_columns(x, factors, WEIGHT_TOP);
-    raise(x, unit, rescale);
+    normalize_rows(x, unit, rescale);
     return __any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1);
   }
   // at() is what a row of the sum is to be multiplied by, perhaps a subnormal.

@@ -129,9 +129,9 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// differentiate() is a consumer warpgroup: it computes the gradients of 64 rows.
-DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
-                          Rings rings, int warpgroup) {
+// consume() is a consumer warpgroup: it computes the gradients of 64 rows.
+DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                    Rings rings, int warpgroup) {
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
@@ -230,7 +230,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
           for (float& w : x) w = larger(w, 0.0f);
         }
         multiply_columns(x, vectors.factors_v(), TOP);
-        raise(x, unit_v, rescale_v);
+        normalize_rows(x, unit_v, rescale_v);
         weights.set(x);
         multiply(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, 0);
       }
@@ -253,7 +253,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
         softcap.apply(y);
         multiply_columns(y, vectors.factors(), TOP);
-        raise(y, unit, rescale);
+        normalize_rows(y, unit, rescale);
         gradients.set(y);
         if constexpr (OVERLAPS) add_values();
         if (!OF_KEYS && masked) hidden.clear(rings.columns, first_column);
@@ -328,6 +328,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       load_tiles(p, operands, p.work_space, shared, rings, &q_map, &k_map, &v_map, &dout_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    differentiate(p, operands, p.work_space, shared, rings, warpgroup);
+    consume(p, operands, p.work_space, shared, rings, warpgroup);
   }
 }

@@ -50,11 +50,11 @@ struct SplitSoftmax {
     }
   }
 
-  // fold() multiplies weights by the factors of their values, and puts them into units (raise()), whose ratio goes into
-  // rescale.
-  DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
+  // scale_to_units() multiplies weights by the factors of their values, and puts them into units (normalize_rows()),
+  // whose ratio goes into rescale.
+  DEVICE void scale_to_units(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
-    raise(x, unit, rescale);
+    normalize_rows(x, unit, rescale);
   }
 
   // finish() ends the rows: out[row r] * inverse[r] * unit[r] is the result.
@@ -158,9 +158,9 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// attend() is a consumer warpgroup: it computes 64 rows of every tile.
-DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
-                   Rings rings, int warpgroup) {
+// consume() is a consumer warpgroup: it computes 64 rows of every tile.
+DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                    Rings rings, int warpgroup) {
   const ProductOrder order(warpgroup);
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
@@ -195,8 +195,8 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
                               : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
-      // weigh() leads from products to the weights of their values.
-      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
+      // to_weights() leads from products to the weights of their values.
+      const auto to_weights = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
         factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
@@ -206,7 +206,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         if (masked) hidden.find(x);
         softmax.step(x, factor);
         ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again, because registers are scarce
-        softmax.fold(x, factors.values, factor);
+        softmax.scale_to_units(x, factors.values, factor);
         __syncwarp();
         rings.factors.release();
       };
@@ -252,7 +252,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         rings.k.release();
         if (blocks.done()) rings.q.release();
         // 4. Scores become weights P.
-        weigh(x, first_key, masked, next_rescale);
+        to_weights(x, first_key, masked, next_rescale);
         // 5. Wait for O += P V of the tile before, and split P into parts.
         add_product();
         weights.set(x);
@@ -276,7 +276,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         finish_scores(x, extra);
         rings.k.release();
         if (blocks.done()) rings.q.release();
-        weigh(x, first_key, masked, rescale);
+        to_weights(x, first_key, masked, rescale);
         weights.set(x);
         if (masked) hidden.clear(rings.v, first_key);
       }
@@ -330,6 +330,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
+    consume(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
   }
 }

@@ -171,11 +171,11 @@ DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Ri
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// differentiate() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its piece of dq of every tile of
+// consume() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its piece of dq of every tile of
 // queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the exponentials
 // of one run while the products of the other are computed. dQ of a step is computed in the next one, when all
 // warpgroups have written dS.
-DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
@@ -257,11 +257,11 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         ptx::wgmma_wait_group<1>();
         keep(x);
         SoftcapFactors<> factors(nullptr);
-        cap(x, scores, factors);
+        apply_softcap(x, scores, factors);
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        weigh(x, scores, lse, masked, bits);
+        to_weights(x, scores, lse, masked, bits);
         if constexpr (MASK_IN_BITS) {
           mask.clear_hidden(x);
           masked = true;
@@ -284,7 +284,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
         if (masked) clear_hidden(dp, x);
-        uncap(dp, x, lse, scores, factors);
+        apply_softcap_gradient(dp, x, lse, scores, factors);
         pack(ds, dp);
         // 6. dS goes to shared memory for dQ of all warpgroups.
         rings.ds.acquire();
@@ -421,6 +421,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     }
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    differentiate(p, shared, rings, warpgroup);
+    consume(p, shared, rings, warpgroup);
   }
 }

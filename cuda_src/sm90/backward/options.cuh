@@ -257,10 +257,10 @@ struct SoftcapFactors<true> {
   DEVICE u32& operator[](int i) { return words[i / 4 * WARP * 4 + i % 4]; }
 };
 
-// cap() turns products into scores whose unit is softcap, with the error of the forward pass (forward/scores.cuh). A
-// bias that is read element by element is added here, too, and ALiBi is left for later.
+// apply_softcap() turns products into scores whose unit is softcap, with the error of the forward pass
+// (forward/scores.cuh). A bias that is read element by element is added here, too, and ALiBi is left for later.
 template <class Factors>
-DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
+DEVICE void apply_softcap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
   if constexpr (KEEPS_DERIVATIVE) {
     const Score score = scores.score();
     const float factor = quotient(scores.scale, score.softcap);
@@ -294,10 +294,10 @@ DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& f
   }
 }
 
-// uncap() turns gradients of scores into those of products. A weight of 0 has no gradient.
+// apply_softcap_gradient() turns gradients of scores into those of products. A weight of 0 has no gradient.
 template <class Values, class Factors>
-DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                  const GradientFragment& scores, Factors& factors) {
+DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                                   const GradientFragment& scores, Factors& factors) {
   if constexpr (KEEPS_DERIVATIVE) {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 2) {
@@ -334,11 +334,11 @@ struct LseValues<true> : QueryValuesInPlace {
 // options, this holds even for a mask that is read element by element, because registers are scarce behind the product.
 constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 || NUM_OPTIONS > 1));
 
-// weigh() turns products, or the scores that softcap and a bias have made of them, into weights.
+// to_weights() turns products, or the scores that softcap and a bias have made of them, into weights.
 template <class Values>
-DEVICE void weigh(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
-                  const BlockBits& bits) {
-  scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
+DEVICE void to_weights(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
+                       const BlockBits& bits) {
+  scores.to_weights<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
       x, lse, masked, static_cast<float>(scores.p.softcap), bits);
 }
 

@@ -124,9 +124,9 @@ struct Gradient {
 // own_warp() is the warp's number in its warpgroup.
 DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
-// weigh_queries() is the warpgroup of dv: it computes the weights P^T of a tile of keys, hands them to the warpgroup of
+// compute_dv() is the warpgroup of dv: it computes the weights P^T of a tile of keys, hands them to the warpgroup of
 // dk, and adds P^T dO to dv.
-DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
+DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);
@@ -151,9 +151,9 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       keep(x);
       if (SHARED_FACTORS) rings.weights.acquire();
       SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
-      cap(x, scores, factors);
+      apply_softcap(x, scores, factors);
       if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
-      weigh(x, scores, lse, masked, bits);
+      to_weights(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
       GradientFragment same = scores;
       // Without this, draws and ALiBi's distances would be held all along.
@@ -170,7 +170,8 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       if (!FEW_REGISTERS) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
-      uncap(x, x, lse, same, factors);  // softcap's derivative is a factor of the gradients, like the weights
+      // Softcap's derivative is a factor of the gradients, like the weights.
+      apply_softcap_gradient(x, x, lse, same, factors);
       if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
@@ -221,10 +222,8 @@ DEVICE void send(Rings& rings, u32 step) {
   rings.sent.advance();
 }
 
-// differentiate_weights() is the warpgroup of dk: it computes dP^T and dS^T, hands dS to a warpgroup of dq, and adds
-// dS^T Q to dk.
-DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
-                                  u32& steps) {
+// compute_dk() is the warpgroup of dk: it computes dP^T and dS^T, hands dS to a warpgroup of dq, and adds dS^T Q to dk.
+DEVICE void compute_dk(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32& steps) {
   Gradient<HEAD_DIM> dk;
   if (!work.is_hidden) {
     rings.v.wait();
@@ -310,9 +309,8 @@ DEVICE void accumulate_dq(const AttentionParams& p, const Rings& rings, const Dq
   }
 }
 
-// add_queries() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
-DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
-                        u32& steps) {
+// compute_dq() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
+DEVICE void compute_dq(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32& steps) {
   if (work.is_hidden) return;
   rings.k.wait();
   for (bool last = false; !last;) {
@@ -419,13 +417,13 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   const int warpgroup = own_warpgroup();
   if (warpgroup == 0) {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    for_each_tile<weigh_queries>(p, shared, rings);
+    for_each_tile<compute_dv>(p, shared, rings);
   } else if (warpgroup == 1) {
     ptx::set_registers_more<DK_REGISTERS>();
-    for_each_tile<differentiate_weights>(p, shared, rings);
+    for_each_tile<compute_dk>(p, shared, rings);
   } else if (warpgroup == 2) {
     ptx::set_registers_fewer<DQ_REGISTERS>();
-    for_each_tile<add_queries>(p, shared, rings);
+    for_each_tile<compute_dq>(p, shared, rings);
   } else {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(ALL_LANES, own_warp(), 0);

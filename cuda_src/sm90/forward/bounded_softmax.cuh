@@ -59,8 +59,8 @@ struct BoundedSoftmax {
     return fabsf(argument) <= curve.small ? of_small(product, base) : curve.of_large(argument, base);
   }
 
-  // cap() turns the products of a masked tile into exponents, before the tile is masked.
-  DEVICE void cap(float (&x)[BLOCK_N / 2]) const {
+  // apply_softcap() turns the products of a masked tile into exponents, before the tile is masked.
+  DEVICE void apply_softcap(float (&x)[BLOCK_N / 2]) const {
     const Curve curve(p);
 #pragma unroll
     for (float& product : x) product = curve.of_large(product * curve.factor, 0);
@@ -78,7 +78,7 @@ struct BoundedSoftmax {
   DEVICE void begin(float (&x)[BLOCK_N / 2], const float (&)[2], int tiles) {
     float top[2], factor[2];
     FragmentSoftmax::find_tops(x, top);
-    weigh_by(x, [](float capped, int) { return capped; });
+    to_weights_by(x, [](float capped, int) { return capped; });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float maximum = max_of_row<4>(top[r]), share = ptx::ex2(-maximum);
@@ -94,18 +94,18 @@ struct BoundedSoftmax {
     if (!is_flat) rescale_rows(x, factor);
   }
 
-  // weigh() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are to
-  // be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all small, and
-  // the others.
+  // to_weights() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are
+  // to be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all small,
+  // and the others.
   template <int BEGIN, int END>
-  DEVICE bool weigh(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
+  DEVICE bool to_weights(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
     static_assert(BEGIN == 0 && END == BLOCK_N / 2, "all at once");
     if (masked) {
       float top[2];
       FragmentSoftmax::find_tops(x, top);
       const bool grown = follow(top, rescale);
       const float base[2] = {rows.base(0), rows.base(1)};
-      weigh_by(x, [&](float capped, int r) { return capped - base[r]; });
+      to_weights_by(x, [&](float capped, int r) { return capped - base[r]; });
       return grown;
     }
     float largest[2] = {};
@@ -113,10 +113,10 @@ struct BoundedSoftmax {
     for (int e = 0; e < BLOCK_N / 2; e++) largest[e / 2 % 2] = larger(largest[e / 2 % 2], fabsf(x[e]));
     if (__all_sync(ALL_LANES, largest[0] <= largest_small[0] && largest[1] <= largest_small[1])) {
       if (is_flat) {
-        weigh_by(x, [&](float product, int) { return of_small(product); });
+        to_weights_by(x, [&](float product, int) { return of_small(product); });
       } else {
         const float base[2] = {rows.base(0), rows.base(1)};
-        weigh_by(x, [&](float product, int r) { return of_small(product, base[r]); });
+        to_weights_by(x, [&](float product, int r) { return of_small(product, base[r]); });
       }
       return false;
     }
@@ -132,7 +132,7 @@ struct BoundedSoftmax {
     for (float& product : top) product = of_any(curve, sign * product);
     const bool grown = follow(top, rescale);
     const float base[2] = {rows.base(0), rows.base(1)};
-    weigh_by(x, [&](float product, int r) { return of_any(curve, product, base[r]); });
+    to_weights_by(x, [&](float product, int r) { return of_any(curve, product, base[r]); });
     return grown;
   }
 
@@ -165,10 +165,10 @@ struct BoundedSoftmax {
     return smaller(smaller(quotient(curve.small, fabsf(curve.factor)), 1e18f), quotient(limit, fabsf(linear))) * FEWER;
   }
 
-  // weigh_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that the
-  // additions hide behind its powers.
+  // to_weights_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that
+  // the additions hide behind its powers.
   template <class Power>
-  DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
+  DEVICE void to_weights_by(float (&x)[BLOCK_N / 2], Power power) {
     float row_sum[2] = {0, 0};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) {

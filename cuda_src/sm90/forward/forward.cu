@@ -6,9 +6,9 @@
 #include "bounded_softmax.cuh"
 #include "loader.cuh"
 
-// cap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
-DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
-DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
+// apply_softcap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
+DEVICE void apply_softcap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
+DEVICE void apply_softcap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.apply_softcap(x); }
 
 DEVICE void find_slack(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
 DEVICE void find_slack(const BoundedSoftmax&, int) {}
@@ -86,11 +86,11 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   }
 }
 
-// attend() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
+// consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
 // the next scores before the product of the last weights and values (FlashAttention-3, Algorithm 2), and the warpgroups
 // take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
-DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
-                   const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
+                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
   const ProductOrder order(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
   // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
@@ -277,13 +277,13 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         keep(x);
         release_keys();
         // 6. Products become scores, and the rows' references follow.
-        if (masked) cap(softmax, x);
+        if (masked) apply_softcap(softmax, x);
         bool grown = bound(x, shift, first_key, masked);
         // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
         if constexpr (EARLY_POWERS > 0) {
           // Some powers are computed while the product ends. They stand between branches, or the assembler would put
           // them behind the wait.
-          softmax.weigh<0, EARLY_POWERS>(x, shift, rescale, masked);
+          softmax.to_weights<0, EARLY_POWERS>(x, shift, rescale, masked);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
           if (grown) {
@@ -292,12 +292,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           }
           finish_values();
           rings.v.release();
-          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
+          softmax.to_weights<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
           pack(weights, x);
         } else {
           // This branch also keeps the powers before the wait.
           if (BOUNDED_SCORES && last) rings.q.release();
-          grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
+          grown |= softmax.to_weights<0, BLOCK_N / 2>(x, shift, rescale, masked);
           scores.drop(x, random, row, first_key);
           // This release is a branch because otherwise the wait would stand before powers and draws.
           if (LATE_WAIT && last) rings.q.release();
@@ -354,7 +354,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           ptx::wgmma_wait_group<0>();
           keep(x);
           release_keys();
-          cap(softmax, x);  // capped as if masked, so that it is the same code either way
+          apply_softcap(softmax, x);  // capped as if masked, so that it is the same code either way
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
@@ -467,7 +467,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, shared, rings, warpgroup - team.number * WARPGROUPS_PER_TILE, &out_map, &row_map);
+    consume(p, shared, rings, warpgroup - team.number * WARPGROUPS_PER_TILE, &out_map, &row_map);
   }
   if (PAIR > 1) sync_cluster();  // the other block of the pair may still send to this one
 }
