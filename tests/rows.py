@@ -51,13 +51,15 @@ def rows_of(*tables: Table) -> Iterator[Kernels]:
         yield sorted(row, key=lambda kernel: len(kernel[0].flags))
 
 
-def variants(config: KernelConfig) -> Iterator[tuple[str, Any]]:
-    """What tells kernels of one entry, tile and set of options apart."""
-    yield from ((name, x) for name, x in asdict(config).items() if name in _TOLD_APART)
+def options_of(config: KernelConfig) -> Iterator[tuple[str, str, Any]]:
+    """What tells a kernel's records apart beside the sizes of their tiles."""
+    for name, x in asdict(config).items():
+        if isinstance(x, bool | str) or name in ("head_dim", "head_dim_v"):
+            yield config.entry, name, x
 
 
 def name_of(arch: str, config: KernelConfig) -> str:
-    further = [name for name, x in variants(config) if x]
+    further = [name for name, x in asdict(config).items() if name in _TOLD_APART and x]
     words = [config.entry, config.head_dim, config.head_dim_v, config.tile, config.flags, *further]
     return f"{arch}-{'-'.join(map(str, words))}"
 

@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError, AttributeError):  # versions of it that do
 
     providers._get_local_constants = providers.Constants
 
-LONG_FACTOR, QUICK_SHARE = 30, 8
+LONG_FACTOR, QUICK_SHARE = 30, 5
 PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "")
 assert PROFILE in ("", "long"), f"CUFLASH_TEST_PROFILE: expected long or nothing, got {PROFILE}"
 

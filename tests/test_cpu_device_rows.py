@@ -20,7 +20,7 @@ from devices import Device
 from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import FLAGS, KernelConfig
+from cuflash.plan.config import KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -61,12 +61,10 @@ def all_rows() -> Iterator[Row]:
 def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """What has to run in the quick tier: of each kernel its architectures, dtypes, options, head dims and variants."""
     row: Row = params["row"]
-    entry = row.config.entry
-    yield entry, row.capability
-    yield entry, row.dtype
-    yield entry, row.config.head_dim, row.config.head_dim_v
-    yield from ((entry, flag) for flag in FLAGS if getattr(row.config, flag))
-    yield from ((entry, *variant) for variant in rows.variants(row.config))
+    yield row.config.entry, row.capability
+    yield row.config.entry, row.dtype
+    yield row.config.entry, row.config.head_dim, row.config.head_dim_v
+    yield from rows.options_of(row.config)
 
 
 @pytest.mark.features(of=of_row)

@@ -7,8 +7,8 @@ from typing import Any
 import devices
 import numpy as np
 import pytest
+from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
-from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
 from cuflash import hardware
@@ -331,5 +331,6 @@ def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> No
 @needs_compiler
 @pytest.mark.parametrize("entry", sorted({config.entry for config, _ in sm90_backward.table()}))
 def test_every_row_compiles_without_spills(entry: str) -> None:
-    for config in [c for c, dtype in sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]:
-        assert_compiles_well("sm_90a", config)
+    configs = [c for c, dtype in sm90_backward.table() if c.entry == entry and dtype == "bfloat16"]
+    for config in compiled(HOPPER, configs):
+        assert_compiles_well(HOPPER, config)

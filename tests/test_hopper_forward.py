@@ -11,9 +11,9 @@ import devices
 import numpy as np
 import pytest
 from cases import gaussian_case
+from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
 from devices import Device
-from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
 from cuflash.gpu import launch
@@ -548,5 +548,5 @@ def test_every_row_compiles_without_spills(head_dims: tuple[int, int]) -> None:
         c for c, dtype in sm90_forward.table() if dtype == "bfloat16" and (c.head_dim, c.head_dim_v) == head_dims
     }
     assert configs
-    for config in configs:
-        assert_compiles_well("sm_90a", config)
+    for config in compiled(HOPPER, sorted(configs, key=str)):
+        assert_compiles_well(HOPPER, config)

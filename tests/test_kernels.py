@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from compiling import ARCHITECTURES, HOPPER, assert_compiles_well, compiled, needs_compiler, source, tables_of
 
 import cuflash
 from cuflash import hardware
@@ -25,142 +22,31 @@ from cuflash.plan import config as plan_config
 from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import FLAGS, KernelConfig
+from cuflash.plan.config import FLAGS
 from cuflash.problem.attention_problem import AttentionProblem
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
-ARCHITECTURES = (
-    *("sm_75", "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90a"),
-    *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
-)
-ENTRIES = sorted({entry for entry, *_ in plan_portable.PORTABLE})
 SMALL_ENTRIES = ("delta", "merge_parts", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
 
 
-def has_compiler() -> bool:
-    """Whether NVRTC and its headers are installed: CuPy alone does not bring them."""
-    try:
-        return "Used" in kernels_log()
-    except (RuntimeError, ImportError, OSError):
-        return False
-
-
-def kernels_log() -> str:
-    report = cuda_compile.compile_for("sm_90", '#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}', "probe")
-    return f"Used {report.registers}"
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with headers: pip install "cuflash[cuda13]"')
-
-
-def source(config: KernelConfig) -> str:
-    return gpu_kernels.source_of(config)
-
-
-def is_known(arch: str) -> bool:
-    """Whether this NVRTC compiles for an architecture."""
-    from cupy.cuda import nvrtc
-
-    major, minor = hardware.capability_of(arch)
-    return 10 * major + minor in nvrtc.getSupportedArchs()
-
-
-@functools.cache  # some rows of a table are the same kernel
-def assert_compiles_well(arch: str, config: KernelConfig) -> None:
-    """One row of a table, on one architecture: quick, no spills, no warnings, no more shared memory than there is."""
-    if not is_known(arch):
-        pytest.skip(f"this NVRTC does not know {arch}")
-    text = source(config)
-    report, seconds = compile_timed(arch, text, config.entry)
-    assert report.spill_bytes == 0, f"{arch} {config}"
-    assert not report.warnings, f"{arch} {config}: {report.warnings}"
-    assert config.smem_bytes <= hardware.smem_limit(arch), f"{arch} {config}"
-    if seconds >= MOST_SECONDS:
-        rounds = [(compile_timed(arch, text, config.entry)[1], slowness_for(seconds, arch)) for _ in range(3)]
-        seconds, slowness = min(rounds, key=lambda pair: pair[0] / pair[1])
-        assert seconds < MOST_SECONDS * slowness, (
-            f"{arch} {config}: {seconds:.2f} s of processor time, the best of three rounds, on a machine that then "
-            f"took {slowness:.2f} times as long as that of the figures; there it is to be under {MOST_SECONDS} s"
-        )
-
-
-# One kernel compiles in less, cold, by the time of the thread: others use the machine, too. They slow compilers down
-# all the same (shared caches and cores), as do older machines: an empty kernel says by how much, over as long a time,
-# against its seconds on the two idle cores where the figures of logs/host_and_wheel.md (examples/benchmarks) were
-# measured.
-MOST_SECONDS, EMPTY_SECONDS = 1.5, 0.029
-EMPTY = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void empty() {}'
-
-
-def slowness_for(seconds: float, arch: str) -> float:
-    """The mean time of an empty kernel over so many seconds, as a multiple of what it is where the figures are from."""
-    times = [compile_timed(arch, EMPTY, "empty")[1] for _ in range(math.ceil(seconds / EMPTY_SECONDS))]
-    return max(1, statistics.fmean(times) / EMPTY_SECONDS)
-
-
-def compile_timed(arch: str, text: str, entry: str) -> tuple[cuda_compile.Report, float]:
-    """A compilation, and the seconds of this thread that it took."""
-    start = time.thread_time()
-    return cuda_compile.compile_for(arch, text, entry), time.thread_time() - start
-
-
 @needs_compiler
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_row_compiles_without_spills(arch: str, entry: str) -> None:
-    limit = hardware.smem_limit(arch)
-    configs = [c for c, _ in plan_portable.table(limit) if c.entry == entry]
-    assert configs
-    for config in configs:
+@pytest.mark.features(of=lambda params: params.items())
+@pytest.mark.parametrize(
+    ("arch", "entry"),
+    [(arch, entry) for arch in ARCHITECTURES for entry in sorted({config.entry for config in tables_of(arch)})],
+)
+def test_rows_compile_without_spills(arch: str, entry: str) -> None:
+    """Those of the tables that architectures share; `compiled` says which of them where."""
+    for config in compiled(arch, [config for config in tables_of(arch) if config.entry == entry]):
         assert_compiles_well(arch, config)
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("entry", "head_dims"),
-    [("forward_sm80", (row.head_dim, row.head_dim_v)) for row in sm80_forward.FORWARD]
-    + [("backward_sm80", (row.head_dim, row.head_dim_v)) for row in sm80_backward.BACKWARD]
-    + [("ordered_dq", (row.head_dim, row.head_dim_v)) for row in sm80_backward.OF_QUERIES]
-    + [("bias_sm80", (row.head_dim, row.head_dim_v)) for row in sm80_backward.OF_BIAS],
-)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: str, head_dims: tuple[int, int]) -> None:
-    limit = hardware.smem_limit(arch)
-    capability = hardware.capability_of(arch)
-    # The two 16-bit dtypes differ in one operand of one instruction.
-    dtype = sm80_forward.dtypes(capability)[-1]
-    table: list[tuple[sm80_forward.Config | sm80_backward.Config, str]] = [
-        *sm80_forward.table(capability, limit),
-        *sm80_backward.table(capability, limit),
-    ]
-    configs = [
-        config
-        for config, own_dtype in table
-        if (own_dtype, config.entry, config.head_dim, config.head_dim_v) == (dtype, entry, *head_dims)
-    ]
-    assert configs
-    for config in configs:
-        assert_compiles_well(arch, config)
-
-
-def wide_configs(arch: str) -> list[sm80_wide.Config]:
-    return [config for config, _ in sm80_wide.table(hardware.capability_of(arch), hardware.smem_limit(arch))]
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("arch", "head_dim"),
-    [
-        (arch, head_dim)
-        for arch in [name.rstrip("a") for name in ARCHITECTURES]
-        for head_dim in sorted({config.head_dim for config in wide_configs(arch)})
-    ],
-)
-def test_every_row_for_wide_elements_compiles_without_spills(arch: str, head_dim: int) -> None:
-    for config in wide_configs(arch):
-        if config.head_dim == head_dim:
-            assert_compiles_well(arch, config)
+@pytest.mark.whole
+def test_every_row_is_compiled_for_hopper_and_for_its_oldest_architecture() -> None:
+    assert compiled(HOPPER, tables_of(HOPPER)) == tables_of(HOPPER)
+    done = {config for arch in ARCHITECTURES for config in compiled(arch, tables_of(arch))}
+    assert done == {config for arch in ARCHITECTURES for config in tables_of(arch)}
 
 
 @needs_compiler

@@ -61,7 +61,8 @@ def agrees(place: Device, case: Any) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128), (192, 128), (256, 256), (33, 71)])
 def test_head_dims(place: Device, dims: tuple[int, int], causal: bool) -> None:
     dtype = "float16" if place.name == "sm_75" or not causal else "bfloat16"
-    agrees(place, gaussian_case(0, dtype, SHAPE, (4, 2), dims, 2, causal=causal))
+    heads, batch = ((4, 2), 2) if max(dims) <= 64 else ((2, 1), 1)  # wide ones take the CPU long
+    agrees(place, gaussian_case(0, dtype, SHAPE, heads, dims, batch, causal=causal))
 
 
 @pytest.mark.parametrize("entry", [sm80_backward.ROWS, sm80_backward.DQ])

@@ -7,8 +7,8 @@ from typing import Any
 import devices
 import numpy as np
 import pytest
+from compiling import HOPPER, assert_compiles_well, compiled, needs_compiler
 from cpu_device import device, hook
-from test_kernels import assert_compiles_well, needs_compiler
 
 import cuflash
 from cuflash.gpu import launch
@@ -217,5 +217,5 @@ def test_what_is_no_float32_takes_other_kernels() -> None:
 def test_every_row_compiles_without_spills(parts: int, head_dims: tuple[int, int]) -> None:
     configs = [c for c, _ in plan_split.table() if c.parts == parts and (c.head_dim, c.head_dim_v) == head_dims]
     assert configs
-    for config in configs:
-        assert_compiles_well("sm_90a", config)
+    for config in compiled(HOPPER, configs):
+        assert_compiles_well(HOPPER, config)

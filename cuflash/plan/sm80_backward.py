@@ -100,7 +100,11 @@ BACKWARD = (
             Tile(32, 64, 4, 1, False),
             Tile(16, 32, 2, 1, False),
         ),
-        (Tile(32, 32, 4, 1, True, query_warps=2, below=BLACKWELL), Tile(16, 32, 2, 1, False)),
+        (
+            Tile(32, 32, 4, 1, True, query_warps=2, below=BLACKWELL),
+            Tile(16, 32, 2, 1, False, below=BLACKWELL),
+            Tile(32, 16, 2, 1, False, query_warps=2),
+        ),
         (
             Tile(64, 64, 8, 1, True, stages=2, query_warps=2, only=("has_block_mask",)),
             Tile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),

@@ -41,13 +41,16 @@ _FACTORS = 4
 # lse and delta of a row of a gradient's tile in float64, or these and two factors in float32.
 _NUMBERS_BYTES = 16
 _64X48 = Tile(64, 48, 4, below=BLACKWELL)
+# Exact float32 has these tiles beside several options, and beside one: on Blackwell all together spill with 32 keys.
+_SEVERAL = Tile(64, 32, 4, below=BLACKWELL), Tile(64, 16, 4)
+_ONE = (Tile(64, 32, 4, only=FLAGS),)
 # By kind; the first row that is wide enough is taken.
 FORWARD = {
     "float32": (
         Row(64, 64, (Tile(64, 64, 4, 1, 2),), (Tile(64, 32, 4, 1, 2),)),
-        Row(128, 128, (_64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(192, 128, (Tile(64, 64, 4, below=BLACKWELL), _64X48, Tile(64, 32, 4)), (Tile(64, 32, 4),)),
-        Row(256, 128, (Tile(64, 64, 4, below=BLACKWELL), Tile(64, 32, 4)), (Tile(64, 32, 4),)),
+        Row(128, 128, (_64X48, Tile(64, 32, 4)), _SEVERAL, _ONE),
+        Row(192, 128, (Tile(64, 64, 4, below=BLACKWELL), _64X48, Tile(64, 32, 4)), _SEVERAL, _ONE),
+        Row(256, 128, (Tile(64, 64, 4, below=BLACKWELL), Tile(64, 32, 4)), _SEVERAL, _ONE),
     ),
     "tf32": (
         Row(64, 64, (Tile(128, 64, 4, 2, 2), Tile(128, 64, 4, 1, 2)), (Tile(64, 64, 4, 2, 2),)),

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -46,8 +46,8 @@ _UNDEFINED = (
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,unreachable,return,bool,enum"
 )
 _KERNEL_FLAGS = {
-    Check.NONE: ("-O1", "-fwrapv", "-fno-sanitize=all"),
-    Check.SHARED: ("-O1", "-fsanitize=thread", _UNDEFINED),
+    Check.NONE: ("-Og", "-fwrapv", "-fno-sanitize=all"),
+    Check.SHARED: ("-Og", "-fsanitize=thread", _UNDEFINED),
     # AddressSanitizer writes its messages itself.
     Check.ADDRESS: ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address", _UNDEFINED, *_LINES),
 }
@@ -173,8 +173,24 @@ def _digest() -> str:
 def build(texts: Mapping[str, str], flags: Sequence[str]) -> Path:
     """Compile texts, by name, into one shared library, or find it in the cache; returns its path."""
     library = cache_folder() / f"{_key(*texts.values(), *flags)}.so"
-    if library.exists():
-        return library
+    if not library.exists():
+        with _alone(library.name):
+            if not library.exists():  # another process may have built it
+                _build(library, texts, flags)
+    return library
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Within, no other process builds what has this name: tests that run side by side want the same things first."""
+    import fcntl  # there is none where the device does not run
+
+    with open(cache_folder() / f"{name[:2]}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(library: Path, texts: Mapping[str, str], flags: Sequence[str]) -> None:
     # The runtime has its own handlers for all sanitizers but AddressSanitizer: no library of theirs is linked.
     link_flags = [f for f in flags if f in ("-fsanitize=address", "-pthread")]
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -184,7 +200,6 @@ def build(texts: Mapping[str, str], flags: Sequence[str]) -> Path:
         objects = [f"{part}.o" for part in texts]
         _run([*compiler(), "-shared", *link_flags, "-o", "out.so", *objects, "-ldl"], folder)
         os.replace(Path(folder, "out.so"), library)
-    return library
 
 
 # By library, what compiles its text again, with lines.
@@ -200,14 +215,18 @@ def build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
 
 def _build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
     precompiled = cache_folder() / f"header-{_key(*flags)}"
-    if not precompiled.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            out = f"{HEADER}.gch"
-            _run([*_compile_command(flags), "-x", "c++-header", "-o", out, str(FOLDER / HEADER)], folder)
-            with contextlib.suppress(OSError):  # another process was faster
-                os.rename(folder, precompiled)
-                os.mkdir(folder)
+    with _alone("header"):
+        if not precompiled.exists():
+            _precompile_header(precompiled, flags)
     return build({name: text}, (*flags, f"-I{precompiled}"))
+
+
+def _precompile_header(precompiled: Path, flags: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        out = f"{HEADER}.gch"
+        _run([*_compile_command(flags), "-x", "c++-header", "-o", out, str(FOLDER / HEADER)], folder)
+        os.rename(folder, precompiled)
+        os.mkdir(folder)  # for TemporaryDirectory
 
 
 def _compile_command(flags: Sequence[str]) -> list[str]:

@@ -1,0 +1,144 @@
+"""Compilation by NVRTC of records of the tables: which of them, for which architectures, and what is asked of each."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import pytest
+import rows
+import tiers
+
+from cuflash import hardware
+from cuflash.cuda import compile as cuda_compile
+from cuflash.gpu import kernels as gpu_kernels
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan.config import KernelConfig
+
+ARCHITECTURES = (
+    *("sm_75", "sm_80", "sm_86", "sm_87", "sm_88", "sm_89", "sm_90a"),
+    *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+)
+HOPPER = "sm_90a"
+
+
+def has_compiler() -> bool:
+    """Whether NVRTC and its headers are installed: CuPy alone does not bring them."""
+    try:
+        return "Used" in kernels_log()
+    except (RuntimeError, ImportError, OSError):
+        return False
+
+
+def kernels_log() -> str:
+    report = cuda_compile.compile_for("sm_90", '#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}', "probe")
+    return f"Used {report.registers}"
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason='no NVRTC with headers: pip install "cuflash[cuda13]"')
+
+
+def source(config: KernelConfig) -> str:
+    return gpu_kernels.source_of(config)
+
+
+def is_known(arch: str) -> bool:
+    """Whether this NVRTC compiles for an architecture."""
+    from cupy.cuda import nvrtc
+
+    major, minor = hardware.capability_of(arch)
+    return 10 * major + minor in nvrtc.getSupportedArchs()
+
+
+def tables_of(arch: str) -> list[KernelConfig]:
+    """What an architecture may compile of the tables that others share; of the 16-bit dtypes, one.
+
+    The two differ in one operand of one instruction.
+    """
+    capability, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
+    dtype = sm80_forward.dtypes(capability)[-1]
+    mma = [*sm80_forward.table(capability, limit), *sm80_backward.table(capability, limit)]
+    return [
+        *(config for config, _ in plan_portable.table(limit)),
+        *(config for config, own_dtype in mma if own_dtype == dtype),
+        *(config for config, _ in sm80_wide.table(capability, limit)),
+    ]
+
+
+@functools.cache
+def oldest_takers() -> dict[KernelConfig, str]:
+    """Each of these records' oldest architecture."""
+    found: dict[KernelConfig, str] = {}
+    for arch in ARCHITECTURES:
+        for config in tables_of(arch):
+            found.setdefault(config, arch)
+    return found
+
+
+def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """Those of an architecture's records that are compiled for it.
+
+    On Hopper all are, and elsewhere those that no older architecture has; of the others so many that every option of
+    each kernel occurs: NVRTC takes half a second for each, and kin get the same instructions from one text. The quick
+    tier has no more than these. ``python -m cuflash compile`` compiles all.
+    """
+    some = tiers.covering(configs, rows.options_of)
+    if not tiers.is_whole():
+        return some
+    return [c for c in configs if arch == HOPPER or oldest_takers()[c] == arch or c in some]
+
+
+@functools.cache  # some rows of a table are the same kernel
+def assert_compiles_well(arch: str, config: KernelConfig) -> None:
+    """One row of a table, on one architecture: quick, no spills, no warnings, no more shared memory than there is."""
+    if not is_known(arch):
+        pytest.skip(f"this NVRTC does not know {arch}")
+    text = source(config)
+    report, seconds = compile_timed(arch, text, config.entry)
+    assert report.spill_bytes == 0, f"{arch} {config}"
+    assert not report.warnings, f"{arch} {config}: {report.warnings}"
+    assert config.smem_bytes <= hardware.smem_limit(arch), f"{arch} {config}"
+    if not is_quick(arch, text, config.entry, seconds):
+        pytest.fail(
+            f"{arch} {config}: {seconds:.2f} s of processor time, and in none of {ROUNDS} rounds less than "
+            f"{MOST_SECONDS} times what empty kernels say of this machine"
+        )
+
+
+# One kernel compiles in less, cold, by the time of the thread: others use the machine, too. They slow compilers down
+# all the same (shared caches and cores), as do older machines: an empty kernel says by how much, against its seconds
+# on the two idle cores where the figures of docs/lab/logs/host_and_wheel.md were measured.
+MOST_SECONDS, EMPTY_SECONDS = 1.5, 0.029
+EMPTY = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void empty() {}'
+ROUNDS = 6
+
+
+def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
+    """Whether a kernel that took so many seconds takes fewer than `MOST_SECONDS` where the figures are from.
+
+    On a machine that is slow all the time the least of three empty kernels says so at once. Else kernel and empty
+    kernels are compiled again, over as long a time each, until one round says so: a kernel that is too slow is so in
+    every round.
+    """
+    if seconds < MOST_SECONDS or seconds < MOST_SECONDS * min(slownesses(arch, 3)):
+        return True
+    for _ in range(ROUNDS):
+        slowness = statistics.fmean(slownesses(arch, math.ceil(seconds / EMPTY_SECONDS)))
+        if compile_timed(arch, text, entry)[1] < MOST_SECONDS * slowness:
+            return True
+    return False
+
+
+def slownesses(arch: str, count: int) -> list[float]:
+    """The times of so many empty kernels, as multiples of what one takes where the figures are from."""
+    return [max(1, compile_timed(arch, EMPTY, "empty")[1] / EMPTY_SECONDS) for _ in range(count)]
+
+
+def compile_timed(arch: str, text: str, entry: str) -> tuple[cuda_compile.Report, float]:
+    """A compilation, and the seconds of this thread that it took."""
+    start = time.thread_time()
+    return cuda_compile.compile_for(arch, text, entry), time.thread_time() - start

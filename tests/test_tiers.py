@@ -1,0 +1,92 @@
+"""The quick tier leaves out cases, and touches what the whole suite touches: families, dtypes, options, every value."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiers
+from cases import DTYPES, Case
+from hypothesis import given
+from strategies import OPTIONS, cases, examples
+
+from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+
+TESTS = Path(tiers.__file__).parent
+HOPPER_SMEM = 232448
+
+
+def test_a_covering_choice_has_every_feature_and_few_items() -> None:
+    pairs = [(a, b) for a in range(4) for b in range(7)]
+    chosen = tiers.covering(pairs, lambda pair: enumerate(pair))
+    assert {a for a, _ in chosen} == set(range(4)) and {b for _, b in chosen} == set(range(7))
+    assert len(chosen) == 7
+    assert chosen == sorted(chosen)
+    assert tiers.covering([], lambda pair: enumerate(pair)) == []
+
+
+def collected(folder: Path, *flags: str) -> dict[str, Any]:
+    """What a tier touches."""
+    file = folder / "touched.json"
+    environment = {**os.environ, "CUFLASH_TEST_TOUCHED": str(file), "PYTHONPATH": str(TESTS), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "touched", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, *flags], cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    found["cases"] = int(run.stdout.rsplit(" tests collected", 1)[0].rsplit("\n", 1)[-1].split("/")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tiers")
+    return collected(folder), collected(folder, tiers.FLAG)
+
+
+def test_the_quick_tier_has_every_test_and_every_value_of_its_parameters(both: tuple[Any, Any]) -> None:
+    quick, whole = both
+    assert quick["whole"] == []
+    assert quick["tests"] == {test: x for test, x in whole["tests"].items() if test not in whole["whole"]}
+    assert 0 < quick["cases"] < whole["cases"]
+
+
+def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tuple[Any, Any]) -> None:
+    """Also those of Hopper's tables, which are read here: not what the tests make of them."""
+    quick, whole = both
+    assert quick["records"] == whole["records"]
+    of_rows = {x.partition(" ")[2] for x in quick["records"] if "test_cpu_device_rows" in x}
+    tables: list[Any] = [
+        *plan_portable.table(HOPPER_SMEM),
+        *(pair for module in (sm80_forward, sm80_backward, sm80_wide) for pair in module.table((9, 0), HOPPER_SMEM)),
+        *(pair for table in (sm90_forward.table, sm90_backward.table) for pair in table()),
+        *(pair for table in (plan_split.table, plan_split.gradient_table) for pair in table()),
+    ]
+    companions = sm90_backward.ROWS, sm90_backward.DQ
+    entries = {config.entry for config, _ in tables} - set(companions)
+    assert entries
+    assert {entry for entry in entries if f"{entry}: head_dim=" not in " ".join(of_rows)} == set()
+
+
+def test_draws_have_every_dtype_and_option() -> None:
+    """As the properties of the quick tier draw: also with a fifth of the examples."""
+    dtypes: set[str] = set()
+    options: set[str] = set()
+
+    @examples(200)
+    @given(case=cases())
+    def draw(case: Case) -> None:
+        dtypes.add(case.dtype.name)
+        options.update(case.options)
+
+    draw()
+    assert dtypes == set(DTYPES)
+    assert options == {name for name in OPTIONS if name != "dropout"} | {"dropout_p", "dropout_seed"}
