@@ -245,10 +245,7 @@ def ones(comm: Communicator, tokens: int = 4, heads: int = 2) -> Array:
         ({"causal": True}, "causal: expected the same on every rank, got False on rank 0 and True on rank 1"),
         ({"softcap": -1.0}, "rank 1 of 3 finds the call invalid: ValueError: softcap"),
         ({"softcap": "x"}, "rank 1 of 3 finds the call invalid: TypeError: softcap"),
-        (
-            lambda q: {"order": "plain"},
-            "order: expected the same on every rank, got striped on rank 0 and plain on rank 1",
-        ),
+        ({"order": "plain"}, "order: expected the same on every rank, got striped on rank 0 and plain on rank 1"),
         ({"sink": np.ones(2, np.float32)}, "sink: expected the same on every rank"),
     ],
 )
@@ -271,7 +268,7 @@ def test_wrong_on_every_rank_is_the_error_itself() -> None:
 
 @pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask"])
 def test_options_of_the_whole_matrix_are_refused(name: str) -> None:
-    errors = errors_of(2, lambda comm: call(comm, **{name: np.ones(1)}))
+    errors = errors_of(2, lambda comm: call(comm, 4, **{name: np.ones(1)}))
     assert all(isinstance(error, NotImplementedError) and str(error).startswith(name) for error in errors)
 
 

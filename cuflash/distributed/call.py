@@ -83,7 +83,7 @@ def prepared(
             ("q", (q.dtype.name, q.shape[:-3], q.shape[-2:])),
             ("k", (k.dtype.name, k.shape[-2:])),
             ("v", v.shape[-2:]),
-            ("grads", sorted(wanted)),
+            ("grads", grads if grads is None else sorted(wanted)),
             ("dlse", residuals["dlse"] is not None),
             *(describe(f.name, getattr(options, f.name)) for f in fields(options)),
         )

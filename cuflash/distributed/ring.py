@@ -9,7 +9,7 @@ the keys that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,7 +131,7 @@ def ring_attention_backward(
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     call, residuals, wanted = prepared("ring_attention_backward", arrays, comm, order, cu_seqlens, options, grads)
     with telling(comm), interop.on_stream_of(call.library, call.q):
-        results = _Ring(call).backward(*(residuals[name] for name in RESIDUALS), wanted)
+        results = _Ring(call).backward(residuals, wanted)
         comm.barrier()
         return tuple(None if x is None else call.library.release(x) for x in results)
 
@@ -171,7 +171,7 @@ def ring_attention_vjp(
 
     def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
         """Gradients of this rank's inputs; see `ring_attention_backward`."""
-        place = {"order": order, "cu_seqlens": cu_seqlens}
+        place: dict[str, Any] = {"order": order, "cu_seqlens": cu_seqlens}
         return ring_attention_backward(dout, q, k, v, out, lse, comm, **place, dlse=dlse, grads=grads, **options)
 
     return ((out, lse) if return_lse else out), backward
@@ -197,6 +197,7 @@ class _Ring:
         self.call = call
         self.comm, self.options, self.edges, self.seqlen = call.comm, call.options, call.edges, call.seqlen
         self.q, self.k, self.v, self._accum = call.q, call.k, call.v, call.accum
+        self._sink: Any = call.options.sink
 
     def forward(self) -> tuple[Array, Array]:
         """(out in q's dtype, lse)."""
@@ -217,11 +218,10 @@ class _Ring:
             self._add_sink(out, lse)
         return out.astype(q.dtype, copy=False), lse
 
-    def backward(
-        self, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: frozenset[str]
-    ) -> list[Array | None]:
+    def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
         """dq, dk, dv, then dsink and dalibi_slopes where these were given; None where not wanted."""
         xp, world = interop.namespace_of(self.q), self.comm.world
+        dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
         given = self.call.extras
         grads = {name: xp.zeros(getattr(self, name).shape, self._accum) for name in ("q", "k", "v")}
         grads |= {name: xp.zeros(x.shape, self._accum) for name, x in given.items()}
@@ -326,7 +326,7 @@ class _Ring:
     def _add_sink(self, out: Array, lse: Array) -> None:
         xp = interop.namespace_of(lse)
         with np.errstate(all="ignore"):
-            total = xp.where(self._in_sequences(), xp.logaddexp(lse, self.options.sink[:, None]), -np.inf)
+            total = xp.where(self._in_sequences(), xp.logaddexp(lse, self._sink[:, None]), -np.inf)
             weight = xp.where(lse == -np.inf, 0, xp.exp(lse - total))
         out *= weight.swapaxes(-1, -2)[..., None].astype(out.dtype)
         lse[...] = total
@@ -340,7 +340,7 @@ class _Ring:
         if dlse is not None:
             delta = delta - dlse
         with np.errstate(all="ignore"):
-            weight = xp.exp(self.options.sink[:, None] - lse)
+            weight = xp.exp(self._sink[:, None] - lse)
             shares = xp.where(self._in_sequences() & (lse != -np.inf), -weight * delta, 0)
         axes = tuple(axis for axis in range(shares.ndim) if axis != shares.ndim - 2)
         return shares.sum(axis=axes).astype(self._accum)
