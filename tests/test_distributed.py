@@ -354,3 +354,24 @@ def test_gradients_that_are_wanted() -> None:
 def test_the_package_knows_it_without_an_import() -> None:
     assert cuflash.distributed is distributed
     assert set(distributed.__all__) <= set(dir(distributed))
+
+
+def test_selftest(capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.distributed import __main__ as selftest
+
+    assert selftest.main(["--selftest", "--device", "cpu", "--world", "3", "--seqlen", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks, each a thread with NumPy arrays, 100 tokens" in printed
+    assert "every rank computes what one device does" in printed
+    for scheme in ("ring", "heads"):
+        for order in ORDERS:
+            assert any(line.split()[:2] == [scheme, order] for line in printed.splitlines())
+
+
+def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.distributed import __main__ as selftest
+    from cuflash.distributed import ring
+
+    monkeypatch.setattr(ring, "merge_into", lambda out, lse, part_out, part_lse: None)
+    assert selftest.main(["--selftest", "--device", "cpu", "--world", "2", "--seqlen", "64"]) == 1
+    assert "errors above" in capsys.readouterr().out

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__init__": ("attention", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
-    "tools": ("__init__", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
+    "tools": ("__init__", "distributed", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
 }
 # Names of every NamedTuple that begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
@@ -84,7 +84,8 @@ def imports_of(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 def folder_of(module: str) -> str:
-    return module.split(".")[0]
+    """The command of a folder is one of the tools."""
+    return "tools" if module.endswith(".__main__") else module.split(".")[0]
 
 
 def is_private(name: str) -> bool:
