@@ -30,7 +30,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__init__": ("attention", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
-    "tools": ("__init__", "distributed", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
+    "tools": (
+        *("__init__", "distributed", "examples", "reference"),
+        *("gpu", "cpu", "plan", "cuda", "masks", "problem", *BASE),
+    ),
 }
 # Names of every NamedTuple that begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
