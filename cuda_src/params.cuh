@@ -69,9 +69,9 @@ struct Tensor {
   }
 };
 
-// along() gives the offset, in elements, of an index that is not negative. The index is unsigned because a sign takes
-// two instructions more.
-DEVICE i64 along(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
+// element_offset() gives the offset, in elements, of an index that is not negative. The index is unsigned because a
+// sign takes two instructions more.
+DEVICE i64 element_offset(u32 index, i64 stride) { return static_cast<i64>(index * static_cast<u64>(stride)); }
 
 // Rows are the rows (num_rows, num_columns) of one (sequence, head) of an array. An element outside reads as 0,
 // whatever memory holds there.
@@ -222,25 +222,24 @@ DEVICE i64 query_tile(const AttentionParams& p, const Sequence& s, int head, int
 
 // work_of() maps a thread block to its (tile, head, sequence). Tiles are the fastest axis, so that blocks that run
 // together share keys in L2. Where tiles differ in length (longest_first), as many batch_heads as fill a GPU are
-// scheduled together, their longest tiles first, so that the last blocks to end are short ones. `image` is the index of
-// a batch_head.
+// scheduled together, their longest tiles first, so that the last blocks to end are short ones.
 constexpr u32 TILES_TOGETHER = 256;
 template <bool TILES_OF_KEYS>
 DEVICE Work work_of(const AttentionParams& p, int block, u32 num_heads, bool longest_first, u32 id = blockIdx.x,
                     u32 tiles_together = TILES_TOGETHER) {
   const u32 num_tiles = p.num_tiles;
-  u32 image = id / num_tiles, slot = id % num_tiles;
-  if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, image % num_heads);
+  u32 batch_head = id / num_tiles, slot = id % num_tiles;
+  if (p.cu_seqlens_q != nullptr) return packed_work<TILES_OF_KEYS>(p, block, slot, batch_head % num_heads);
   if (longest_first) {
-    const u32 together = num_tiles < tiles_together ? tiles_together / num_tiles : 1;
-    const u32 first = image / together * together, left = num_heads * p.batch - first;
-    const u32 count = left < together ? left : together, place = id - first * num_tiles;
-    image = first + place % count;
+    const u32 num_grouped = num_tiles < tiles_together ? tiles_together / num_tiles : 1;
+    const u32 first = batch_head / num_grouped * num_grouped, left = num_heads * p.batch - first;
+    const u32 count = left < num_grouped ? left : num_grouped, place = id - first * num_tiles;
+    batch_head = first + place % count;
     slot = TILES_OF_KEYS ? place / count : num_tiles - 1 - place / count;
   }
   Work w;
-  w.head = image % num_heads;
+  w.head = batch_head % num_heads;
   w.tile = slot;
-  w.sequence = sequence_of(p, image / num_heads);
+  w.sequence = sequence_of(p, batch_head / num_heads);
   return w;
 }

@@ -1,6 +1,7 @@
 """Exact attention, forward and backward, on CuPy and NumPy arrays and on those of every library that speaks DLPack."""
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # In a checkout cuda_src and examples lie beside the package: it need not be installed to be used.
@@ -38,14 +39,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `BlockMask` when it is first asked for: with its patterns it is a third of the package's import."""
-    if name != "BlockMask":
+    """Import what is first asked for now: `BlockMask` with its patterns is a third of the package's import."""
+    if name not in ("BlockMask", "distributed"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
-        from cuflash.masks.block_mask import BlockMask
+        if name == "distributed":
+            found = import_module("cuflash.distributed")
+        else:
+            from cuflash.masks.block_mask import BlockMask
 
-    globals()[name] = BlockMask
-    return BlockMask
+            found = BlockMask
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

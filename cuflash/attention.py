@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from cuflash.frontend.call import Call, Gradients
 from cuflash.frontend.metadata import metadata_of, repeated
@@ -15,27 +15,7 @@ from cuflash.problem.options import Options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.masks.block_mask import BlockMask
-
-    class OptionKeywords(TypedDict, total=False):
-        """`problem.Options` as keyword arguments, for type checkers."""
-
-        causal: bool
-        window: tuple[int | None, int | None] | None
-        softmax_scale: float | None
-        softcap: float | None
-        bias: Array | None
-        mask: Array | None
-        alibi_slopes: Array | None
-        sink: Array | None
-        q_lengths: Array | None
-        kv_lengths: Array | None
-        dropout_p: float
-        dropout_seed: int | Array | None
-        block_mask: BlockMask | None
-        deterministic: bool | None
-        precision: str | None
-
+    from cuflash.problem.options import OptionKeywords
 
 Backward = Callable[..., Gradients]
 Inputs = tuple[Array, ...]  # q, k, v, and of packed sequences cu_seqlens_q and cu_seqlens_k

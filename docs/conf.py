@@ -10,7 +10,11 @@ project = "cuflash"
 author = "The cuflash developers"
 release = version = cuflash.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "package.md"]  # the latter stands on the package index
+exclude_patterns = [
+    "_build",
+    "package.md",  # stands on the package index
+    "lab/results/paper.md",  # is a part of measured.md
+]
 html_theme = "alabaster"
 html_static_path = ["_static"]
 html_theme_options = {

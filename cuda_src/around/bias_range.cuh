@@ -1,6 +1,6 @@
 // This header has the kernel for the gradient of a bias. A thread block owns a tile of dbias (BLOCK_M, BLOCK_N), or one
 // split of its work, and visits every tile of scores that this tile was added to: broadcast axes of the bias are summed
-// over. The text before it defines BiasTile and SharedStorage: portable/backward_bias.cu without tensor cores,
+// over. The text before it defines BiasGradient and SharedStorage: portable/backward_bias.cu without tensor cores,
 // sm80/bias.cuh with them. Splits leave partial sums, which around/reduce.cu adds in order.
 #include "../rules/mask.cuh"
 
@@ -11,46 +11,46 @@ static_assert(BLOCK_M <= NUM_THREADS && NUM_THREADS % BLOCK_N == 0, "a thread ha
 // Axis is one axis of dbias in tiles of `block`, and the tiles of scores behind its own tile: all of them where the
 // axis is broadcast, else one.
 struct Axis {
-  int walk, tile, step;  // the number of tiles of scores, the own tile of dbias, the current tile of scores
+  int num_tiles, tile, step;  // the number of tiles of scores, the own tile of dbias, the current tile of scores
 
   // The constructor takes the tile from the last digit of a block's number, whose digits are those of the axes.
   DEVICE Axis(int size, int scores, int block, u32& number) : step(0) {
     const bool broadcast = size == 1 && scores != 1;
     const int tiles = broadcast ? 1 : ceil_div(size, block);
-    walk = broadcast ? ceil_div(scores, block) : 1;
+    num_tiles = broadcast ? ceil_div(scores, block) : 1;
     tile = number % tiles;
     number /= tiles;
   }
   // begin() takes the first step likewise, from the last digit of a number of steps.
   DEVICE void begin(i64& steps) {
-    step = static_cast<int>(steps % walk);
-    steps /= walk;
+    step = static_cast<int>(steps % num_tiles);
+    steps /= num_tiles;
   }
   // advance() returns false where the axis begins anew, so that the next axis advances.
   DEVICE bool advance() {
-    step = step + 1 < walk ? step + 1 : 0;
+    step = step + 1 < num_tiles ? step + 1 : 0;
     return step != 0;
   }
   DEVICE int at() const { return tile + step; }  // the tile of scores
 };
 
-// BiasWalk iterates over the tiles of scores that belong to the thread block: keys are the fastest axis, then queries,
-// heads and sequences.
-struct BiasWalk {
+// ScoreTileIterator iterates over the tiles of scores that belong to the thread block: keys are the fastest axis, then
+// queries, heads and sequences.
+struct ScoreTileIterator {
   const AttentionParams& p;
   u32 split;  // which share of the tiles of scores is this block's
   Axis columns, rows, heads, batches;
   i64 left;  // tiles of scores that are left, the current one included
   Sequence sequence;
 
-  DEVICE explicit BiasWalk(const AttentionParams& p)
+  DEVICE explicit ScoreTileIterator(const AttentionParams& p)
       : p(p),
         split(blockIdx.x),
         columns(p.dbias_columns, p.seqlen_k, BLOCK_N, split),
         rows(p.dbias_rows, p.seqlen_q, BLOCK_M, split),
         heads(p.dbias_heads, p.num_heads_q, 1, split),
         batches(p.dbias_batches, p.batch, 1, split) {
-    left = static_cast<i64>(batches.walk) * heads.walk * rows.walk * columns.walk;
+    left = static_cast<i64>(batches.num_tiles) * heads.num_tiles * rows.num_tiles * columns.num_tiles;
     if (p.splits > 1) {  // one split alone begins at 0, and skips these divisions, which take as long as a step
       i64 steps = left * split / p.splits;
       left = left * (split + 1) / p.splits - steps;
@@ -90,8 +90,9 @@ struct BiasWalk {
     column += columns.tile * BLOCK_N;
     if (row >= p.dbias_rows || column >= p.dbias_columns) return;
     if (p.dbias_parts != nullptr) {
-      const i64 part = static_cast<i64>(split) * p.dbias_batches + batches.tile;
-      p.dbias_parts[((part * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] = value;
+      const i64 split_and_batch = static_cast<i64>(split) * p.dbias_batches + batches.tile;
+      p.dbias_parts[((split_and_batch * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] =
+          value;
     } else {
       p.dbias.data[batches.tile * p.dbias.batch_stride + heads.tile * p.dbias.head_stride + row * p.dbias.row_stride +
                    column * p.dbias.column_stride] = from_accum<BiasElement>(value);
@@ -104,10 +105,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     backward_bias(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
   // 1. The gradients of all tiles of scores are summed in registers.
-  BiasTile tile(shared);
-  BiasWalk walk(p);
-  for (; walk.left > 0; walk.advance()) {
-    if (!walk.is_hidden()) tile.add(p, walk.sequence, walk.head(), walk.first_row(), walk.first_key());
+  BiasGradient tile(shared);
+  ScoreTileIterator iterator(p);
+  for (; iterator.left > 0; iterator.advance()) {
+    if (!iterator.is_hidden())
+      tile.add(p, iterator.sequence, iterator.head(), iterator.first_row(), iterator.first_key());
   }
 
   __syncthreads();
@@ -132,6 +134,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const int column = threadIdx.x % BLOCK_N;
 #pragma unroll 4
   for (int row = threadIdx.x / BLOCK_N; row < BLOCK_M; row += NUM_THREADS / BLOCK_N) {
-    walk.write(row, column, sums[row * SUMS_STRIDE + column]);
+    iterator.write(row, column, sums[row * SUMS_STRIDE + column]);
   }
 }

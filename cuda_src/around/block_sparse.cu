@@ -35,13 +35,13 @@ struct BlockReader {
   __device__ BlockReader(const Source& source, long long block) {
     const int blocks_k = blocks_in(source.seqlen_k), blocks_q = blocks_in(source.seqlen_q);
     const int first_column = static_cast<int>(block % blocks_k) * CANONICAL;
-    const long long image = block / blocks_k / blocks_q;
+    const long long batch_head = block / blocks_k / blocks_q;
     first_row = static_cast<int>(block / blocks_k % blocks_q) * CANONICAL;
     rows = min(CANONICAL, source.seqlen_q - first_row);
     cell_rows = source.cell_rows;
     stride_i = source.stride_i;
     const unsigned char* data =
-        source.data + image / source.heads * source.stride_b + image % source.heads * source.stride_h;
+        source.data + batch_head / source.heads * source.stride_b + batch_head % source.heads * source.stride_h;
     for (int word = 0; word < WORDS; ++word) {
       const int j = first_column + word * WARP + lane_in_warp();
       column[word] = j < source.seqlen_k ? data + j / source.cell_columns * source.stride_j : nullptr;
@@ -54,8 +54,8 @@ struct BlockReader {
   }
 };
 
-// Tile is what a mask shows of a tile.
-enum class Tile { hidden, partial, full };
+// TileState is what a mask shows of a tile.
+enum class TileState { hidden, partial, full };
 
 // Census gathers whether anything seen so far was visible, and whether anything was hidden.
 struct Census {
@@ -80,7 +80,7 @@ __device__ void count_bits(Census& census, const unsigned* block, int row0, int 
 
 // tile_state() tells what the mask shows of rows [i0, i1) x columns [j0, j1), all in the array; `slots` (blocks_q,
 // blocks_k) are those of one (batch, head).
-__device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
+__device__ TileState tile_state(const int* slots, const unsigned* bits, int blocks_k, int i0, int i1, int j0, int j1) {
   Census census;
   for (int bi = i0 / CANONICAL; bi * CANONICAL < i1; ++bi) {
     for (int bj = j0 / CANONICAL; bj * CANONICAL < j1; ++bj) {
@@ -94,10 +94,10 @@ __device__ Tile tile_state(const int* slots, const unsigned* bits, int blocks_k,
         count_bits(census, bits + static_cast<long long>(slot) * CANONICAL * WORDS, max(i0 - top, 0),
                    min(i1 - top, CANONICAL), max(j0 - left, 0), min(j1 - left, CANONICAL));
       }
-      if (census.partial()) return Tile::partial;
+      if (census.partial()) return TileState::partial;
     }
   }
-  return census.visible ? Tile::full : Tile::hidden;
+  return census.visible ? TileState::full : TileState::hidden;
 }
 
 }  // namespace
@@ -203,32 +203,32 @@ extern "C" __global__ void order_bits(const unsigned* bits, long long num_partia
 }
 
 // list_tiles writes TileLists of cuflash/masks/store.py: for each row of tiles the tiles of keys that it visits,
-// row_index (images, num_m, num_n) and row_count (images, num_m), and for each column those of queries, col_index
-// (images, num_n, num_m) and col_count (images, num_n). An image is a (batch, head). One warp writes one list.
-extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int images, int seqlen_q, int seqlen_k,
-                                      int block_m, int block_n, int num_m, int num_n, int* row_index, int* row_count,
-                                      int* col_index, int* col_count) {
+// row_index (num_batch_heads, num_m, num_n) and row_count (num_batch_heads, num_m), and for each column those of
+// queries, col_index (num_batch_heads, num_n, num_m) and col_count (num_batch_heads, num_n). One warp writes one list.
+extern "C" __global__ void list_tiles(const int* slots, const unsigned* bits, int num_batch_heads, int seqlen_q,
+                                      int seqlen_k, int block_m, int block_n, int num_m, int num_n, int* row_index,
+                                      int* row_count, int* col_index, int* col_count) {
   const int lane = lane_in_warp(), lists = num_m + num_n;
-  const long long warp = warp_in_grid(), image = warp / lists;
-  if (image >= images) return;
+  const long long warp = warp_in_grid(), batch_head = warp / lists;
+  if (batch_head >= num_batch_heads) return;
   const int blocks_k = blocks_in(seqlen_k);
-  const int* own_slots = slots + image * blocks_in(seqlen_q) * blocks_k;
+  const int* own_slots = slots + batch_head * blocks_in(seqlen_q) * blocks_k;
   const int list = static_cast<int>(warp % lists);
   const bool is_row = list < num_m;
   const int own = is_row ? list : list - num_m, others = is_row ? num_n : num_m;
-  int* index = is_row ? row_index + (image * num_m + own) * num_n : col_index + (image * num_n + own) * num_m;
+  int* index = is_row ? row_index + (batch_head * num_m + own) * num_n : col_index + (batch_head * num_n + own) * num_m;
   int count = 0;
   for (int first = 0; first < others; first += WARP) {
     const int other = first + lane;
-    Tile state = Tile::hidden;
+    TileState state = TileState::hidden;
     if (other < others) {
       const int i0 = (is_row ? own : other) * block_m, j0 = (is_row ? other : own) * block_n;
       state = tile_state(own_slots, bits, blocks_k, i0, min(i0 + block_m, seqlen_q), j0, min(j0 + block_n, seqlen_k));
     }
-    const unsigned visited = __ballot_sync(ALL_LANES, state != Tile::hidden);
-    if (state != Tile::hidden)
-      index[count + __popc(visited & lanes_below(lane))] = other << 1 | (state == Tile::partial);
+    const unsigned visited = __ballot_sync(ALL_LANES, state != TileState::hidden);
+    if (state != TileState::hidden)
+      index[count + __popc(visited & lanes_below(lane))] = other << 1 | (state == TileState::partial);
     count += __popc(visited);
   }
-  if (lane == 0) (is_row ? row_count + image * num_m : col_count + image * num_n)[own] = count;
+  if (lane == 0) (is_row ? row_count + batch_head * num_m : col_count + batch_head * num_n)[own] = count;
 }

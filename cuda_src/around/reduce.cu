@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const Attent
   if (threadIdx.x == 0) p.dalibi_slopes[batch * p.dalibi_batch_stride + head] = static_cast<Accum>(sum);
 }
 
-// Reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
+// reduce_bias adds up the partial dbias of all splits, in order. One thread computes one element.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const AttentionParams p) {
   const i64 size = static_cast<i64>(p.dbias_batches) * p.dbias_heads * p.dbias_rows * p.dbias_columns;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
 extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
   const Work work = work_of<false>(p, 1, p.num_heads_q, false);
   const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
-  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
+  const i64 batch = work.sequence.batch, first_split = batch * p.splits;
   const bool inside = column < p.head_dim_v;
 
   // read_outs() reads the thread's column of as many splits as a warp has lanes, so that all reads are under way at
@@ -125,16 +125,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
   const auto read_outs = [&](int first) {
 #pragma unroll
     for (int i = 0; i < WARP; i++) {
-      const int part = first + i;
-      outs[i] = inside && part < p.splits ? p.out_parts.at(first_part + part, row, head)[column] : Accum(0);
+      const int split = first + i;
+      outs[i] = inside && split < p.splits ? p.out_parts.at(first_split + split, row, head)[column] : Accum(0);
     }
   };
-  const auto lse_of = [&](int part) {
-    return part < p.splits ? *p.lse_parts.at(first_part + part, row, head) : -infinity();
+  const auto lse_of = [&](int split) {
+    return split < p.splits ? *p.lse_parts.at(first_split + split, row, head) : -infinity();
   };
   read_outs(0);
   Accum top = -infinity();
-  for (int part = lane; part < p.splits; part += WARP) top = larger(top, lse_of(part));
+  for (int split = lane; split < p.splits; split += WARP) top = larger(top, lse_of(split));
   top = max_of_row<WARP>(top);
   if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
   Accum total = 0, sum = 0;
@@ -157,21 +157,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const Attention
   const Work work = work_of<false>(p, WARPS, p.num_heads_q, false);
   const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
   if (row >= p.seqlen_q) return;
-  const i64 batch = work.sequence.batch, first_part = batch * p.splits;
-  const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_part + lane, row, head) : -infinity();
+  const i64 batch = work.sequence.batch, first_split = batch * p.splits;
+  const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_split + lane, row, head) : -infinity();
   Accum top = max_of_row<WARP>(own_lse);
   if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
   const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
   for (int first = lane; first - lane < p.head_dim_v; first += AT_ONCE * WARP) {
     Accum sum[AT_ONCE] = {};
 #pragma unroll 4
-    for (int part = 0; part < p.splits; part++) {
-      const Accum of_part = __shfl_sync(ALL_LANES, own, part);
-      const Accum* columns = p.out_parts.at(first_part + part, row, head);
+    for (int split = 0; split < p.splits; split++) {
+      const Accum of_split = __shfl_sync(ALL_LANES, own, split);
+      const Accum* columns = p.out_parts.at(first_split + split, row, head);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const int column = first + i * WARP;
-        if (column < p.head_dim_v) sum[i] += of_part * columns[column];
+        if (column < p.head_dim_v) sum[i] += of_split * columns[column];
       }
     }
     Element* out = p.out.at(batch, row, head);

@@ -44,12 +44,12 @@ struct RandomBits {
       draw_by_queries(bits, dropout, row, column + 16 * group);
     }
   }
-  // draw_ahead() draws the bits of the first EARLY groups; `row` and `column` are the thread's first. HELD: a branch
-  // keeps the draws in their place, where the compiler would mix them with what comes before or behind. The branch is
-  // harmless, because with a limit of 0 nobody looks at the bits.
-  template <bool HELD>
+  // draw_ahead() draws the bits of the first EARLY groups; `row` and `column` are the thread's first. IN_BRANCH: a
+  // branch keeps the draws in their place, where the compiler would mix them with what comes before or behind. The
+  // branch is harmless, because with a limit of 0 nobody looks at the bits.
+  template <bool IN_BRANCH>
   DEVICE void draw_ahead(const Dropout& dropout, int row, int column) {
-    if constexpr (HELD) {
+    if constexpr (IN_BRANCH) {
 #pragma unroll
       for (auto& bits : words) bits[0] = bits[1] = bits[2] = bits[3] = 0;
       if (dropout.limits == 0) return;

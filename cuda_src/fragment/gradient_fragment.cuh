@@ -61,10 +61,11 @@ struct GradientFragment {
     return score;
   }
 
-  // weigh() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x holds
-  // scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
+  // to_weights() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x
+  // holds scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
-  DEVICE void weigh(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1, const Bits& bits = {}) const {
+  DEVICE void to_weights(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1,
+                         const Bits& bits = {}) const {
     static_assert(!HAS_BLOCK_MASK || Bits::HIDES, "the caller has them");
     const Score score = this->score();
     const float to_base_2 = (SCORES ? unit : scale) * LOG2_E;
@@ -97,9 +98,9 @@ struct GradientFragment {
   // the signs of the weights that dropout drops.
   template <int EARLY>
   using Random = RandomBits<true, FRAGMENT, HAS_DROPOUT ? EARLY : 0>;
-  template <bool HELD, int EARLY>
+  template <bool IN_BRANCH, int EARLY>
   DEVICE void draw_ahead(RandomBits<true, FRAGMENT, EARLY>& bits) const {
-    if constexpr (HAS_DROPOUT && EARLY > 0) bits.template draw_ahead<HELD>(Dropout(p, s, head), key, row);
+    if constexpr (HAS_DROPOUT && EARLY > 0) bits.template draw_ahead<IN_BRANCH>(Dropout(p, s, head), key, row);
   }
   template <int EARLY>
   DEVICE void mark_dropped(float (&weights)[FRAGMENT], RandomBits<true, FRAGMENT, EARLY>& bits) const {

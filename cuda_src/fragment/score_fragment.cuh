@@ -46,10 +46,10 @@ struct ScoreFragment {
     }
   }
 
-  // apply() turns products into scores, -inf where hidden. `careful` marks the recheck of a tile: without it hidden
-  // keys that are not finite may show as NaN, which makes the caller compute the tile again.
+  // apply() turns products into scores, -inf where hidden. `recheck`: the tile is computed a second time. In the first
+  // pass hidden keys that are not finite may show as NaN, which makes the caller compute the tile again.
   template <int N>
-  DEVICE void apply(Accum (&x)[N], const AttentionParams& p, int row, int first_key, bool masked, bool careful,
+  DEVICE void apply(Accum (&x)[N], const AttentionParams& p, int row, int first_key, bool masked, bool recheck,
                     const FragmentOptions& options) const {
     static_assert(!HAS_BLOCK_MASK || (N <= 32 && CANONICAL % (2 * N) == 0), "a thread has one word");
     const int column = first_key + fragment_column();
@@ -60,7 +60,7 @@ struct ScoreFragment {
         if constexpr (HAS_BIAS_PAIRS) {
           const Accum bias = to_accum(options.biases[e / 2 % (BLOCK_N / 4)].x[e % 2]);
           x[e] = score.value<false>(x[e], i, j, &bias);
-          if (careful && bias == -infinity()) x[e] = bias;
+          if (recheck && bias == -infinity()) x[e] = bias;
         } else {
           x[e] = score.value(x[e], i, j);
         }
@@ -73,7 +73,7 @@ struct ScoreFragment {
       for (int e = 0; e < N; e++) x[e] = bits >> e & 1 ? x[e] : -infinity();
     }
     if constexpr (HAS_MASK) hide(x, options.mask, row, first_key);
-    if (!HAS_BLOCK_MASK && !careful && mask.columns_inside(row - fragment_row(), 16, first_key, 2 * N)) return;
+    if (!HAS_BLOCK_MASK && !recheck && mask.columns_inside(row - fragment_row(), 16, first_key, 2 * N)) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int i = row + 8 * r;

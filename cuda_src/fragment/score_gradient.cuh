@@ -99,24 +99,25 @@ DEVICE Accum score_gradient(Accum dp, Accum weight, Accum delta, Accum dropout_r
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 
-// KeyWalk iterates over the tiles of keys that a thread block's queries see. Where thread blocks keep keys (OF_KEYS),
-// the family's QueryWalk iterates over tiles of queries instead; `Walk` is the one of this kernel.
-struct KeyWalk {
+// KeyTileIterator iterates over the tiles of keys that a thread block's queries see. Where thread blocks keep keys
+// (OF_KEYS), the family's QueryTileIterator iterates over tiles of queries instead; `ColumnIterator` is the one of this
+// kernel.
+struct KeyTileIterator {
   Blocks blocks;
   int head;
 
-  DEVICE KeyWalk(const AttentionParams& p, const Work& work)
+  DEVICE KeyTileIterator(const AttentionParams& p, const Work& work)
       : blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, BLOCK_N)), head(work.head) {}
   DEVICE bool done() const { return blocks.done(); }
   DEVICE void advance() { blocks.advance(); }
 };
 
 template <bool>
-struct Kind {
-  using Walk = KeyWalk;
+struct ColumnIteratorOf {
+  using Type = KeyTileIterator;
 };
 template <>
-struct Kind<true> {
-  using Walk = QueryWalk;
+struct ColumnIteratorOf<true> {
+  using Type = QueryTileIterator;
 };
-using Walk = Kind<OF_KEYS>::Walk;
+using ColumnIterator = ColumnIteratorOf<OF_KEYS>::Type;

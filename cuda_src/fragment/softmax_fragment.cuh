@@ -56,8 +56,8 @@ constexpr bool SUBTRACTS_FIRST = HAS_BIAS || sizeof(Element) > 2;
 struct FragmentSoftmax {
   static constexpr bool ROUNDS_WEIGHTS = sizeof(Element) == 2;
 
-  Accum to_natural, to_base_2;         // factors that bring a score to natural units, and to base 2
-  Accum room[ROUNDS_WEIGHTS ? 2 : 1];  // how far scores of row r may exceed its reference before it follows
+  Accum to_natural, to_base_2;          // factors that bring a score to natural units, and to base 2
+  Accum slack[ROUNDS_WEIGHTS ? 2 : 1];  // how far scores of row r may exceed its reference before it follows
   Accum reference[2], sum[2];  // the score that has weight 1, and this thread's share of the row's sum of weights
 
   FragmentSoftmax() = default;  // the default constructor is for arrays
@@ -69,7 +69,7 @@ struct FragmentSoftmax {
   DEVICE void take_factors(const FragmentSoftmax& other) {
     to_natural = other.to_natural;
     to_base_2 = other.to_base_2;
-    if constexpr (!ROUNDS_WEIGHTS) room[0] = other.room[0];
+    if constexpr (!ROUNDS_WEIGHTS) slack[0] = other.slack[0];
   }
 
   // in_units() makes the softmax of scores that stand in multiples of `unit`.
@@ -90,7 +90,7 @@ struct FragmentSoftmax {
   DEVICE Accum base(int r, Accum shift = 0) const { return reference[r] == -infinity() ? 0 : reference[r] - shift; }
 
   // limit() is what scores of row r, which stand without `shift`, may reach before the row's reference follows.
-  DEVICE Accum limit(int r, Accum shift = 0) const { return reference[r] - shift + room[ROUNDS_WEIGHTS ? r : 0]; }
+  DEVICE Accum limit(int r, Accum shift = 0) const { return reference[r] - shift + slack[ROUNDS_WEIGHTS ? r : 0]; }
 
   DEVICE bool exceeded(const Accum (&top)[2]) const { return top[0] > limit(0) || top[1] > limit(1); }
 
@@ -98,21 +98,21 @@ struct FragmentSoftmax {
   DEVICE void follow(int r, Accum maximum, Accum& rescale, Accum shift = 0) {
     if (!(maximum > limit(r, shift))) return;
     rescale = power_of_2((reference[r] - shift - maximum) * to_base_2);
-    if constexpr (ROUNDS_WEIGHTS) room[r] = reference[r] == -infinity() || is_unsettled(room[r]) ? UNSETTLED : 0;
+    if constexpr (ROUNDS_WEIGHTS) slack[r] = reference[r] == -infinity() || is_unsettled(slack[r]) ? UNSETTLED : 0;
     reference[r] = maximum + shift;
     sum[r] *= rescale;
   }
 
-  // room_beside() predicts the room, as an exponent of two, from the sum of a row's first tile of `tiles` in all: a row
-  // that is not flat has none.
-  static DEVICE Accum room_beside(Accum total, int tiles) {
+  // predicted_slack() predicts the slack, as an exponent of two, from the sum of a row's first tile of `tiles` in all:
+  // a row that is not flat has none.
+  static DEVICE Accum predicted_slack(Accum total, int tiles) {
     const Accum large = ptx::lg2(total * LARGE_SHARE) + ptx::lg2(static_cast<float>(tiles)) / 2;
     return total < FLAT ? Accum(0) : smaller(larger(large, Accum(0)), Accum(MAX_GROWTH));
   }
-  // settle() sets the room of a row after its first tile, of `tiles` in all.
+  // settle() sets the slack of a row after its first tile, of `tiles` in all.
   DEVICE void settle(int r, Accum total, int tiles) {
     if constexpr (ROUNDS_WEIGHTS) {
-      if (is_unsettled(room[r])) room[r] = in_score_units(room_beside(total, tiles));
+      if (is_unsettled(slack[r])) slack[r] = in_score_units(predicted_slack(total, tiles));
     }
   }
   DEVICE void settle(int tiles) {
@@ -134,14 +134,14 @@ struct FragmentSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; r++) follow(r, max_of_row<4>(top[r]), rescale[r]);
     }
-    weigh(x);
+    to_weights(x);
     if (grown) settle(tiles);
     return grown;
   }
 
-  // weigh() turns scores into weights and adds them to the sums; the references stand already.
+  // to_weights() turns scores into weights and adds them to the sums; the references stand already.
   template <int N>
-  DEVICE void weigh(Accum (&x)[N]) {
+  DEVICE void to_weights(Accum (&x)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = this->base(r);
@@ -160,8 +160,8 @@ struct FragmentSoftmax {
     }
   }
 
-  // bound() and weigh<BEGIN, END>() are step() in two halves, for scores that stand without shift[r], so that weights
-  // can be found a few at a time. bound() follows EVERY growth of the maximum, or only large ones.
+  // bound() and to_weights<BEGIN, END>() are step() in two halves, for scores that stand without shift[r], so that
+  // weights can be found a few at a time. bound() follows EVERY growth of the maximum, or only large ones.
   template <bool EVERY>
   DEVICE bool bound(const Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&rescale)[2]) {
     Accum top[2];
@@ -189,9 +189,9 @@ struct FragmentSoftmax {
     return grown;
   }
 
-  // weigh<BEGIN, END>() finds the weights of elements BEGIN to END - 1, which are whole groups of four.
+  // to_weights<BEGIN, END>() finds the weights of elements BEGIN to END - 1, which are whole groups of four.
   template <int BEGIN, int END>
-  DEVICE bool weigh(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&)[2], bool) {
+  DEVICE bool to_weights(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], Accum (&)[2], bool) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Accum base = this->base(r, shift[r]);
@@ -211,13 +211,13 @@ struct FragmentSoftmax {
     return false;
   }
 
-  // begin() finds the weights of a row's first tile, of `tiles` in all, and from them the rooms; with `tiles` 0 the
-  // rooms are found later.
-  template <bool FINDS_ROOM>
+  // begin() finds the weights of a row's first tile, of `tiles` in all, and from them the slack; with `tiles` 0 the
+  // slack is found later.
+  template <bool FINDS_SLACK>
   DEVICE void begin(Accum (&x)[BLOCK_N / 2], const Accum (&shift)[2], int tiles) {
     Accum rescale[2];
-    weigh<0, BLOCK_N / 2>(x, shift, rescale, true);
-    if (FINDS_ROOM && tiles > 0) settle(tiles);
+    to_weights<0, BLOCK_N / 2>(x, shift, rescale, true);
+    if (FINDS_SLACK && tiles > 0) settle(tiles);
   }
 
   // finish() ends both rows: inverse[r] normalises row r, lse[r] is its natural log-sum-exp.
@@ -233,14 +233,14 @@ struct FragmentSoftmax {
       reference[r] = -infinity();
       sum[r] = 0;
     }
-    room[0] = in_score_units(MAX_GROWTH);
-    if constexpr (ROUNDS_WEIGHTS) room[0] = room[1] = 0;
+    slack[0] = in_score_units(MAX_GROWTH);
+    if constexpr (ROUNDS_WEIGHTS) slack[0] = slack[1] = 0;
   }
 
-  // UNSETTLED marks a row whose room is still to be found: it is -0, so until then every maximum is followed.
+  // UNSETTLED marks a row whose slack is still to be found: it is -0, so until then every maximum is followed.
   static constexpr Accum UNSETTLED = -0.0f;
-  static DEVICE bool is_unsettled(Accum room) {
-    return __float_as_int(static_cast<float>(room)) == __float_as_int(-0.0f);
+  static DEVICE bool is_unsettled(Accum slack) {
+    return __float_as_int(static_cast<float>(slack)) == __float_as_int(-0.0f);
   }
 
   DEVICE Accum in_score_units(Accum power) const { return quotient(power, to_base_2); }

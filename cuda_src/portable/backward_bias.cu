@@ -1,5 +1,5 @@
-// The gradient of a bias without tensor cores, for every GPU and dtype. BiasTile computes dS of one tile of scores and
-// sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias was added to.
+// The gradient of a bias without tensor cores, for every GPU and dtype. BiasGradient computes dS of one tile of scores
+// and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias was added to.
 // sm80/bias.cuh is the counterpart with tensor cores.
 #include "gradient_tile.cuh"
 
@@ -12,13 +12,13 @@ struct alignas(16) SharedStorage {
   u8 seen[BLOCK_N];                          // written by compute(), not read here
 };
 
-// BiasTile sums the gradient of one tile of the bias.
-struct BiasTile {
+// BiasGradient sums the gradient of one tile of the bias.
+struct BiasGradient {
   SharedStorage& shared;
   Buffers<BUFFER> buffers;
   Accum sum[ROWS][COLUMNS];  // the thread's elements of the tile (BLOCK_M, BLOCK_N)
 
-  DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared), buffers(shared.tiles) { clear(sum); }
+  DEVICE explicit BiasGradient(SharedStorage& shared) : shared(shared), buffers(shared.tiles) { clear(sum); }
 
   // add() adds dS of the tile of scores at (first_row, first_key).
   DEVICE void add(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_key) {

@@ -91,14 +91,14 @@ struct TransposedChunk {
   static constexpr int VECTORS = N * PER_ROW;
   static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
   static_assert(BLOCK_K % VECTOR == 0, "a chunk is whole vectors");
-  Vector held[PER_THREAD];
+  Vector in_registers[PER_THREAD];
 
   DEVICE void fetch(const Rows& rows, int first_row, int k) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
       if (VECTORS % NUM_THREADS == 0 || v < VECTORS)
-        held[i] = rows.read(first_row + v / PER_ROW, k + v % PER_ROW * VECTOR);
+        in_registers[i] = rows.read(first_row + v / PER_ROW, k + v % PER_ROW * VECTOR);
     }
   }
 
@@ -109,7 +109,7 @@ struct TransposedChunk {
       if (VECTORS % NUM_THREADS != 0 && v >= VECTORS) continue;
       const int row = stored_index<N / SIDE>(v / PER_ROW);
 #pragma unroll
-      for (int e = 0; e < VECTOR; e++) to[(v % PER_ROW * VECTOR + e) * STRIDE + row] = to_accum(held[i].e[e]);
+      for (int e = 0; e < VECTOR; e++) to[(v % PER_ROW * VECTOR + e) * STRIDE + row] = to_accum(in_registers[i].e[e]);
     }
   }
 };
@@ -124,7 +124,7 @@ struct Chunk {
   static constexpr int PER_ROW = COLUMNS / VECTOR;
   static constexpr int VECTORS = ROWS * PER_ROW;
   static constexpr int PER_THREAD = (VECTORS + NUM_THREADS - 1) / NUM_THREADS;
-  Vector held[PER_THREAD];
+  Vector in_registers[PER_THREAD];
 
   static DEVICE int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
 
@@ -133,7 +133,7 @@ struct Chunk {
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
       if (VECTORS % NUM_THREADS == 0 || v < VECTORS) {
-        held[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), column + v % PER_ROW * VECTOR);
+        in_registers[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), column + v % PER_ROW * VECTOR);
       }
     }
   }
@@ -146,7 +146,7 @@ struct Chunk {
       if (VECTORS % NUM_THREADS != 0 && v >= VECTORS) continue;
       const bool zero = seen != nullptr && seen[row_in_tile(k + v / PER_ROW)] == 0;
 #pragma unroll
-      for (int e = 0; e < VECTOR; e++) to[v * VECTOR + e] = zero ? Accum(0) : to_accum(held[i].e[e]);
+      for (int e = 0; e < VECTOR; e++) to[v * VECTOR + e] = zero ? Accum(0) : to_accum(in_registers[i].e[e]);
     }
   }
 };
@@ -174,10 +174,10 @@ DEVICE void write_transposed(Accum* to, const Accum (&x)[ROWS][COLUMNS]) {
 template <int SIZE>
 struct Buffers {
   Accum* base;
-  int turn = 0;
+  int current = 0;
 
   DEVICE explicit Buffers(Accum* base) : base(base) {}
-  DEVICE Accum* next() { return base + (turn ^= 1) * SIZE; }
+  DEVICE Accum* next() { return base + (current ^= 1) * SIZE; }
 };
 
 // ChunkPair is both operands of multiply_transposed on their way to shared memory.

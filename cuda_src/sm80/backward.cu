@@ -13,26 +13,26 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
-// TILES_IN_TURN is so large that tiles of one head, which add to a tile of queries one after the other, are some steps
-// apart.
-constexpr u32 TILES_IN_TURN = 1024;
+// INTERLEAVED_TILES is so large that tiles of one head, which add to a tile of queries one after the other, are some
+// steps apart.
+constexpr u32 INTERLEAVED_TILES = 1024;
 // ONE_BARRIER: a step has one barrier, where queries and gradients of scores have two buffers.
 constexpr bool ONE_BARRIER = STAGES == 2;
 // DQ_IN_QUERIES: dq waits for its addition in the buffer of its step's queries, and the next queries are loaded there
 // later.
 constexpr bool DQ_IN_QUERIES = BULK_ADDS && !DQ_BUFFER;
-// BRINGS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
-constexpr bool BRINGS_SLOT =
+// LOADS_SLOT: a tile is one block of a block mask, whose slot is loaded with the queries; that saves registers.
+constexpr bool LOADS_SLOT =
     HAS_BLOCK_MASK && BLOCK_M == CANONICAL && BLOCK_N == CANONICAL && STAGES == 1 && MIN_BLOCKS > 1;
-// FOLDS: tiles fold addresses (Tile), except with a block mask, with an order of additions and, for tiles of queries,
-// with a window: there addresses that the compiler keeps would leave too few registers.
-constexpr bool FOLDS = !(HAS_BLOCK_MASK || DETERMINISTIC);
+// DERIVES_ADDRESSES: tiles derive addresses (SharedTile), except with a block mask, with an order of additions and, for
+// tiles of queries, with a window: there addresses that the compiler keeps would leave too few registers.
+constexpr bool DERIVES_ADDRESSES = !(HAS_BLOCK_MASK || DETERMINISTIC);
 constexpr bool SHARES_WEIGHTS = COMPUTES_DV && QUERY_WARPS > 1;
-using KeyTile = Tile<BLOCK_N, HEAD_DIM, FOLDS>;
-using ValueTile = Tile<BLOCK_N, HEAD_DIM_V, FOLDS>;
-using QueryTile = Tile<BLOCK_M, HEAD_DIM, FOLDS && !HAS_WINDOW>;
-using DoutTile = Tile<BLOCK_M, HEAD_DIM_V, FOLDS && !HAS_WINDOW>;
-using ScoreTile = Tile<BLOCK_N, BLOCK_M, FOLDS>;
+using KeyTile = SharedTile<BLOCK_N, HEAD_DIM, DERIVES_ADDRESSES>;
+using ValueTile = SharedTile<BLOCK_N, HEAD_DIM_V, DERIVES_ADDRESSES>;
+using QueryTile = SharedTile<BLOCK_M, HEAD_DIM, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using DoutTile = SharedTile<BLOCK_M, HEAD_DIM_V, DERIVES_ADDRESSES && !HAS_WINDOW>;
+using ScoreTile = SharedTile<BLOCK_N, BLOCK_M, DERIVES_ADDRESSES>;
 
 struct SharedStorage {
   alignas(128) unsigned char k[KeyTile::BYTES];                       // (BLOCK_N, HEAD_DIM)
@@ -42,9 +42,9 @@ struct SharedStorage {
   alignas(SHARES_WEIGHTS ? 128 : 16) unsigned char weights[SHARES_WEIGHTS ? ScoreTile::BYTES : 16];
   alignas(COMPUTES_DK ? 128 : 16) unsigned char ds[COMPUTES_DK ? STAGES * ScoreTile::BYTES : 16];
   alignas(DQ_BUFFER ? 128 : 16) unsigned char dq[DQ_BUFFER ? BLOCK_M * HEAD_DIM * sizeof(float) : 16];
-  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + BRINGS_SLOT];  // the slot's bits stand last in delta
-  Work work;                                      // read again and again, because registers are scarce
-  int* own_turns[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
+  float lse[STAGES][BLOCK_M], delta[STAGES][BLOCK_M + LOADS_SLOT];  // the slot's bits stand last in delta
+  Work work;                                            // read again and again, because registers are scarce
+  int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
 static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
@@ -69,8 +69,10 @@ struct Step {
   int head, block;
   bool partial;
 
-  DEVICE explicit Step(const QueryWalk& walk)
-      : head(walk.head), block(DETERMINISTIC ? walk.from_last() : walk.blocks.block), partial(walk.blocks.partial) {}
+  DEVICE explicit Step(const QueryTileIterator& iterator)
+      : head(iterator.head),
+        block(DETERMINISTIC ? iterator.from_last() : iterator.blocks.block),
+        partial(iterator.blocks.partial) {}
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
 
@@ -92,7 +94,7 @@ DEVICE void load_rows(const AttentionParams& p, SharedStorage& shared, u32 stage
     copy_float(&shared.lse[stage][threadIdx.x], p.lse.at(batch, row, step.head));
     copy_float(&shared.delta[stage][threadIdx.x], p.delta.at(batch, row, step.head));
   }
-  if (BRINGS_SLOT && threadIdx.x == 0) {
+  if (LOADS_SLOT && threadIdx.x == 0) {
     const int* slot = Mask(p, s, step.head).slots + static_cast<i64>(step.block) * p.slot_columns + shared.work.tile;
     copy_float(&shared.delta[stage][BLOCK_M], reinterpret_cast<const float*>(slot));
   }
@@ -136,10 +138,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   VIEW_SHARED_STORAGE(shared);
   if (threadIdx.x == 0) {
     if constexpr (DETERMINISTIC) {
-      for (auto& turn : shared.own_turns) turn = nullptr;
+      for (auto& pending : shared.pending_signals) pending = nullptr;
       // Blocks take tiles when they run, so whatever a block waits for was taken before, by a block that runs.
       const u32 id = p.dq_turns == nullptr ? blockIdx.x : atomicAdd(p.dq_turns, 1);
-      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, TILES_IN_TURN);
+      shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, INTERLEAVED_TILES);
     } else {
       shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
     }
@@ -160,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
   for (auto& x : dv) clear(x);
 
-  QueryWalk walk(p, shared.work);
-  Step step(walk);
-  bool exists = !walk.done();
+  QueryTileIterator iterator(p, shared.work);
+  Step step(iterator);
+  bool exists = !iterator.done();
   if (exists) {
     const i64 batch = batch_of(p, s);
     // Keys before first_seen are hidden from all queries.
@@ -176,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     load_queries(p, shared, 0, step);
     load_rows(p, shared, 0, step);
     commit_copies();
-    walk.advance();
+    iterator.advance();
     finish_queries(shared, 0, step);
     __syncthreads();
     if constexpr (HIDES_ANYWHERE && COMPUTES_DK) {
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       __syncthreads();
     }
     if constexpr (ONE_BARRIER) {
-      if (!walk.done()) load_step(p, shared, 1, Step(walk));
+      if (!iterator.done()) load_step(p, shared, 1, Step(iterator));
       commit_copies();
     }
   }
@@ -195,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
 
 #pragma unroll 1
-    for (int part = 0; part < QUERY_PARTS; part++) {
-      const int query = (part * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
+    for (int pass = 0; pass < QUERY_PARTS; pass++) {
+      const int query = (pass * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
       const bool masked =
           partial ||
           !Mask(p, s, step.head).columns_inside(first_row, FRAGMENT_QUERIES, tile_key + warp_key, FRAGMENTS * 16);
@@ -207,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const int key = tile_key + warp_key + 16 * f;
-          const int slot = BRINGS_SLOT ? __float_as_int(shared.delta[stage][BLOCK_M])
-                                       : Mask(p, s, step.head).slot_at(first_row, key);
+          const int slot =
+              LOADS_SLOT ? __float_as_int(shared.delta[stage][BLOCK_M]) : Mask(p, s, step.head).slot_at(first_row, key);
           const u32 bits = block_bits(p, slot, key, first_row);
           visible |= (bits & 0xffffffffu >> (32 - FRAGMENT)) << f * FRAGMENT;
         }
@@ -216,11 +218,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
       for (auto& fragment : x) clear(fragment);
       // 1. S^T = K Q^T.
-      multiply_rows<!BRINGS_SLOT>(x, own_keys, queries.from_row(query));
-      if (DQ_IN_QUERIES && part == 0) {
+      multiply_rows<!LOADS_SLOT>(x, own_keys, queries.from_row(query));
+      if (DQ_IN_QUERIES && pass == 0) {
         if (lane() == 0) ptx::bulk_wait_group_read<0>();
         __syncwarp();  // the rows that a warp loads are those of its own dq
-        if (!walk.done()) load_queries(p, shared, stage ^ 1, Step(walk));
+        if (!iterator.done()) load_queries(p, shared, stage ^ 1, Step(iterator));
         commit_copies();
       }
       if constexpr (COMPUTES_DK) {
@@ -236,16 +238,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
           softcap.take(scores.score(), x[f]);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
-                       BitsOfBlock{visible >> f * FRAGMENT});
+          scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
+                            BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
           const float* delta = shared.delta[stage] + query + fragment_column();
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
-            if (!FOLDS && masked) clear_hidden(dp[f][e], x[f][e]);
+            if (!DERIVES_ADDRESSES && masked) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (FOLDS && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
+          if (DERIVES_ADDRESSES && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
@@ -259,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
-          scores.weigh(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
-                       BitsOfBlock{visible >> f * FRAGMENT});
+          scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
+                            BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
           pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
@@ -274,22 +276,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     for (int other = 1; other < QUERY_WARPS; other++) {
       const int query = (query_warp + other) % QUERY_WARPS * FRAGMENT_QUERIES;
       if constexpr (COMPUTES_DV) {
-        multiply_part<FRAGMENT_QUERIES>(dv, shared_weights.from_row(warp_key), query, douts, query_warp * DV_COLUMNS);
+        multiply_depth_range<FRAGMENT_QUERIES>(dv, shared_weights.from_row(warp_key), query, douts,
+                                               query_warp * DV_COLUMNS);
       }
       if constexpr (COMPUTES_DK) {
-        multiply_part<FRAGMENT_QUERIES>(dk, gradients.from_row(warp_key), query, queries, query_warp * DK_COLUMNS);
+        multiply_depth_range<FRAGMENT_QUERIES>(dk, gradients.from_row(warp_key), query, queries,
+                                               query_warp * DK_COLUMNS);
       }
     }
 
-    if (ONE_BARRIER && !walk.done()) finish_queries(shared, stage ^ 1, Step(walk));
+    if (ONE_BARRIER && !iterator.done()) finish_queries(shared, stage ^ 1, Step(iterator));
     __syncthreads();  // all gradients are there, and the queries are read
     // 6. The next step's operands are loaded.
     const int head = step.head, tile = step.block;
-    step = Step(walk);
-    exists = !walk.done();
-    if (exists) walk.advance();
+    step = Step(iterator);
+    exists = !iterator.done();
+    if (exists) iterator.advance();
     if constexpr (ONE_BARRIER) {
-      if (!walk.done()) load_step(p, shared, stage, Step(walk));
+      if (!iterator.done()) load_step(p, shared, stage, Step(iterator));
     } else if (exists) {
       load_queries(p, shared, 0, step);
       load_rows(p, shared, 0, step);
@@ -301,8 +305,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const int dq_warp = warp / DQ_WARPS_N, column = warp % DQ_WARPS_N * DQ_COLUMNS;
         int known = 0;
         if constexpr (DETERMINISTIC) {
-          end_turn(shared.own_turns[warp]);
-          known = turns_before(dq_turn_at(p, query_tile(p, s, head, tile, BLOCK_M)));
+          signal_addition(shared.pending_signals[warp]);
+          known = additions_done(dq_order_at(p, query_tile(p, s, head, tile, BLOCK_M)));
         }
         float dq[DQ_FRAGMENTS][DQ_COLUMNS / 2];
 #pragma unroll
@@ -311,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         const i64 number = query_tile(p, s, head, tile, BLOCK_M);
         float* sum = own_sum_at(p, number);
         if constexpr (DETERMINISTIC) {
-          take_turn(shared.own_turns[warp], dq_turn_at(p, number), known,
-                    shared.work.tile - blocks_of_keys(p, s, head, tile, BLOCK_M, BLOCK_N).block);
+          wait_for_earlier_additions(shared.pending_signals[warp], dq_order_at(p, number), known,
+                                     shared.work.tile - blocks_of_keys(p, s, head, tile, BLOCK_M, BLOCK_N).block);
         }
         if constexpr (BULK_ADDS) {
           unsigned char* first = DQ_BUFFER ? shared.dq : shared.q + stage * QueryTile::BYTES;
@@ -331,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   }
 
   if constexpr (DETERMINISTIC) {
-    end_turn(shared.own_turns[warp]);
+    signal_addition(shared.pending_signals[warp]);
   } else if constexpr (BULK_ADDS) {
     if (lane() == 0) ptx::bulk_wait_group_read<0>();
   }

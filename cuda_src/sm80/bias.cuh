@@ -1,6 +1,6 @@
-// The gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasTile computes dS of one tile of
-// scores and sums it; ../bias_walk.cuh has the kernel, and visits the tiles that one tile of the bias was added to. A
-// warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
+// The gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasGradient computes dS of one tile
+// of scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias was added
+// to. A warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
 // split/sm80_tile.cuh) says how to multiply.
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax.cuh"
@@ -59,13 +59,13 @@ DEVICE void read_biases(Accum (&x)[FRAGMENT], const Score& score, int row, int c
   }
 }
 
-// BiasTile sums the gradient of one tile of the bias (BLOCK_M, BLOCK_N).
-struct BiasTile {
+// BiasGradient sums the gradient of one tile of the bias (BLOCK_M, BLOCK_N).
+struct BiasGradient {
   SharedStorage& shared;
   Loaded own_queries, own_keys;
   Accum sum[FRAGMENTS][FRAGMENT];  // the thread's elements of the warp's FRAGMENTS * 16 rows
 
-  DEVICE explicit BiasTile(SharedStorage& shared) : shared(shared) {
+  DEVICE explicit BiasGradient(SharedStorage& shared) : shared(shared) {
 #pragma unroll
     for (auto& x : sum) clear(x);
   }

@@ -1,9 +1,8 @@
 // Forward attention by mma.sync, for sm_75 and newer and for every dtype that tensor cores multiply there:
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
-// and maxima.
-// The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it defines
-// Weights, pack, multiply_*, write_results, and what namespace `direct` of portable/tile.cuh has.
+// and maxima. The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it
+// defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
 // sm90/forward/forward.cu is the counterpart for Hopper.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
@@ -14,7 +13,7 @@ constexpr bool SHARES_QUERIES = KEY_WARPS > 1;
 using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM, true>;
 using KeyTile = KeyedTile<BLOCK_N, HEAD_DIM, true>;
 using ValueTile = ValuedTile<BLOCK_N, HEAD_DIM_V, true>;
-using WeightTile = Tile<BLOCK_M, BLOCK_N>;
+using WeightTile = SharedTile<BLOCK_M, BLOCK_N>;
 constexpr bool HAS_WEIGHT_TILE = SHARES_QUERIES || HAS_BIAS_TILES;
 constexpr int LISTED_N = BLOCK_N / LISTED;
 
@@ -36,11 +35,12 @@ static_assert(BLOCK_M == FRAGMENTS * QUERY_WARPS * 16 && WARP_KEYS % 16 == 0, "w
 static_assert(LISTED == 1 || (LISTED == 2 && STAGES == 2 && HAS_BLOCK_MASK && NUM_OPTIONS == 1 && !HAS_WINDOW));
 static_assert(!SHARES_QUERIES || (STAGES == 1 && !(HAS_MASK || HAS_BIAS || HAS_DROPOUT)),
               "one buffer of keys; plain, with a window or a block mask");
-// VALUES_LATER: the first scores do not wait for values. With a block mask that takes registers, so it is left out.
-constexpr bool VALUES_LATER = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
-// LOOKS_BEHIND: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
+// WAITS_FOR_KEYS_FIRST: the first scores do not wait for values. With a block mask that takes registers, so it is left
+// out.
+constexpr bool WAITS_FOR_KEYS_FIRST = STAGES == 2 && sizeof(Element) == 2 && !HAS_BLOCK_MASK;
+// RECHECKS: keys that are hidden one by one are looked for only where the result is not finite, in a recheck of the
 // tile.
-constexpr bool LOOKS_BEHIND = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
+constexpr bool RECHECKS = (HAS_MASK || HAS_BIAS) && sizeof(Element) == 2 && !(FRAGMENTS > 1 && HEAD_DIM_V > 64);
 // FETCHES_AHEAD: a mask and a bias are read while scores are computed, where registers hold them.
 constexpr bool FETCHES_AHEAD = sizeof(Element) == 2 && FRAGMENTS == 1 && !HAS_BIAS_TILES;
 // HOLDS_SCORES: what scores need is held in registers, or made anew for every tile.
@@ -96,14 +96,15 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
   ptx::barrier_sync(1 + warp / KEY_WARPS, KEY_WARPS * WARP);
 #pragma unroll 1
   for (int other = 1; other < KEY_WARPS; other++) {
-    multiply_part<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values, key_warp * WARP_COLUMNS);
+    multiply_depth_range<WARP_KEYS>(out, shared, (key_warp + other) % KEY_WARPS * WARP_KEYS, values,
+                                    key_warp * WARP_COLUMNS);
   }
 }
 
 // load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
 DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
-  using One = Tile<LISTED_N, T::PER_ROW * VECTOR, true>;
+  using One = SharedTile<LISTED_N, T::PER_ROW * VECTOR, true>;
   const int first = blocks.block;
   blocks.advance();
   if (blocks.block == first + 1) {
@@ -121,11 +122,11 @@ DEVICE void clear_unseen(SharedStorage& shared, const ValueTile& values) {
   if (threadIdx.x < BLOCK_N) shared.seen[threadIdx.x] = 0;
 }
 
-// attend() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck (`careful`),
-// hidden keys that are not finite show in the result, and the sums are not finite either.
-DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful,
-                   Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
-                   Units (&units)[FRAGMENTS]) {
+// compute_tile() computes a tile of queries; it returns false where the tile has none. Unless it is a recheck, hidden
+// keys that are not finite show in the result, and the sums are not finite either.
+DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool recheck,
+                         Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
+                         Units (&units)[FRAGMENTS]) {
   // Every thread finds the work itself, so that the first copies start at once.
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
   const int head = work.head, tile_row = work.tile * BLOCK_M;
@@ -154,7 +155,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         keys.load(k, blocks.block * BLOCK_N);
       }
       shared.factors.load(0, k, v, blocks.block * BLOCK_N);
-      if constexpr (VALUES_LATER) commit_copies();
+      if constexpr (WAITS_FOR_KEYS_FIRST) commit_copies();
       if constexpr (LISTED == 2) {
         load_two(values, v, blocks, first_seen);
       } else if constexpr (STAGES == 2) {
@@ -173,7 +174,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
   __syncthreads();
   const Sequence& s = shared.work.sequence;
   const OperandRows &k = shared.k_rows, &v = shared.v_rows;
-  const ScoreFragment held(p, s, shared.work.head);
+  const ScoreFragment held_scores(p, s, shared.work.head);
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     clear(out[f]);
@@ -183,7 +184,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
 
   bool first = true;
   for (u32 stage = 0; !blocks.done(); stage ^= 1) {
-    const ScoreFragment scores = HOLDS_SCORES ? held : ScoreFragment(p, s, shared.work.head);
+    const ScoreFragment scores = HOLDS_SCORES ? held_scores : ScoreFragment(p, s, shared.work.head);
     const int first_key = blocks.block * LISTED_N;
     bool masked = HIDES_ANYWHERE ? scores.needs_mask(blocks, tile_row, BLOCK_M, LISTED_N)
                                  : scores.needs_mask(blocks, first_row, FRAGMENTS * 16);
@@ -199,7 +200,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
     }
 
     // 1. Wait for this tile's keys (and values), and start to load what comes next.
-    if (VALUES_LATER && first) {
+    if (WAITS_FOR_KEYS_FIRST && first) {
       wait_for_copies<1>();
       __syncthreads();
     } else {
@@ -249,7 +250,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
       bool exceeded = false;
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, careful, options[f]);
+        scores.apply(x[f], p, first_row + 16 * f + fragment_row(), first_key + own_key, masked, recheck, options[f]);
         if (HIDES_ANYWHERE && masked) mark_seen(shared.seen + own_key, x[f]);
         softmax[f].take_factors(shared.softmax);
         FragmentSoftmax::find_tops(x[f], top[f]);
@@ -269,7 +270,7 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
           for (int r = 0; r < 2; r++) softmax[f].follow(r, top[f][r], rescale[r]);
           rescale_rows(out[f], rescale);
         }
-        softmax[f].weigh(x[f]);
+        softmax[f].to_weights(x[f]);
         pack(weights[f], x[f]);
         share(weights[f], shared_weights.from_row(16 * f));
       }
@@ -304,23 +305,23 @@ DEVICE bool attend(const AttentionParams& p, SharedStorage& shared, bool careful
         }
 #pragma unroll
         for (int i = 0; i < LISTED; i++) {
-          auto& part = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
-          scores.apply(part, p, row, i == 0 ? first_key : next_key, masked, careful, options[f]);
-          if (HIDES_ANYWHERE && masked && careful) mark_seen(shared.seen + i * LISTED_N, part);
+          auto& tile_scores = reinterpret_cast<Accum(&)[WARP_KEYS / 2 / LISTED]>(x[f][i * WARP_KEYS / 2 / LISTED]);
+          scores.apply(tile_scores, p, row, i == 0 ? first_key : next_key, masked, recheck, options[f]);
+          if (HIDES_ANYWHERE && masked && recheck) mark_seen(shared.seen + i * LISTED_N, tile_scores);
         }
         softmax[f].take_factors(shared.softmax);
         bool grown = softmax[f].step(x[f], rescale, blocks.count() + LISTED);
         scores.drop(x[f], row, first_key);
-        grown |= units[f].fold(x[f], shared.factors.of_valued(stage), rescale);
+        grown |= units[f].scale_to_units(x[f], shared.factors.of_valued(stage), rescale);
         pack(weights[f], x[f]);
         if (grown) rescale_rows(out[f], rescale);
       }
-      if (VALUES_LATER && first) {
+      if (WAITS_FOR_KEYS_FIRST && first) {
         first = false;
         wait_for_copies<1>();
         __syncthreads();
       }
-      if (HIDES_ANYWHERE && masked && careful) {
+      if (HIDES_ANYWHERE && masked && recheck) {
         __syncthreads();
         clear_unseen(shared, values);
       }
@@ -351,9 +352,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   FragmentSoftmax softmax[FRAGMENTS];
   Units units[FRAGMENTS];
   // A tile whose result is not finite is computed once more, as a recheck that looks for hidden keys.
-  for (bool careful = !LOOKS_BEHIND;; careful = true) {
-    if (!attend(p, shared, careful, out, softmax, units)) return;
-    if (careful) break;
+  for (bool recheck = !RECHECKS;; recheck = true) {
+    if (!compute_tile(p, shared, recheck, out, softmax, units)) return;
+    if (recheck) break;
     Accum zero = 0;
 #pragma unroll
     for (auto& fragment : out) {

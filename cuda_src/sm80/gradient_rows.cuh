@@ -68,25 +68,25 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
   }
 }
 
-// dq_turn_at() counts additions where they have an order, which is that of the keys: a warp adds its part of a tile
+// dq_order_at() counts additions where they have an order, which is that of the keys: a warp adds its part of a tile
 // when all before it are there. The first word counts how many blocks have begun.
-static_assert(NUM_WARPS <= TURNS, "each has a turn");
-DEVICE int* dq_turn_at(const AttentionParams& p, i64 tile) {
+static_assert(NUM_WARPS <= TURNS, "each warp has a counter");
+DEVICE int* dq_order_at(const AttentionParams& p, i64 tile) {
   return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
 }
-// turns_before() asks how many additions are there. It is called early, because an answer takes long.
-DEVICE int turns_before(const int* turn) { return *static_cast<const volatile int*>(turn); }
-// take_turn() waits until it is this addition's place in the order. No fence is needed: L2 adds, one behind the other,
-// whatever was read or written otherwise.
-DEVICE void take_turn(int*& own, int* turn, int known, int before) {
+// additions_done() asks how many additions are there. It is called early, because an answer takes long.
+DEVICE int additions_done(const int* counter) { return *static_cast<const volatile int*>(counter); }
+// wait_for_earlier_additions() waits until it is this addition's place in the order. No fence is needed: L2 adds, one
+// behind the other, whatever was read or written otherwise.
+DEVICE void wait_for_earlier_additions(int*& own, int* counter, int known, int before) {
   if (lane() == 0) {
-    own = turn;
-    while (known != before) known = turns_before(turn);
+    own = counter;
+    while (known != before) known = additions_done(counter);
   }
   __syncwarp();
 }
-// end_turn() passes the order on. It is called a step later, when the addition has arrived.
-DEVICE void end_turn(int* own) {
+// signal_addition() passes the order on. It is called a step later, when the addition has arrived.
+DEVICE void signal_addition(int* own) {
   __syncwarp();
   if (lane() != 0 || own == nullptr) return;
   if constexpr (BULK_ADDS) {

@@ -11,18 +11,18 @@
 constexpr int ROWS = OF_KEYS ? BLOCK_N : BLOCK_M, COLUMNS = KEY_WARPS * FRAGMENT_COLUMNS;
 constexpr int FRAGMENTS = ROWS * KEY_WARPS / (NUM_WARPS * 16);
 constexpr int OWN_DIM = HEAD_DIM / KEY_WARPS;
-static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "parts alike");
+static_assert(KEY_WARPS == 1 || HEAD_DIM == HEAD_DIM_V, "keys and values are divided alike");
 static_assert(OF_KEYS == (COMPUTES_DK || COMPUTES_DV), "dk, dv, both, or dq");
 static_assert(ROWS * KEY_WARPS == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
 // NEEDS_GRADIENTS: dv alone needs no gradients of scores.
 constexpr bool NEEDS_GRADIENTS = !OF_KEYS || COMPUTES_DK;
-// IN_TURN: float64's warps that share rows have a buffer of their own for exchanging results, and load one operand
-// while they multiply the other.
-constexpr bool IN_TURN = KEY_WARPS > 1 && sizeof(Accum) == 8, LAST_KEYED = !(IN_TURN && COMPUTES_DV),
-               LAST_VALUED = !IN_TURN || COMPUTES_DV;
-static_assert(!IN_TURN || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
-              "one product is traded a tile");
-static_assert(KEY_WARPS == 1 || IN_TURN || HEAD_DIM >= 2 * ROWS, "room to trade in");
+// ALTERNATES_OPERANDS: float64's warps that share rows have a buffer of their own for exchanging results, and load one
+// operand while they multiply the other.
+constexpr bool ALTERNATES_OPERANDS = KEY_WARPS > 1 && sizeof(Accum) == 8,
+               LAST_KEYED = !(ALTERNATES_OPERANDS && COMPUTES_DV), LAST_VALUED = !ALTERNATES_OPERANDS || COMPUTES_DV;
+static_assert(!ALTERNATES_OPERANDS || (STAGES == 1 && FRAGMENTS == 1 && !(COMPUTES_DK && COMPUTES_DV)),
+              "one product is exchanged a tile");
+static_assert(KEY_WARPS == 1 || ALTERNATES_OPERANDS || HEAD_DIM >= 2 * ROWS, "room for the exchange");
 // Rows are q and dout, or k and v; columns are k and v, or q and dout.
 using RowTile = KeyedTile<ROWS, HEAD_DIM>;
 using RowTileV = ValuedTile<ROWS, HEAD_DIM_V>;
@@ -39,7 +39,7 @@ struct SharedStorage {
   Factors<ROWS, 1> row_factors;
   Factors<COLUMNS, STAGES> factors;
   u8 seen[HIDES_ANYWHERE ? COLUMNS : 1];
-  Accum traded[IN_TURN ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
+  Accum exchange[ALTERNATES_OPERANDS ? ROWS * COLUMNS : 1];  // scores that warps with the same rows exchange
 };
 
 DEVICE void copy_number(float* to, const float* from) { copy_float(to, from); }
@@ -57,10 +57,11 @@ DEVICE Accum weight_of(Accum score, Accum scale, Accum reference) {
 // load_columns() starts to load the current tile of columns, both operands or one. Keys before `first_seen` are hidden
 // from all queries, and may hold anything.
 template <bool KEYED, bool VALUED>
-DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const Walk& walk, int first_seen) {
+DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 stage, const ColumnIterator& iterator,
+                         int first_seen) {
   const Sequence& s = shared.work.sequence;
-  const int head = OF_KEYS ? walk.head : walk.head / group_size(p);
-  const int first = walk.blocks.block * COLUMNS;
+  const int head = OF_KEYS ? iterator.head : iterator.head / group_size(p);
+  const int first = iterator.blocks.block * COLUMNS;
   const OperandRows columns = rows_of(p, s, OF_KEYS ? Operand::Q : Operand::K, head);
   const OperandRows columns_v = rows_of(p, s, OF_KEYS ? Operand::DOUT : Operand::V, head);
   if constexpr (KEYED) {
@@ -78,18 +79,18 @@ DEVICE void load_columns(const AttentionParams& p, SharedStorage& shared, u32 st
   }
 }
 
-// whole() puts together what warps with the same rows have found of all columns.
+// gather_columns() puts together what warps with the same rows have found of all columns.
 template <class X, class Columns>
-DEVICE auto& whole(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* traded) {
+DEVICE auto& gather_columns(X& x, Accum (&all)[COLUMNS / 2], const Columns& columns, Accum* exchange) {
   if constexpr (KEY_WARPS == 1) {
     return x;
   } else {
     const int warp = threadIdx.x / WARP;
-    if constexpr (!IN_TURN) {
-      traded = columns.last();
+    if constexpr (!ALTERNATES_OPERANDS) {
+      exchange = columns.last();
       __syncthreads();
     }
-    Accum *place = traded + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
+    Accum *place = exchange + warp / KEY_WARPS * (COLUMNS / 2 * WARP) + lane(),
           *own = place + warp % KEY_WARPS * (FRAGMENT * WARP);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) own[e * WARP] = x[e];
@@ -119,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const RowTile rows{ptx::shared_address(shared.rows)}, own_rows = rows.from_row(warp_row);
   const RowTileV rows_v{ptx::shared_address(shared.rows_v)}, own_rows_v = rows_v.from_row(warp_row);
 
-  Walk walk(p, work);
+  ColumnIterator iterator(p, work);
   const int first_seen = OF_KEYS ? 0 : Mask(p, s, work.head).columns(0).begin;
-  if (!walk.done()) {
+  if (!iterator.done()) {
     const int group = group_size(p);
     const int begin = OF_KEYS ? Mask(p, s, work.head * group).columns(0).begin : 0;
     const OperandRows from = rows_of(p, s, OF_KEYS ? Operand::K : Operand::Q, work.head);
@@ -129,11 +130,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     rows.load(from, tile_row, begin);
     if constexpr (NEEDS_GRADIENTS) rows_v.load(from_v, tile_row, begin);
     shared.row_factors.load(0, from, from_v, tile_row);
-    if constexpr (IN_TURN) {
-      load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+    if constexpr (ALTERNATES_OPERANDS) {
+      load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
-    load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
+    load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, iterator, first_seen);
     commit_copies();
     if (HIDES_ANYWHERE && threadIdx.x < COLUMNS) shared.seen[threadIdx.x] = 0;
   }
@@ -156,28 +157,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) clear(gradient[f]), clear(gradient_v[f]), clear(dslope[f]);
   Units units[FRAGMENTS], units_v[FRAGMENTS];
-  for (u32 stage = 0; !walk.done(); stage ^= STAGES - 1) {
-    const int tile_column = walk.blocks.block * COLUMNS, first_column = tile_column + own_column, head = walk.head;
+  for (u32 stage = 0; !iterator.done(); stage ^= STAGES - 1) {
+    const int tile_column = iterator.blocks.block * COLUMNS, first_column = tile_column + own_column,
+              head = iterator.head;
     const ScoreGradient scores(p, s, head);
     const int query = OF_KEYS ? tile_column : HIDES_ANYWHERE ? tile_row : first_row;
     const int queries = OF_KEYS ? COLUMNS : HIDES_ANYWHERE ? ROWS : FRAGMENTS * 16;
-    const bool masked = scores.needs_mask(walk.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
+    const bool masked = scores.needs_mask(iterator.blocks.partial, query, queries, OF_KEYS ? first_row : tile_column,
                                           OF_KEYS ? FRAGMENTS * 16 : COLUMNS);
     const ColumnTile columns{ptx::shared_address(shared.columns) + stage * ColumnTile::BYTES};
     const ColumnTileV columns_v{ptx::shared_address(shared.columns_v) + stage * ColumnTileV::BYTES};
     // 1. Wait for this tile of columns, and start to load the next.
-    wait_for_copies<IN_TURN>();
+    wait_for_copies<ALTERNATES_OPERANDS>();
     __syncthreads();
-    walk.advance();
+    iterator.advance();
     if constexpr (STAGES == 2) {
-      if (!walk.done()) load_columns<true, true>(p, shared, stage ^ 1, walk, first_seen);
+      if (!iterator.done()) load_columns<true, true>(p, shared, stage ^ 1, iterator, first_seen);
       commit_copies();
     }
 
     Accum x[FRAGMENTS][FRAGMENT], y[FRAGMENTS][FRAGMENT];  // S, then P; and dP, then dS: the warp's rows x its columns
 #pragma unroll
     for (auto& fragment : x) clear(fragment);
-    if constexpr (IN_TURN) {
+    if constexpr (ALTERNATES_OPERANDS) {
       clear(y[0]);
       if constexpr (COMPUTES_DV) {
         multiply_scores(x, own_rows, columns.from_row(own_column));
@@ -185,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
       }
       finish_copies();
-      if (!walk.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, walk, first_seen);
+      if (!iterator.done()) load_columns<!LAST_KEYED, !LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
     // 2. S = Q K^T or its transpose; from it come the weights P.
@@ -206,13 +208,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       }
       scores.mark_dropped(x[f], row, first_column);
     }
-    if constexpr (!IN_TURN) {
+    if constexpr (!ALTERNATES_OPERANDS) {
 #pragma unroll
       for (auto& fragment : y) clear(fragment);
     }
     // 3. dP = dO V^T or its transpose; from it comes dS.
     if constexpr (NEEDS_GRADIENTS) {
-      if constexpr (!IN_TURN) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
+      if constexpr (!ALTERNATES_OPERANDS) multiply_scores(y, own_rows_v, columns_v.from_row(own_column));
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
         take_values(y[f], shared.row_factors, warp_row + 16 * f + fragment_row(), shared.factors, stage, own_column);
@@ -232,9 +234,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (Accum& w : x[f]) w = larger(w, Accum(0));
         }
-        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(x[f], room, columns, shared.traded);
-        if (units_v[f].fold(all, shared.factors.of_valued(stage), rescale)) rescale_rows(gradient_v[f], rescale);
+        Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
+        auto& all = gather_columns(x[f], exchanged, columns, shared.exchange);
+        if (units_v[f].scale_to_units(all, shared.factors.of_valued(stage), rescale))
+          rescale_rows(gradient_v[f], rescale);
         pack(left[f], all);
       }
       // 4. dV += P^T dO.
@@ -245,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
       for (int f = 0; f < FRAGMENTS; f++) {
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope[f], y[f], own_row + 16 * f, first_column);
         softcap[f].apply(y[f]);
-        Accum rescale[2] = {1, 1}, room[COLUMNS / 2];
-        auto& all = whole(y[f], room, columns, shared.traded);
-        if (units[f].fold(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
+        Accum rescale[2] = {1, 1}, exchanged[COLUMNS / 2];
+        auto& all = gather_columns(y[f], exchanged, columns, shared.exchange);
+        if (units[f].scale_to_units(all, shared.factors.of_keyed(stage), rescale)) rescale_rows(gradient[f], rescale);
         pack(left[f], all);
       }
       if (HIDES_ANYWHERE && !OF_KEYS && masked) {
@@ -261,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
     if constexpr (STAGES == 1) {
       __syncthreads();
-      if (!walk.done()) load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, walk, first_seen);
+      if (!iterator.done()) load_columns<LAST_KEYED, LAST_VALUED>(p, shared, 0, iterator, first_seen);
       commit_copies();
     }
   }

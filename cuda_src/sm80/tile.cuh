@@ -31,11 +31,11 @@ DEVICE void finish_copies() {
   __syncthreads();
 }
 
-// Tile is ROWS x COLUMNS elements at a shared address, row by row. Vectors are permuted within 128 bytes or less
-// (swizzle), so that the eight rows of a matrix of ldmatrix lie in different banks. FOLDS: one of a thread's addresses
-// is computed, and the others follow from it, where registers are too few for each.
-template <int ROWS, int COLUMNS, bool FOLDS = false>
-struct Tile {
+// SharedTile is ROWS x COLUMNS elements at a shared address, row by row. Vectors are permuted within 128 bytes or less
+// (swizzle), so that the eight rows of a matrix of ldmatrix lie in different banks. DERIVES_ADDRESSES: one of a
+// thread's addresses is computed, and the others follow from it, where registers are too few for each.
+template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
+struct SharedTile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
   // Vectors among which the swizzle permutes.
@@ -59,11 +59,12 @@ struct Tile {
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
     const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
-    const Element* from = rows.data + along(first_row + own_row, rows.stride) + own_vector * VECTOR;
+    const Element* from = rows.data + element_offset(first_row + own_row, rows.stride) + own_vector * VECTOR;
     const u32 own = address + offset(own_row, own_vector);
-    static_assert(!FOLDS || (WARP_ROWS & (WARP_ROWS - 1)) == 0, "bits of own_row and of `row` below, which swap alone");
+    static_assert(!DERIVES_ADDRESSES || (WARP_ROWS & (WARP_ROWS - 1)) == 0,
+                  "bits of own_row and of `row` below, which swap alone");
     const auto place = [=](int row, int v) {
-      if constexpr (!FOLDS) return address + offset(own_row + row, own_vector + v);
+      if constexpr (!DERIVES_ADDRESSES) return address + offset(own_row + row, own_vector + v);
       return (own ^ swizzle(row) * VECTOR_BYTES) + row * ROW_BYTES + v * VECTOR_BYTES;
     };
     // Most tiles need no test for each vector.
@@ -115,9 +116,9 @@ struct Tile {
     const int vector = column / VECTOR;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const int row = row_offset(2 * i), at = fragment_row() + (FOLDS ? 0 : row);
+      const int row = row_offset(2 * i), at = fragment_row() + (DERIVES_ADDRESSES ? 0 : row);
       const u32 to = address + offset(at, vector + i / 2) + fragment_column() * sizeof(Element);
-      *static_cast<u32*>(__cvta_shared_to_generic(to + (FOLDS ? row * ROW_BYTES : 0))) = pairs[i];
+      *static_cast<u32*>(__cvta_shared_to_generic(to + (DERIVES_ADDRESSES ? row * ROW_BYTES : 0))) = pairs[i];
     }
   }
 
@@ -138,7 +139,7 @@ struct Tile {
   }
 
   // from_row() is the tile from a row on, which is a multiple of 16.
-  DEVICE Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
+  DEVICE SharedTile from_row(int row) const { return {address + row * ROW_BYTES}; }
 
   // lane_address() is the lane's part of the address of a 16 x 16 block: rows by lane % 16 and the second eight columns
   // by lane / 16, or (ACROSS) the other way round. block_address() adds the block's part.
@@ -254,10 +255,10 @@ DEVICE void multiply_weights(float (&x)[FRAGMENTS][N], const u32 (&weights)[FRAG
       [&](u32(&to)[4], int block, int step) { b.right(to, STEP * step, column / 16 + block); });
 }
 
-// multiply_part() computes x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from
+// multiply_depth_range() computes x += a b for DEPTH columns of a and rows of b from `first` on, and columns of b from
 // `column` on.
 template <int DEPTH, class A, class B, int FRAGMENTS, int N>
-DEVICE void multiply_part(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
+DEVICE void multiply_depth_range(float (&x)[FRAGMENTS][N], const A& a, int first, const B& b, int column) {
   const B rows = b.from_row(first);
   multiply_ahead<DEPTH / STEP>(
       x, [&](u32(&to)[4], int f, int step) { a.left(to, 16 * f, first / STEP + step); },
@@ -331,10 +332,10 @@ enum class Operand { Q, K, V, DOUT };
 // for operands in parts.
 namespace direct {
 
-template <int ROWS, int COLUMNS, bool FOLDS = false>
-using KeyedTile = Tile<ROWS, COLUMNS, FOLDS>;  // a tile of queries or keys
-template <int ROWS, int COLUMNS, bool FOLDS = false>
-using ValuedTile = Tile<ROWS, COLUMNS, FOLDS>;  // a tile of values or dout
+template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
+using KeyedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of queries or keys
+template <int ROWS, int COLUMNS, bool DERIVES_ADDRESSES = false>
+using ValuedTile = SharedTile<ROWS, COLUMNS, DERIVES_ADDRESSES>;  // a tile of values or dout
 
 using OperandRows = Rows;
 // rows_of() is an operand's rows of one (sequence, head).
@@ -367,7 +368,7 @@ template <class... Arguments>
 DEVICE void take_values(Arguments&&...) {}
 struct Units {
   template <class X>
-  DEVICE bool fold(X&, const float*, Accum (&)[2]) {
+  DEVICE bool scale_to_units(X&, const float*, Accum (&)[2]) {
     return false;
   }
   DEVICE Accum at(int) const { return 1; }
@@ -375,16 +376,16 @@ struct Units {
 
 }  // namespace direct
 
-// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
-struct QueryWalk {
-  // HELD: the ends are held in registers, except with a block mask, whose bits take registers.
-  static constexpr bool HELD = !HAS_BLOCK_MASK;
+// QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
+struct QueryTileIterator {
+  // IN_REGISTERS: the ends are held in registers, except with a block mask, whose bits take registers.
+  static constexpr bool IN_REGISTERS = !HAS_BLOCK_MASK;
   const AttentionParams& p;
   const Work& work;
   int held_tile, head, held_end;
   Blocks blocks;
 
-  DEVICE QueryWalk(const AttentionParams& p, const Work& work)
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work)
       : p(p), work(work), held_tile(work.tile), head(work.head * group()), held_end(head + group()), blocks(of_head()) {
     skip();
   }
@@ -394,7 +395,7 @@ struct QueryWalk {
     const Blocks all = of_head();
     return all.block + all.end - 1 - blocks.block;
   }
-  DEVICE bool done() const { return HELD ? head == held_end : blocks.done(); }
+  DEVICE bool done() const { return IN_REGISTERS ? head == held_end : blocks.done(); }
   DEVICE void advance() {
     blocks.advance();
     skip();
@@ -402,9 +403,9 @@ struct QueryWalk {
 
  private:
   DEVICE int group() const { return group_size(p); }
-  DEVICE int end_head() const { return HELD ? held_end : (work.head + 1) * group(); }
+  DEVICE int end_head() const { return IN_REGISTERS ? held_end : (work.head + 1) * group(); }
   DEVICE Blocks of_head() const {
-    return blocks_of_queries(p, work.sequence, head, HELD ? held_tile : work.tile, BLOCK_M, BLOCK_N);
+    return blocks_of_queries(p, work.sequence, head, IN_REGISTERS ? held_tile : work.tile, BLOCK_M, BLOCK_N);
   }
   DEVICE void skip() {
     while (blocks.done() && ++head < end_head()) blocks = of_head();

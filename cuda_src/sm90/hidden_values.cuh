@@ -1,9 +1,8 @@
 // This header keeps values of hidden keys out of results: they must not count, but 0 * NaN would, so their rows become
 // 0 in shared memory. Keys outside lengths and window are known beforehand. Which keys are hidden one by one shows only
-// in the scores of all warpgroups together, and finding it out in every tile costs time. So portable/forward.cu
-// computes a tile of queries without looking, and if its result is not finite computes it once more, as a recheck
-// (`careful` in the code) that finds the hidden keys. split/sm90_forward.cu and split/sm90_backward.cu look in every
-// masked tile.
+// in the scores of all warpgroups together, and finding it out in every tile costs time. So sm90/forward/forward.cu
+// computes a tile of queries without looking, and if its result is not finite computes it once more, as a recheck that
+// finds the hidden keys. split/sm90_forward.cu and split/sm90_backward.cu look in every masked tile.
 #include "../rules/mask.cuh"
 #include "wgmma.cuh"
 
@@ -12,13 +11,16 @@ struct SeenKeys {
   u8 flags[HIDES_ANYWHERE ? 2 : 1][HIDES_ANYWHERE ? BLOCK_N : 1];
 };
 
-// The last ALONE warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their own.
-constexpr int ALONE = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
-constexpr int FIRST_ALONE = (CONSUMERS - ALONE) * WARPGROUP;
-DEVICE bool is_alone() { return TEAMS > 1 && threadIdx.x >= FIRST_ALONE; }
-DEVICE u32 thread_of_team() { return threadIdx.x - is_alone() * FIRST_ALONE; }
-DEVICE int threads_of_team() { return is_alone() ? ALONE * WARPGROUP : FIRST_ALONE; }
-DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + is_alone(), threads_of_team()); }
+// The last SECOND_TEAM_WARPGROUPS warpgroups, where there are two teams (forward/loader.cuh), compute tiles of their
+// own.
+constexpr int SECOND_TEAM_WARPGROUPS = TEAMS == 1 ? 0 : CONSUMERS - BLOCK_M / ROWS_OF_WARPGROUP;
+constexpr int FIRST_THREAD_OF_SECOND_TEAM = (CONSUMERS - SECOND_TEAM_WARPGROUPS) * WARPGROUP;
+DEVICE bool in_second_team() { return TEAMS > 1 && threadIdx.x >= FIRST_THREAD_OF_SECOND_TEAM; }
+DEVICE u32 thread_of_team() { return threadIdx.x - in_second_team() * FIRST_THREAD_OF_SECOND_TEAM; }
+DEVICE int threads_of_team() {
+  return in_second_team() ? SECOND_TEAM_WARPGROUPS * WARPGROUP : FIRST_THREAD_OF_SECOND_TEAM;
+}
+DEVICE void sync_team() { ptx::barrier_sync(1 + CONSUMERS + in_second_team(), threads_of_team()); }
 
 // HiddenValues clears the rows of hidden values of a tile. All warpgroups of a team agree on whether a tile is masked
 // or a recheck, and clear its rows together.
@@ -41,10 +43,10 @@ struct HiddenValues {
     end_of_seen = at_end ? s.len_k + BLOCK_N : s.len_k;
   }
 
-  // spoil() tells whether hidden keys may have come into the results of rows `row` and row + 8: whether a result is not
-  // finite.
+  // is_non_finite() tells whether hidden keys may have come into the results of rows `row` and row + 8: whether a
+  // result is not finite.
   template <int N>
-  static DEVICE bool spoil(const float (&out)[N], int row, int len_q) {
+  static DEVICE bool is_non_finite(const float (&out)[N], int row, int len_q) {
     float zero[2] = {};
 #pragma unroll
     for (int e = 0; e < N; e++) zero[e / 2 % 2] += 0 * out[e];
@@ -59,8 +61,8 @@ struct HiddenValues {
 
   // clear() makes rows of hidden values 0; `v` is the ring at the values of that tile.
   template <class ValueRing>
-  DEVICE void clear(const ValueRing& v, int first_key, bool careful = true) {
-    if (HIDES_ANYWHERE && careful) {
+  DEVICE void clear(const ValueRing& v, int first_key, bool recheck = true) {
+    if (HIDES_ANYWHERE && recheck) {
       u8* flags = seen.flags[parity];
       parity ^= 1;
       v.wait();

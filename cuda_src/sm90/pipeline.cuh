@@ -35,9 +35,9 @@ struct RingBarriers {
 };
 
 // Ring is one side's position in a circular buffer of STAGES buffers of BYTES; both sides visit the buffers in the same
-// order. HURRIED: with two buffers the stage changes without a comparison, which helps where steps wait for it. BLOCKS:
-// so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
-template <int STAGES, u32 BYTES, bool HURRIED = false, u32 BLOCKS = 1>
+// order. TOGGLES_STAGE: with two buffers the stage changes without a comparison, which helps where steps wait for it.
+// BLOCKS: so many thread blocks of a cluster fill each other's buffers, so a release goes to all of them.
+template <int STAGES, u32 BYTES, bool TOGGLES_STAGE = false, u32 BLOCKS = 1>
 struct Ring {
   static constexpr u32 SIZE = BYTES;
   u32 buffers, full_barriers, empty_barriers;  // shared addresses of stage 0
@@ -52,7 +52,7 @@ struct Ring {
   DEVICE u32 full() const { return full_barriers + stage * 8; }
 
   DEVICE void advance() {
-    if constexpr (HURRIED && STAGES == 2) {
+    if constexpr (TOGGLES_STAGE && STAGES == 2) {
       phase ^= stage;
       stage ^= 1;
       return;
@@ -81,15 +81,15 @@ struct Ring {
     empty_barriers = to + (other.empty_barriers - from);
   }
 
-  // behind() is the position one step earlier.
-  DEVICE Ring behind() const {
+  // previous_stage() is the position one step earlier.
+  DEVICE Ring previous_stage() const {
     Ring ring = *this;
     ring.stage = stage == 0 ? STAGES - 1 : stage - 1;
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
-  // following() is the position one step later.
-  DEVICE Ring following() const {
+  // next_stage() is the position one step later.
+  DEVICE Ring next_stage() const {
     Ring next = *this;
     next.advance();
     return next;
@@ -104,8 +104,8 @@ struct Ring {
     advance();
   }
 
-  // publish_part() hands over what one of several warps wrote, for TMA or wgmma too.
-  DEVICE void publish_part() {
+  // publish_from_warp() hands over what one of several warps wrote, for TMA or wgmma too.
+  DEVICE void publish_from_warp() {
     ptx::fence_async_shared();
     publish_written();
   }
@@ -128,33 +128,33 @@ struct Ring {
   }
 };
 
-// Turns is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so that
-// the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on named
-// barriers.
-struct Turns {
+// ProductOrder is the ping-pong of FlashAttention-3 (section 3.1): the warpgroups issue their products in an order, so
+// that the softmax of one runs while the products of another are computed. It is CUTLASS's OrderedSequenceBarrier on
+// named barriers.
+struct ProductOrder {
   // Named barriers FIRST_BARRIER .. FIRST_BARRIER + CONSUMERS - 1 are the warpgroups'.
   static constexpr int FIRST_BARRIER = 1;
   int own, next;
 
-  DEVICE Turns(int warpgroup)
+  DEVICE ProductOrder(int warpgroup)
       : own(FIRST_BARRIER + warpgroup), next(FIRST_BARRIER + (warpgroup + 1 < CONSUMERS ? warpgroup + 1 : 0)) {
-    if (PING_PONG && warpgroup == CONSUMERS - 1) pass();
+    if (PING_PONG && warpgroup == CONSUMERS - 1) arrive();
   }
-  // take() waits for this warpgroup's place in the order; pass() lets the next warpgroup go.
-  DEVICE void take() const {
+  // wait() waits for this warpgroup's place in the order; arrive() lets the next warpgroup go.
+  DEVICE void wait() const {
     if constexpr (PING_PONG) ptx::barrier_sync(own, 2 * WARPGROUP);
   }
-  DEVICE void pass() const {
+  DEVICE void arrive() const {
     if constexpr (PING_PONG) ptx::barrier_arrive(next, 2 * WARPGROUP);
   }
-  // finish() takes the place in the order that is left over at the end.
-  DEVICE void finish() const {
+  // drain() takes the place in the order that is left over at the end.
+  DEVICE void drain() const {
     if (PING_PONG && own == FIRST_BARRIER) ptx::barrier_sync(FIRST_BARRIER, 2 * WARPGROUP);
   }
 };
 
-// num_images() is the number of batch_heads; packed sequences count as one.
-DEVICE u32 num_images(const AttentionParams& p) {
+// num_batch_heads_q() is the number of batch_heads; packed sequences count as one.
+DEVICE u32 num_batch_heads_q(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_q * p.batch : p.num_heads_q;
 }
 
@@ -164,23 +164,25 @@ DEVICE u32 num_images(const AttentionParams& p) {
 // that blocks end together.
 DEVICE Work work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
-  u32 tile = index % num_tiles, image = index / num_tiles;
+  u32 tile = index % num_tiles, batch_head = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
-    const u32 images = num_images(p), last_heads = images - min(p.heads_together, images);
-    if (image >= last_heads) {
-      const u32 place = index - last_heads * num_tiles, heads = images - last_heads;
+    const u32 num_batch_heads = num_batch_heads_q(p),
+              last_heads = num_batch_heads - min(p.heads_together, num_batch_heads);
+    if (batch_head >= last_heads) {
+      const u32 place = index - last_heads * num_tiles, heads = num_batch_heads - last_heads;
       tile = place / heads;
-      image = last_heads + place % heads;
+      batch_head = last_heads + place % heads;
     }
     tile = num_tiles - 1 - tile;
   }
-  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, image);
-  return {sequence_of(p, image / p.num_heads_q), static_cast<int>(image % p.num_heads_q), static_cast<int>(tile)};
+  if (p.cu_seqlens_q != nullptr) return packed_work<false>(p, BLOCK_M, tile, batch_head);
+  return {sequence_of(p, batch_head / p.num_heads_q), static_cast<int>(batch_head % p.num_heads_q),
+          static_cast<int>(tile)};
 }
 
 // take_ticket() takes the next tile for a thread block that has become free. Every tile is followed by one ticket, so
-// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out in
-// turn. Each of two teams has a counter of its own.
+// the last of `total` tickets leaves the counter at 0 for the next launch. Without a counter tiles are dealt out round
+// robin. Each of two teams has a counter of its own.
 DEVICE u32 take_ticket(const AttentionParams& p, int team = 0) {
   return p.tile_counter == nullptr ? 0 : atomicAdd(p.tile_counter + team, 1u);
 }

@@ -30,16 +30,16 @@ struct NothingMore {
 };
 
 // multiply_by_rows() starts x = a b^T over DEPTH, and adds what `more` starts; the panels of a and b have ROWS_A and
-// ROWS_B rows. The first HELD steps of a are fragments in registers.
-template <int DEPTH, int ROWS_A, int ROWS_B, int HELD = 0, int N, class More = NothingMore>
-DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}, const u32 (*held)[4] = nullptr) {
+// ROWS_B rows. The first STEPS_IN_REGISTERS steps of a are fragments in registers.
+template <int DEPTH, int ROWS_A, int ROWS_B, int STEPS_IN_REGISTERS = 0, int N, class More = NothingMore>
+DEVICE void multiply_by_rows(float (&x)[N], u32 a, u32 b, More more = {}, const u32 (*a_fragments)[4] = nullptr) {
   const u64 left = rows_descriptor(a), right = rows_descriptor(b);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < DEPTH / STEP; step++) {
     const u64 b_step = right + step_offset(step, ROWS_B) / 16;
-    if (step < HELD) {
-      const u32(&f)[4] = held[step];
+    if (step < STEPS_IN_REGISTERS) {
+      const u32(&f)[4] = a_fragments[step];
       ptx::wgmma_rs<Element, 0>(x, f[0], f[1], f[2], f[3], b_step, step > 0);
     } else {
       ptx::wgmma_ss<Element, 0, 0>(x, left + step_offset(step, ROWS_A) / 16, b_step, step > 0);

@@ -1,5 +1,5 @@
 // Arithmetic with the factors of split rows (split/layout.cuh) on a warp's fragments: how products of parts become
-// products of rows, and how weights are scaled into float16's range before they are split in turn.
+// products of rows, and how weights are scaled into float16's range before they are split as well.
 // split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh use it.
 #include "../fragment/fragment.cuh"
 #include "../fragment/softmax.cuh"
@@ -33,11 +33,12 @@ DEVICE void multiply_columns(float (&x)[N], const float* factors, float constant
   }
 }
 
-// raise() puts the largest element of each row near TOP, so that float16 parts hold the row: x becomes x * TOP / unit.
-// unit[r], a power of two, is that of all that was added up for row r so far; those sums must first be multiplied by
-// rescale[r]. On return rescale[r] also has the ratio of the units. Units depend on elements that are not 0 alone.
+// normalize_rows() puts the largest element of each row near TOP, so that float16 parts hold the row: x becomes x * TOP
+// / unit. unit[r], a power of two, is that of all that was added up for row r so far; those sums must first be
+// multiplied by rescale[r]. On return rescale[r] also has the ratio of the units. Units depend on elements that are not
+// 0 alone.
 template <int N>
-DEVICE void raise(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
+DEVICE void normalize_rows(float (&x)[N], float (&unit)[2], float (&rescale)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float m = 0;

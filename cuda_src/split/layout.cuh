@@ -5,15 +5,16 @@
 #include "../params.cuh"
 
 // SplitTensor is one operand in work space: halves (batch | 1, heads, parts, panels, rows, PANEL), zero beyond
-// the head dim, and factors (batch | 1, heads, factor_rows). `image` is the batch_head.
+// the head dim, and factors (batch | 1, heads, factor_rows).
 struct SplitTensor {
 #include "SplitTensor.members"
 
-  DEVICE __half* halves_at(u8* space, i64 image, int part, int panel, i64 row) const {
-    return reinterpret_cast<__half*>(space + halves) + (((image * parts + part) * panels + panel) * rows + row) * PANEL;
+  DEVICE __half* halves_at(u8* space, i64 batch_head, int part, int panel, i64 row) const {
+    return reinterpret_cast<__half*>(space + halves) +
+           (((batch_head * parts + part) * panels + panel) * rows + row) * PANEL;
   }
-  DEVICE float* factors_at(u8* space, i64 image, i64 row) const {
-    return reinterpret_cast<float*>(space + factors) + image * factor_rows + row;
+  DEVICE float* factors_at(u8* space, i64 batch_head, i64 row) const {
+    return reinterpret_cast<float*>(space + factors) + batch_head * factor_rows + row;
   }
 };
 #include "SplitTensor.layout"
@@ -24,11 +25,11 @@ struct SplitOperands {
 #include "SplitOperands.members"
 
   // lse_at() is the address of a row's lse, which is inf where a query has no weights.
-  DEVICE float* lse_at(u8* space, i64 image, i64 row) const {
-    return reinterpret_cast<float*>(space + lse) + image * dout.factor_rows + row;
+  DEVICE float* lse_at(u8* space, i64 batch_head, i64 row) const {
+    return reinterpret_cast<float*>(space + lse) + batch_head * dout.factor_rows + row;
   }
-  DEVICE float* delta_at(u8* space, i64 image, i64 row) const {
-    return reinterpret_cast<float*>(space + delta) + image * dout.factor_rows + row;
+  DEVICE float* delta_at(u8* space, i64 batch_head, i64 row) const {
+    return reinterpret_cast<float*>(space + delta) + batch_head * dout.factor_rows + row;
   }
 };
 #include "SplitOperands.layout"

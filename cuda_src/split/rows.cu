@@ -40,15 +40,15 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
                       const Tensor<const float>& from, const SplitTensor& to, int head_dim, bool with_lse) {
   const int heads = OF_K ? p.num_heads_kv : p.num_heads_q;
   const int blocks = (to.factor_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
-  const int images = (p.cu_seqlens_q == nullptr ? p.batch : 1) * heads, image = blockIdx.x / blocks;
+  const int num_batch_heads = (p.cu_seqlens_q == nullptr ? p.batch : 1) * heads, batch_head = blockIdx.x / blocks;
   const int row = blockIdx.x % blocks * ROWS_OF_BLOCK + threadIdx.x / LANES;
-  if (image >= images) return;
-  const int batch = image / heads, head = image % heads, lane = threadIdx.x % LANES;
+  if (batch_head >= num_batch_heads) return;
+  const int batch = batch_head / heads, head = batch_head % heads, lane = threadIdx.x % LANES;
   const int source = row < to.rows ? source_row<OF_K>(p, batch, row) : -1;
   if (with_lse && lane == 0 && row < to.factor_rows) {
     const float lse = source < 0 ? -infinity() : *p.lse.at(batch, source, head);
-    *operands.lse_at(space, image, row) = lse == -infinity() ? infinity() : lse;
-    *operands.delta_at(space, image, row) = source < 0 ? 0 : *p.delta.at(batch, source, head);
+    *operands.lse_at(space, batch_head, row) = lse == -infinity() ? infinity() : lse;
+    *operands.delta_at(space, batch_head, row) = source < 0 ? 0 : *p.delta.at(batch, source, head);
   }
   const float* data = from.at(batch, source < 0 ? 0 : source, head);
   const bool aligned = reinterpret_cast<u64>(data) % sizeof(Vector) == 0;
@@ -80,7 +80,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
   if (exponent < SMALLEST_EXPONENT) exponent = SMALLEST_EXPONENT;
   const float up = __uint_as_float((2 * EXPONENT_OF_1 + TOP_EXPONENT - exponent) << MANTISSA_BITS);
   if (lane == 0 && row < to.factor_rows) {
-    *to.factors_at(space, image, row) = __uint_as_float((exponent - TOP_EXPONENT) << MANTISSA_BITS);
+    *to.factors_at(space, batch_head, row) = __uint_as_float((exponent - TOP_EXPONENT) << MANTISSA_BITS);
   }
   if (row >= to.rows) return;
 
@@ -111,7 +111,7 @@ DEVICE void split_row(const AttentionParams& p, const SplitOperands& operands, u
         const float left = rest.e[e] - __half2float(half.e[e]);
         rest.e[e] = left == left ? left : 0;  // infinity and NaN stand in the first part alone
       }
-      *reinterpret_cast<uint2*>(to.halves_at(space, image, part, panel, row) + column % PANEL) = half.vector;
+      *reinterpret_cast<uint2*>(to.halves_at(space, batch_head, part, panel, row) + column % PANEL) = half.vector;
     }
   }
 }

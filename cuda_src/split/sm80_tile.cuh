@@ -19,10 +19,10 @@ DEVICE OperandRows rows_of(const AttentionParams& p, const Sequence& s, Operand 
   const bool of_keys = operand == Operand::K || operand == Operand::V;
   const bool keyed = operand == Operand::Q || operand == Operand::K;
   const SplitTensor& x = of_keys ? (keyed ? all.k : all.v) : keyed ? all.q : all.dout;
-  const i64 image = (p.cu_seqlens_q == nullptr ? s.batch : 0) * (of_keys ? p.num_heads_kv : p.num_heads_q) + head;
+  const i64 batch_head = (p.cu_seqlens_q == nullptr ? s.batch : 0) * (of_keys ? p.num_heads_kv : p.num_heads_q) + head;
   const int row = of_keys ? split_row_k(p, s) : split_row_q(p, s);
-  return {reinterpret_cast<const float*>(x.halves_at(p.work_space, image, 0, 0, row)),
-          x.factors_at(p.work_space, image, row), i64(x.rows) * PANEL / 2, of_keys ? s.len_k : s.len_q};
+  return {reinterpret_cast<const float*>(x.halves_at(p.work_space, batch_head, 0, 0, row)),
+          x.factors_at(p.work_space, batch_head, row), i64(x.rows) * PANEL / 2, of_keys ? s.len_k : s.len_q};
 }
 
 template <int COLUMNS, int WIDTH>
@@ -36,7 +36,7 @@ constexpr int PANEL_STEPS = PANEL / STEP;
 // SplitTile is ROWS x COLUMNS elements in COUNT parts: (COUNT, PANELS, ROWS, PANEL) in shared memory.
 template <int COUNT, int ROWS, int COLUMNS>
 struct SplitTile {
-  using Panel = Tile<ROWS, PANEL / 2>;
+  using Panel = SharedTile<ROWS, PANEL / 2>;
   static constexpr int PANELS = COLUMNS / PANEL;
   static constexpr u32 BYTES = COUNT * PANELS * Panel::BYTES;
   u32 address;
@@ -108,12 +108,12 @@ struct Units {
   static_assert(MAX_GROWTH <= 8, "256 is the largest weight");
   float unit[2] = {LOWEST_UNIT, LOWEST_UNIT};
 
-  // fold() multiplies weights by factors, and puts them into units; it returns whether rows of the sum are to be
-  // multiplied by rescale.
+  // scale_to_units() multiplies weights by factors, and puts them into units; it returns whether rows of the sum are to
+  // be multiplied by rescale.
   template <int N>
-  DEVICE bool fold(float (&x)[N], const float* factors, float (&rescale)[2]) {
+  DEVICE bool scale_to_units(float (&x)[N], const float* factors, float (&rescale)[2]) {
     multiply_columns(x, factors, WEIGHT_TOP);
-    raise(x, unit, rescale);
+    normalize_rows(x, unit, rescale);
     return __any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1);
   }
   // at() is what a row of the sum is to be multiplied by, perhaps a subnormal.

@@ -73,7 +73,7 @@ DEVICE Work any_work_at(const AttentionParams& p, u32 index) {
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map, const ptx::TensorMap* dout_map) {
-  const u32 total = p.num_tiles * (OF_KEYS ? num_key_images(p) : num_images(p));
+  const u32 total = p.num_tiles * (OF_KEYS ? num_batch_heads_kv(p) : num_batch_heads_q(p));
   for (u32 index = blockIdx.x, next; index < total; index = next) {
     next = next_index(p, index, total);
     const Work work = any_work_at(p, index);
@@ -84,12 +84,12 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
     rings.work.publish();
 
     const int group = group_size(p), head_kv = OF_KEYS ? work.head : work.head / group;
-    const int batch = batch_of(p, s), image_kv = batch * p.num_heads_kv + head_kv;
+    const int batch = batch_of(p, s), batch_head_kv = batch * p.num_heads_kv + head_kv;
     const int first_q = split_row_q(p, s), first_k = split_row_k(p, s);
     bool first = true;
-    for (Walk walk(p, work); !walk.done(); walk.advance()) {
-      const int image_q = batch * p.num_heads_q + walk.head;
-      const int row = (OF_KEYS ? first_q : first_k) + walk.blocks.block * COLUMNS;
+    for (ColumnIterator iterator(p, work); !iterator.done(); iterator.advance()) {
+      const int batch_head_q = batch * p.num_heads_q + iterator.head;
+      const int row = (OF_KEYS ? first_q : first_k) + iterator.blocks.block * COLUMNS;
       rings.columns.acquire();
       rings.columns.expect(sizeof(ColumnVectors));
       const u32 buffer = ptx::shared_address(&shared.vectors[rings.columns.stage]), full = rings.columns.full();
@@ -97,30 +97,31 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
         ptx::bulk_load(buffer + number * VECTOR_BYTES, from, VECTOR_BYTES, full);
       };
       if constexpr (OF_KEYS) {
-        load_vector(0, operands.q.factors_at(space, image_q, row));
-        load_vector(1, operands.dout.factors_at(space, image_q, row));
-        load_vector(2, operands.lse_at(space, image_q, row));
-        load_vector(3, operands.delta_at(space, image_q, row));
+        load_vector(0, operands.q.factors_at(space, batch_head_q, row));
+        load_vector(1, operands.dout.factors_at(space, batch_head_q, row));
+        load_vector(2, operands.lse_at(space, batch_head_q, row));
+        load_vector(3, operands.delta_at(space, batch_head_q, row));
       } else {
-        load_vector(0, operands.k.factors_at(space, image_kv, row));
-        load_vector(1, operands.v.factors_at(space, image_kv, row));
+        load_vector(0, operands.k.factors_at(space, batch_head_kv, row));
+        load_vector(1, operands.v.factors_at(space, batch_head_kv, row));
       }
-      const int image = OF_KEYS ? image_q : image_kv, own_image = OF_KEYS ? image_kv : image_q;
-      ptx::tma_load(rings.columns.buffer(), OF_KEYS ? q_map : k_map, full, 0, row, 0, image);
+      const int batch_head = OF_KEYS ? batch_head_q : batch_head_kv,
+                own_batch_head = OF_KEYS ? batch_head_kv : batch_head_q;
+      ptx::tma_load(rings.columns.buffer(), OF_KEYS ? q_map : k_map, full, 0, row, 0, batch_head);
       rings.columns.advance();
       if (first) {
         const int own = (OF_KEYS ? first_k : first_q) + work.tile * ROWS;
         rings.rows.acquire();
         rings.rows.expect();
-        ptx::tma_load(rings.rows.buffer(), OF_KEYS ? k_map : q_map, rings.rows.full(), 0, own, 0, own_image);
+        ptx::tma_load(rings.rows.buffer(), OF_KEYS ? k_map : q_map, rings.rows.full(), 0, own, 0, own_batch_head);
         if constexpr (NEEDS_GRADIENTS) {
           ptx::tma_load(rings.rows.buffer() + ROWS_BYTES, OF_KEYS ? v_map : dout_map, rings.rows.full(), 0, own, 0,
-                        own_image);
+                        own_batch_head);
         }
         rings.rows.advance();
         first = false;
       }
-      load(rings.columns_v, OF_KEYS ? dout_map : v_map, row, image);
+      load(rings.columns_v, OF_KEYS ? dout_map : v_map, row, batch_head);
     }
   }
   rings.work.acquire();
@@ -128,9 +129,9 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// differentiate() is a consumer warpgroup: it computes the gradients of 64 rows.
-DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
-                          Rings rings, int warpgroup) {
+// consume() is a consumer warpgroup: it computes the gradients of 64 rows.
+DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                    Rings rings, int warpgroup) {
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
@@ -141,19 +142,20 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
     const int tile_row = work.tile * ROWS, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
-    const i64 image = OF_KEYS ? batch * p.num_heads_kv + work.head : batch * p.num_heads_q + work.head;
+    const i64 batch_head = OF_KEYS ? batch * p.num_heads_kv + work.head : batch * p.num_heads_q + work.head;
     const int split_row = (OF_KEYS ? split_row_k(p, s) : split_row_q(p, s)) + row;
     const int last = (OF_KEYS ? s.rows_k : s.rows_q) - 1 - row;
     const auto at = [&](int r) { return split_row + smaller(8 * r, last); };
     const SplitTensor &own = OF_KEYS ? operands.k : operands.q, &own_v = OF_KEYS ? operands.v : operands.dout;
-    const ScoreFactors factors(*own.factors_at(space, image, at(0)), *own.factors_at(space, image, at(1)));
-    const float factor_v[2] = {*own_v.factors_at(space, image, at(0)), *own_v.factors_at(space, image, at(1))};
+    const ScoreFactors factors(*own.factors_at(space, batch_head, at(0)), *own.factors_at(space, batch_head, at(1)));
+    const float factor_v[2] = {*own_v.factors_at(space, batch_head, at(0)),
+                               *own_v.factors_at(space, batch_head, at(1))};
     float lse[2], delta[2];
     if constexpr (!OF_KEYS) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        lse[r] = *operands.lse_at(space, image, at(r));
-        delta[r] = *operands.delta_at(space, image, at(r));
+        lse[r] = *operands.lse_at(space, batch_head, at(r));
+        delta[r] = *operands.delta_at(space, batch_head, at(r));
       }
       hidden.begin(p, s, Mask(p, s, work.head));
     }
@@ -168,24 +170,24 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
     for (float& x : gradient_v) x = 0;
 
     const u32 own_rows = rings.rows.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-    Walk walk(p, work);
-    const bool any = !walk.done();
+    ColumnIterator iterator(p, work);
+    const bool any = !iterator.done();
     if (any) rings.rows.wait();
-    while (!walk.done()) {
-      const int first_column = walk.blocks.block * COLUMNS, head = walk.head;
+    while (!iterator.done()) {
+      const int first_column = iterator.blocks.block * COLUMNS, head = iterator.head;
       const ScoreGradient scores(p, s, head);
       const bool masked =
-          OF_KEYS ? scores.needs_mask(walk.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
+          OF_KEYS ? scores.needs_mask(iterator.blocks.partial, first_column, COLUMNS, first_row, ROWS_OF_WARPGROUP)
           : HIDES_ANYWHERE
-              ? scores.needs_mask(walk.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
-              : scores.needs_mask(walk.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
-      walk.advance();
+              ? scores.needs_mask(iterator.blocks.partial, tile_row, ROWS, first_column, COLUMNS)
+              : scores.needs_mask(iterator.blocks.partial, first_row, ROWS_OF_WARPGROUP, first_column, COLUMNS);
+      iterator.advance();
 
       float x[COLUMNS / 2], y[COLUMNS / 2];  // S, then P; and dP, then dS: the thread's fragment of (64, COLUMNS)
-      SumApart<COLUMNS> apart;
+      ExtraSum<COLUMNS> extra;
       // 1. Start S = Q K^T (or its transpose) and dP = dO V^T.
       rings.columns.wait();
-      start_scores<HEAD_DIM, ROWS>(x, apart, own_rows, rings.columns.buffer());
+      start_scores<HEAD_DIM, ROWS>(x, extra, own_rows, rings.columns.buffer());
       rings.columns_v.wait();
       if constexpr (NEEDS_GRADIENTS) {
         multiply_transposed<PARTS, HEAD_DIM_V, ROWS, COLUMNS>(y, own_rows + ROWS_BYTES, rings.columns_v.buffer());
@@ -193,7 +195,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
       const ColumnVectors& vectors = shared.vectors[rings.columns.stage];
       // 2. Wait for S; scores become weights P.
       ptx::wgmma_wait_group<NEEDS_GRADIENTS>();
-      finish_scores(x, apart);
+      finish_scores(x, extra);
       factors.apply(x, vectors.factors(), !PLAIN_SCORES);
       SoftcapFragment softcap;
       softcap.take(scores.score, x);
@@ -228,7 +230,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
           for (float& w : x) w = larger(w, 0.0f);
         }
         multiply_columns(x, vectors.factors_v(), TOP);
-        raise(x, unit_v, rescale_v);
+        normalize_rows(x, unit_v, rescale_v);
         weights.set(x);
         multiply(sum, weights, rings.columns_v.buffer(), HEAD_DIM_V, 0);
       }
@@ -251,7 +253,7 @@ DEVICE void differentiate(const AttentionParams& p, const SplitOperands& operand
         if constexpr (HAS_ALIBI && !OF_KEYS) scores.add_slopes(dslope, y, row, first_column);
         softcap.apply(y);
         multiply_columns(y, vectors.factors(), TOP);
-        raise(y, unit, rescale);
+        normalize_rows(y, unit, rescale);
         gradients.set(y);
         if constexpr (OVERLAPS) add_values();
         if (!OF_KEYS && masked) hidden.clear(rings.columns, first_column);
@@ -326,6 +328,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       load_tiles(p, operands, p.work_space, shared, rings, &q_map, &k_map, &v_map, &dout_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    differentiate(p, operands, p.work_space, shared, rings, warpgroup);
+    consume(p, operands, p.work_space, shared, rings, warpgroup);
   }
 }

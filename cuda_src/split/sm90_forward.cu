@@ -1,6 +1,6 @@
 // Forward attention in float32 on Hopper's float16 tensor cores: operands are sums of float16 parts with a factor for
 // each row (split/layout.cuh), with which products have float32's error, or with one part TF32's. The loop is that of
-// portable/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
+// sm90/forward/forward.cu (FlashAttention-3, Shah et al. 2024). split/rows.cu prepares the operands.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
 #include "../sm90/hidden_values.cuh"
@@ -50,11 +50,11 @@ struct SplitSoftmax {
     }
   }
 
-  // fold() multiplies weights by the factors of their values, and puts them into units (raise()), whose ratio goes into
-  // rescale.
-  DEVICE void fold(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
+  // scale_to_units() multiplies weights by the factors of their values, and puts them into units (normalize_rows()),
+  // whose ratio goes into rescale.
+  DEVICE void scale_to_units(float (&x)[BLOCK_N / 2], const float* value_factors, float (&rescale)[2]) {
     multiply_columns(x, value_factors, TOP);
-    raise(x, unit, rescale);
+    normalize_rows(x, unit, rescale);
   }
 
   // finish() ends the rows: out[row r] * inverse[r] * unit[r] is the result.
@@ -68,10 +68,10 @@ struct SplitSoftmax {
 };
 
 constexpr u32 ALL_Q_BYTES = KEY_PARTS * Q_BYTES, ALL_K_BYTES = KEY_PARTS * K_BYTES, ALL_V_BYTES = PARTS * V_BYTES;
-// VALUES_BESIDE: the product with the values runs together with that of the next scores, where registers hold the sums
-// of both.
+// OVERLAPS_VALUES: the product with the values runs together with that of the next scores, where registers hold the
+// sums of both.
 constexpr int SUMS = KEY_PARTS == 1 ? 1 : HEAD_DIM == 2 * STEPS_OF_SUM * STEP ? 2 : 3;
-constexpr bool VALUES_BESIDE = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
+constexpr bool OVERLAPS_VALUES = KEY_PARTS == 1 || ((SUMS + 1) * BLOCK_N + HEAD_DIM_V + PANEL) / 2 <= 192;
 // HOLDS_SCORES: what scores need is held in registers or, where these are scarce, made anew.
 constexpr bool HOLDS_SCORES = !(HAS_DROPOUT && HAS_BLOCK_MASK);
 constexpr u32 FACTOR_BYTES = BLOCK_N * sizeof(float);
@@ -116,7 +116,7 @@ struct Rings {
 DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
                        Rings rings, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                        const ptx::TensorMap* v_map) {
-  const u32 total = p.num_tiles * num_images(p);
+  const u32 total = p.num_tiles * num_batch_heads_q(p);
   for (u32 index = blockIdx.x, next; index < total; index = next) {
     next = next_index(p, index, total);
     const Work work = work_at(p, index);
@@ -128,28 +128,28 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
 
     const int head_kv = work.head / group_size(p);
     const int batch = batch_of(p, s);
-    const int image_q = batch * p.num_heads_q + work.head, image_kv = batch * p.num_heads_kv + head_kv;
+    const int batch_head_q = batch * p.num_heads_q + work.head, batch_head_kv = batch * p.num_heads_kv + head_kv;
     const int row_q = split_row_q(p, s) + work.tile * BLOCK_M, row_k = split_row_k(p, s);
     const auto load_keys = [&](int row) {
       rings.factors.acquire();
       rings.factors.expect();
       const u32 buffer = rings.factors.buffer();
-      ptx::bulk_load(buffer, operands.k.factors_at(space, image_kv, row), FACTOR_BYTES, rings.factors.full());
-      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, image_kv, row), FACTOR_BYTES,
+      ptx::bulk_load(buffer, operands.k.factors_at(space, batch_head_kv, row), FACTOR_BYTES, rings.factors.full());
+      ptx::bulk_load(buffer + FACTOR_BYTES, operands.v.factors_at(space, batch_head_kv, row), FACTOR_BYTES,
                      rings.factors.full());
       rings.factors.advance();
-      load(rings.k, k_map, row, image_kv);
+      load(rings.k, k_map, row, batch_head_kv);
     };
     Blocks blocks = blocks_of_keys(p, s, work.head, work.tile, BLOCK_M, BLOCK_N);
     if (blocks.done()) continue;
     load_keys(row_k + blocks.block * BLOCK_N);
-    load(rings.q, q_map, row_q, image_q);
+    load(rings.q, q_map, row_q, batch_head_q);
     while (true) {
       const int values = row_k + blocks.block * BLOCK_N;
       blocks.advance();
       const bool last = blocks.done();
       if (!last) load_keys(row_k + blocks.block * BLOCK_N);
-      load(rings.v, v_map, values, image_kv);
+      load(rings.v, v_map, values, batch_head_kv);
       if (last) break;
     }
   }
@@ -158,10 +158,10 @@ DEVICE void load_tiles(const AttentionParams& p, const SplitOperands& operands, 
   rings.work.publish();
 }
 
-// attend() is a consumer warpgroup: it computes 64 rows of every tile.
-DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
-                   Rings rings, int warpgroup) {
-  const Turns turns(warpgroup);
+// consume() is a consumer warpgroup: it computes 64 rows of every tile.
+DEVICE void consume(const AttentionParams& p, const SplitOperands& operands, u8* space, SharedStorage& shared,
+                    Rings rings, int warpgroup) {
+  const ProductOrder order(warpgroup);
   HiddenValues hidden(shared.seen);
   const float scale = static_cast<float>(p.softmax_scale);
   while (true) {
@@ -171,9 +171,9 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     const Sequence& s = work.sequence;
     const int tile_row = work.tile * BLOCK_M, first_row = tile_row + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
-    const ScoreFragment held(p, s, work.head);
-    const auto scores = [&] { return HOLDS_SCORES ? held : ScoreFragment(p, s, work.head); };
-    hidden.begin(p, s, held.mask);
+    const ScoreFragment held_scores(p, s, work.head);
+    const auto scores = [&] { return HOLDS_SCORES ? held_scores : ScoreFragment(p, s, work.head); };
+    hidden.begin(p, s, held_scores.mask);
     const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const auto row_factor = [&](int r) {
       const int inside = smaller(row + 8 * r, s.rows_q - 1);
@@ -195,8 +195,8 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         return HIDES_ANYWHERE ? scores().needs_mask(blocks, tile_row, BLOCK_M)
                               : scores().needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
-      // weigh() leads from products to the weights of their values.
-      const auto weigh = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
+      // to_weights() leads from products to the weights of their values.
+      const auto to_weights = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked, float (&factor)[2]) {
         rings.factors.wait();
         const Factors& factors = shared.factors[rings.factors.stage];
         factors_of_rows.apply(x, factors.keys, !PLAIN_SCORES);
@@ -206,7 +206,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
         if (masked) hidden.find(x);
         softmax.step(x, factor);
         ScoreFragment(p, s, work.head).drop(x, row, first_key);  // read again, because registers are scarce
-        softmax.fold(x, factors.values, factor);
+        softmax.scale_to_units(x, factors.values, factor);
         __syncwarp();
         rings.factors.release();
       };
@@ -229,30 +229,30 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       // values.
       const auto step = [&](bool masked) {
         float x[BLOCK_N / 2], next_rescale[2];
-        SumApart<BLOCK_N> apart;
+        ExtraSum<BLOCK_N> extra;
         const int first_key = blocks.block * BLOCK_N;
         blocks.advance();
         rings.k.wait();
-        turns.take();
+        order.wait();
         // 1. Start S = Q K^T.
-        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
-        if constexpr (!VALUES_BESIDE) {
+        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
+        if constexpr (!OVERLAPS_VALUES) {
           ptx::wgmma_wait_group<0>();
-          finish_scores(x, apart);
+          finish_scores(x, extra);
         }
         rings.v.wait();
         // 2. Start O += P V of the tile before, and pass the order on.
         multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-        turns.pass();
+        order.arrive();
         // 3. Wait for S, and release the keys.
-        if constexpr (VALUES_BESIDE) {
+        if constexpr (OVERLAPS_VALUES) {
           ptx::wgmma_wait_group<1>();
-          finish_scores(x, apart);
+          finish_scores(x, extra);
         }
         rings.k.release();
         if (blocks.done()) rings.q.release();
         // 4. Scores become weights P.
-        weigh(x, first_key, masked, next_rescale);
+        to_weights(x, first_key, masked, next_rescale);
         // 5. Wait for O += P V of the tile before, and split P into parts.
         add_product();
         weights.set(x);
@@ -264,28 +264,28 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
       rings.q.wait();
       {
         float x[BLOCK_N / 2];
-        SumApart<BLOCK_N> apart;
+        ExtraSum<BLOCK_N> extra;
         const int first_key = blocks.block * BLOCK_N;
         const bool masked = needs_mask();
         blocks.advance();
         rings.k.wait();
-        turns.take();
-        start_scores<HEAD_DIM, BLOCK_M>(x, apart, queries, rings.k.buffer());
-        turns.pass();
+        order.wait();
+        start_scores<HEAD_DIM, BLOCK_M>(x, extra, queries, rings.k.buffer());
+        order.arrive();
         ptx::wgmma_wait_group<0>();
-        finish_scores(x, apart);
+        finish_scores(x, extra);
         rings.k.release();
         if (blocks.done()) rings.q.release();
-        weigh(x, first_key, masked, rescale);
+        to_weights(x, first_key, masked, rescale);
         weights.set(x);
         if (masked) hidden.clear(rings.v, first_key);
       }
       // The other tiles of keys take step(); then the last weights meet their values.
       while (!blocks.done()) step(needs_mask());
       rings.v.wait();
-      turns.take();
+      order.wait();
       multiply(tile, weights, rings.v.buffer(), HEAD_DIM_V, 0);
-      turns.pass();
+      order.arrive();
       add_product();
     }
     const float sink = p.sink == nullptr ? -infinity() : p.sink[work.head];
@@ -303,7 +303,7 @@ DEVICE void attend(const AttentionParams& p, const SplitOperands& operands, u8* 
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
 }
 
 // split_forward is persistent: each multiprocessor has one block, which takes tile after tile.
@@ -330,6 +330,6 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == CONSUMERS * WARPGROUP) load_tiles(p, operands, space, shared, rings, &q_map, &k_map, &v_map);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
+    consume(p, operands, space, shared, rings, CONSUMERS == 1 ? 0 : warpgroup);
   }
 }

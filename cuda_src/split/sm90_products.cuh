@@ -9,12 +9,12 @@ static_assert(KEY_PARTS == 3 && PARTS == 2 || KEY_PARTS == 1 && PARTS == 1, "flo
 // part_bytes() is the size of one part of a tile.
 DEVICE constexpr u32 part_bytes(int rows, int columns) { return rows * ROW_BYTES * ((columns + PANEL - 1) / PANEL); }
 
-// load() loads the rows from `row` on of a batch_head (`image`): all panels of all parts.
+// load() loads the rows from `row` on of a batch_head: all panels of all parts.
 template <class AnyRing>
-DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int image) {
+DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int batch_head) {
   ring.acquire();
   ring.expect();
-  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, image);
+  ptx::tma_load(ring.buffer(), map, ring.full(), 0, row, 0, batch_head);
   ring.advance();
 }
 
@@ -48,15 +48,15 @@ DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
 }
 
 // Scores: no sum takes more than STEPS_OF_SUM steps of the largest product, because what is cut off adds up. The first
-// such sum follows the small products into x; the others are sums of their own (SumApart), added by float32 units. What
+// such sum follows the small products into x; the others are sums of their own (ExtraSum), added by float32 units. What
 // is still cut off on average split/rows.cu puts in.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
-using SumApart = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
+using ExtraSum = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
 
-// start_scores() starts x and `apart`, of which finish_scores() makes a b^T.
-template <int DEPTH, int ROWS, int N, int APART>
-DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
+// start_scores() starts x and `extra`, of which finish_scores() makes a b^T.
+template <int DEPTH, int ROWS, int N, int EXTRA>
+DEVICE void start_scores(float (&x)[N], float (&extra)[EXTRA], u32 a, u32 b) {
   if constexpr (KEY_PARTS == 1) {
     multiply_transposed<1, DEPTH, ROWS, 2 * N>(x, a, b);
   } else {
@@ -72,7 +72,7 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
       multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2 || i == 3, b, i == 1 ? 2 : i > 2, 0, STEPS, i > 0);
     };
     ptx::wgmma_fence();
-    start_sum(apart, 1, false);
+    start_sum(extra, 1, false);
     if constexpr (SUMS > 2) {
       start_sum(next, 2, false);
       ptx::wgmma_commit_group();
@@ -85,10 +85,10 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
         } else {
           ptx::wgmma_wait_group<0>();
         }
-        keep(apart);
+        keep(extra);
         keep(next);
 #pragma unroll
-        for (int e = 0; e < N; e++) apart[e] += next[e];
+        for (int e = 0; e < N; e++) extra[e] += next[e];
         ptx::wgmma_fence();
         if (sum + 1 < SUMS) {
           start_sum(next, sum + 1, false);
@@ -104,13 +104,13 @@ DEVICE void start_scores(float (&x)[N], float (&apart)[APART], u32 a, u32 b) {
 }
 
 // finish_scores() adds both, behind the wait for them.
-template <int N, int APART>
-DEVICE void finish_scores(float (&x)[N], float (&apart)[APART]) {
+template <int N, int EXTRA>
+DEVICE void finish_scores(float (&x)[N], float (&extra)[EXTRA]) {
   keep(x);
-  if constexpr (APART == N) {
-    keep(apart);
+  if constexpr (EXTRA == N) {
+    keep(extra);
 #pragma unroll
-    for (int e = 0; e < N; e++) x[e] += apart[e];
+    for (int e = 0; e < N; e++) x[e] += extra[e];
   }
 }
 

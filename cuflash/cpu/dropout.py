@@ -21,12 +21,36 @@ _ROUNDS = 7
 
 def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
     """Bool, to go with `split_heads`."""
-    block = tile.block
-    heads, rows, keys = (block.heads.first, block.heads.stop), (block.row, block.row_stop), (tile.key, tile.key_stop)
+    block, place, threshold = tile.block, tiling.problem.place, tiling.problem.dropout_threshold
+    heads = place.first_head + block.heads.first, place.first_head + block.heads.stop
+    rows = place.first_q + place.stride * block.row, place.first_q + place.stride * (block.row_stop - 1) + 1
+    keys = place.first_k + place.stride * tile.key, place.first_k + place.stride * (tile.key_stop - 1) + 1
+    first_batch = place.first_batch + block.sequence.batch
     seed = int(np.asarray(tiling.operands.dropout_seed).reshape(()))
-    batches = range(block.sequence.batch, block.sequence.batch + block.sequence.alike)
-    keep = np.stack([keep_tile(seed, tiling.problem.dropout_threshold, batch, heads, rows, keys) for batch in batches])
+    batches = range(first_batch, first_batch + block.sequence.alike)
+    keep = np.stack([_keep_strided(seed, threshold, batch, heads, rows, keys, place.stride) for batch in batches])
     return keep.reshape(-1, block.heads.counts[1], *keep.shape[2:]).swapaxes(1, 2)
+
+
+def _keep_strided(
+    seed: int,
+    threshold: int,
+    batch: int,
+    heads: tuple[int, int],
+    rows: tuple[int, int],
+    keys: tuple[int, int],
+    stride: int,
+) -> NDArray[np.bool_]:
+    """`keep_tile` of every `stride`-th row and key."""
+    if stride == 1:
+        return keep_tile(seed, threshold, batch, heads, rows, keys)
+    i, j = np.arange(*rows, stride, dtype=np.uint64), np.arange(*keys, stride, dtype=np.uint64)[:, None]
+    head = np.arange(*heads, dtype=np.uint64)[:, None, None]
+    words = philox4x32((i & ~np.uint64(8), j & ~np.uint64(9), head, np.uint64(batch)), seed)
+    word = 2 * (i >> np.uint64(3) & np.uint64(1)) + (j >> np.uint64(3) & np.uint64(1))
+    own = np.choose(word.astype(np.intp), words)
+    half = np.where(j & np.uint64(1), own >> _HALF_WORD, own & _LOW_HALF)
+    return half >= np.uint64(threshold)
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:

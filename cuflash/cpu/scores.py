@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Heads, Tile, Tiling
+from cuflash.problem.attention_problem import WHOLE, AttentionProblem
 
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
@@ -256,8 +257,8 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
     if o.alibi_slopes is not None:
         view = split_heads(scores, heads)
         distance = workspace.array("distance", (num_keys, 1, view.shape[3]), p.accum_dtype)
-        aligned = np.arange(tile.block.row, tile.block.row_stop) + tile.block.sequence.diagonal
-        np.subtract(aligned, np.arange(tile.key, tile.key_stop)[:, None, None], out=distance)
+        aligned, keys = aligned_positions(p, tile)
+        np.subtract(aligned, keys[:, None, None], out=distance)
         np.abs(distance, out=distance)
         sequence = tile.block.sequence
         slopes = o.alibi_slopes[sequence.batches if len(o.alibi_slopes) > 1 else slice(None), heads.query]
@@ -267,6 +268,15 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
         view -= penalty
     return Scores(scores, None if visible is True else visible, cut, tanh, distance)
+
+
+def aligned_positions(p: AttentionProblem, tile: Tile) -> tuple[Array, Array]:
+    """Positions of a tile's rows, each that of the key on its diagonal, and of its keys."""
+    rows, keys = np.arange(tile.block.row, tile.block.row_stop), np.arange(tile.key, tile.key_stop)
+    if p.place == WHOLE:
+        return rows + tile.block.sequence.diagonal, keys
+    first_q, first_k, stride, *_ = p.place
+    return first_q + stride * rows, first_k + stride * keys
 
 
 def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:

@@ -151,7 +151,7 @@ class Call:
 
     @property
     def _backend(self) -> ModuleType:
-        return _backend_of(isinstance(self.inputs["q"], np.ndarray))
+        return backend_of(isinstance(self.inputs["q"], np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
@@ -173,7 +173,8 @@ def _remember(metadata: Metadata, repeat: Repeat | None) -> None:
 
 
 @cache
-def _backend_of(on_cpu: bool) -> ModuleType:
+def backend_of(on_cpu: bool) -> ModuleType:
+    """The module that computes for NumPy's arrays, or for CuPy's."""
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         return import_module("cuflash.cpu.backend" if on_cpu else "cuflash.gpu.backend")
 

@@ -34,7 +34,7 @@ class Bias(Kernel):
     orders_bits = False
 
     def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
-        """(tiles, walk) of each axis of dbias, as Axis of around/bias_range.cuh counts them."""
+        """(tiles, tiles of scores behind each) of every axis of dbias, as Axis of around/bias_range.cuh counts them."""
         assert problem.bias is not None
         scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
         blocks = (1, 1, self.config.block_m, self.config.block_n)
@@ -49,8 +49,8 @@ class Bias(Kernel):
 
     def splits(self, problem: AttentionProblem, at_once: int) -> int:
         """Parts of each sum, so that a small dbias fills a GPU."""
-        tiles, walk = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
-        return min(max(2 * at_once // max(tiles, 1), 1), max(walk, 1))
+        tiles, scores = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
+        return min(max(2 * at_once // max(tiles, 1), 1), max(scores, 1))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cuflash.problem.attention_problem import AttentionProblem, accum_of
+from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
@@ -60,6 +60,8 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
+    # No family's kernels know positions yet.
+    "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
 }
 KNOWN_TO_ALL = (
     "has_window",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -21,12 +21,30 @@ def accum_of(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+class Place(NamedTuple):
+    """Where a part of a longer problem stands in it.
+
+    Query i of the part is the whole's query ``first_q + i * stride``, key j its key ``first_k + j * stride``. ALiBi and
+    dropout depend on these; windows of a part are already its own.
+    """
+
+    first_q: int = 0
+    first_k: int = 0
+    stride: int = 1
+    first_head: int = 0  # the query head of the whole that is the part's first
+    first_batch: int = 0
+
+
+WHOLE = Place()
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One attention problem without its data.
 
     In packed problems ``seqlen_q`` and ``seqlen_k`` are the totals and ``batch`` is the number of sequences.
-    ``causal`` is folded into ``window_right``, so that a causal call and ``window=(None, 0)`` are one problem.
+    ``causal`` is folded into ``window_right``, so that a causal call and ``window=(None, 0)`` are one problem. Both
+    sides of a window are at least 0, unless the problem is a part of another: then it may lie off the diagonal.
     """
 
     batch: int
@@ -54,6 +72,7 @@ class AttentionProblem:
     dropout_p: float = 0.0
     deterministic: bool | None = None
     precision: str | None = None
+    place: Place = WHOLE
     # What every call needs is computed once.
     _hash: int = field(init=False, repr=False, compare=False)
     out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the result and of dout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.mask_metadata import MaskMetadata
@@ -30,3 +31,23 @@ class Options:
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
+class OptionKeywords(TypedDict, total=False):
+    """`Options` as keyword arguments, for type checkers."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softmax_scale: float | None
+    softcap: float | None
+    bias: Array | None
+    mask: Array | None
+    alibi_slopes: Array | None
+    sink: Array | None
+    q_lengths: Array | None
+    kv_lengths: Array | None
+    dropout_p: float
+    dropout_seed: int | Array | None
+    block_mask: MaskMetadata | None
+    deterministic: bool | None
+    precision: str | None

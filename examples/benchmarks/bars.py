@@ -122,7 +122,7 @@ class ErrorBar:
         results = ("out",) if self.direction == "forward" else ("dq", "dk", "dv")
         found = [
             cell["results"][name][self.kind]
-            for cell in record.facts.get("errors", [])
+            for cell in record.cells.get("errors", [])
             for name in results
             if name in cell["results"]
         ]
@@ -330,7 +330,7 @@ def host_row(recorded: Sequence[Recorded]) -> list[str]:
     """The row of what a repeated small call costs the host."""
     what, bar = "forward: host time of a repeated small call", f"at most {HOST_MICROSECONDS:g} us"
     for record in recorded:
-        costs = record.facts.get("host_us", {})
+        costs = {cell["call"]: cell["us"] for cell in record.cells.get("host", [])}
         if "forward_total" in costs:
             ours = costs["forward_total"]
             shown = f"{ours:.1f} us (torch's SDPA {costs['torch_sdpa_forward_total']:.1f})"

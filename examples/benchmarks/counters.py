@@ -2,7 +2,7 @@
 
     python examples/benchmarks/counters.py [--results FOLDER] [--commit COMMIT]
 
-Which cells these are is read from FOLDER's records, beside which counters.json is written. It needs ncu (Nsight
+Which cells these are is read from FOLDER's records, beside which counters.jsonl is written. It needs ncu (Nsight
 Compute), the peers of the records, and a GPU whose counters may be read. Clocks and caches are left as they are.
 """
 
@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pages
-from recorded import PLAIN, US
+from recorded import PLAIN, RESULTS, US
 
-RESULTS = Path(__file__).parent / "results"
+from cuflash.tools.bench import records
+
 # By name: the records, and whether Hopper runs the kernels of other GPUs.
 PARTS = {
-    "forward": (("forward.json",), False),
-    "backward": (("backward_full.json", "backward_causal.json"), False),
-    "mma.sync forward": (("mma.json",), True),
-    "mma.sync backward": (("mma.json",), True),
-    "float32 forward": (("float32.json",), False),
-    "float32 backward": (("float32.json",), False),
+    "forward": (("forward.jsonl",), False),
+    "backward": (("backward_full.jsonl", "backward_causal.jsonl"), False),
+    "mma.sync forward": (("mma.jsonl",), True),
+    "mma.sync backward": (("mma.jsonl",), True),
+    "float32 forward": (("float32.jsonl",), False),
+    "float32 backward": (("float32.jsonl",), False),
 }
 STALLS = ("wait", "barrier", "long_scoreboard", "short_scoreboard", "gmma", "math_pipe_throttle", "dispatch_stall")
 METRICS = {
@@ -56,7 +57,7 @@ def best_and_worst(part: str, folder: Path) -> list[Call]:
     """Both cells of a part, each with cuflash and with its fastest peer."""
     files, _ = PARTS[part]
     direction = part.split()[-1]
-    recorded = (result for file in files for result in json.loads((folder / file).read_text())["results"])
+    recorded = (result for file in files for result in records.read(folder / file).cells)
     chosen = [r for r in recorded if r["direction"] == direction and r["speed_of_fastest_peer"]]
     chosen.sort(key=lambda r: float(r["speed_of_fastest_peer"]))
     calls = []
@@ -169,7 +170,7 @@ def main() -> None:
         counted += count(here, without_wgmma) if here else []
     facts = report.environment(cupy, args.commit, "counters")
     print(table(counted))
-    (args.results / "counters.json").write_text(json.dumps({**facts, "counters": counted}, indent=1) + "\n")
+    records.write(args.results / "counters.jsonl", facts, counted)
 
 
 if __name__ == "__main__":

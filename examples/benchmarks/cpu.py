@@ -1,6 +1,6 @@
 """Time and memory of attention on the CPU, beside PyTorch's on the same cores.
 
-    python examples/benchmarks/cpu.py [--rounds 9] [--seqlen 4096] [--output results/cpu_forward.json]
+    python examples/benchmarks/cpu.py [--rounds 9] [--seqlen 4096] [--json FILE]
 
 The two take turns, round by round, so that whatever else the machine does meets both; on a machine of many cores
 `taskset -c 0,1` leaves them two. Load averages are recorded, and beside wall time the CPU time that each spends, which
@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recorded import RESULTS
 
 import cuflash
+from cuflash.tools.bench import records
 
 Work = Callable[[], Any]
 
@@ -102,8 +104,8 @@ def torch_work(arrays: list[Any], dout: Any) -> tuple[Work, Work, str] | None:
     return forward, both, f"{torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def measure(seqlen: int, rounds: int) -> dict[str, Any]:
-    """The whole record."""
+def measure(seqlen: int, rounds: int) -> records.Record:
+    """Measure forward, and forward and backward: a cell each."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((BATCH, seqlen, HEADS, HEAD_DIM), np.float32) for _ in range(4))
 
@@ -122,7 +124,8 @@ def measure(seqlen: int, rounds: int) -> dict[str, Any]:
         works["torch"], works_both["torch"], versions["torch"] = peer
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     times, times_both = interleaved(works, rounds), interleaved(works_both, max(3, rounds // 3))
-    record: dict[str, Any] = {
+    facts: dict[str, Any] = {
+        "command": "cpu",
         "problem": f"causal, float32, batch {BATCH}, heads {HEADS}, seqlen {seqlen}, head_dim {HEAD_DIM}",
         "cpu": cpu_model(),
         "cores": available_cores(),
@@ -131,20 +134,16 @@ def measure(seqlen: int, rounds: int) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "rounds": rounds,
         "load_average_before": load_before,
-        "forward": times,
-        "forward_and_backward": times_both,
-        "peak_bytes": {
-            "forward": peak_bytes(forward),
-            "forward_and_backward": peak_bytes(both),
-            "one_score_matrix_of_all_heads": 4 * BATCH * HEADS * seqlen**2,
-        },
+        "bytes_of_all_scores": 4 * BATCH * HEADS * seqlen**2,
     }
-    for name, measured in (("forward", times), ("forward_and_backward", times_both)):
+    cells = []
+    for name, work, measured in (("forward", forward, times), ("forward_and_backward", both, times_both)):
+        cell: dict[str, Any] = {"direction": name, "peers": measured, "peak_bytes": peak_bytes(work)}
         if "torch" in measured:
-            for kind in ("wall_median_s", "wall_min_s", "cpu_median_s"):
-                ratio = measured["cuflash"][kind] / measured["torch"][kind]
-                record.setdefault("ratio_to_torch", {}).setdefault(name, {})[kind.removesuffix("_s")] = round(ratio, 3)
-    return record
+            ratios = {kind: measured["cuflash"][kind] / measured["torch"][kind] for kind in measured["torch"]}
+            cell["ratio_to_torch"] = {kind.removesuffix("_s"): round(ratio, 3) for kind, ratio in ratios.items()}
+        cells.append(cell)
+    return records.Record(facts, cells)
 
 
 def main() -> None:
@@ -152,12 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of attention on the CPU, beside PyTorch's.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seqlen", type=int, default=4096)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_forward.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "cpu.jsonl", metavar="FILE", help="of the figures")
     arguments = parser.parse_args()
-    text = json.dumps(measure(arguments.seqlen, arguments.rounds), indent=2)
-    print(text)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text + "\n")
+    record = measure(arguments.seqlen, arguments.rounds)
+    print(json.dumps(record._asdict(), indent=2))
+    records.write(arguments.json, *record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Dropout beside FlashAttention-2 and cuDNN, forward and backward, and beside cuflash without it.
 
-    python examples/benchmarks/dropout.py [--commit COMMIT] [--json results/dropout.json]
+    python examples/benchmarks/dropout.py [--commit COMMIT] [--json FILE]
 
 Rounds are interleaved; figures are TFLOP/s at the median time, in bfloat16, with 16384 tokens and heads * head_dim =
 2048. The peers are those of torch's scaled_dot_product_attention. It needs torch and a GPU.
@@ -9,13 +9,12 @@ Rounds are interleaved; figures are TFLOP/s at the median time, in bfloat16, wit
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cuflash.tools import bench
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
 from cuflash.tools.bench.inputs import DROPOUT_P, Inputs
 from cuflash.tools.bench.peers import PLAIN, US, cuflash_calls, plain_calls
@@ -69,7 +68,7 @@ def main() -> None:
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
     xp = bench.namespace("gpu")
     if xp is None:
@@ -86,8 +85,7 @@ def main() -> None:
             shown = ", ".join(f"{name} {x:.0f}" for name, x in line[direction].items() if name != "of_plain")
             print(f"{line['cell']} {direction}: {shown}; {line[direction]['of_plain']:.2f} of plain", flush=True)
         if args.json:  # after every cell: a run that is cut short leaves what it had
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**facts, "dropout": measured}, indent=1) + "\n")
+            records.write(args.json, facts, measured)
 
 
 if __name__ == "__main__":

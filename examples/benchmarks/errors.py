@@ -1,6 +1,6 @@
 """Errors of all heads beside FlashAttention-3's, against float64.
 
-    python examples/benchmarks/errors.py [--commit COMMIT] [--json results/errors.json]
+    python examples/benchmarks/errors.py [--commit COMMIT] [--json FILE]
 
 `python -m cuflash bench` checks one head, whose largest errors fall either way by chance. Here every head of every
 sequence counts: the mean error over all elements, and the mean over heads of each head's largest error, as multiples of
@@ -10,14 +10,13 @@ FlashAttention-3's, each with its standard error over heads. It needs a Hopper G
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cuflash.tools import bench
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
 from cuflash.tools.bench.inputs import Inputs, as_torch
 from cuflash.tools.bench.peers import US, cuflash_calls, fa3_calls
@@ -118,7 +117,7 @@ def main() -> None:
     parser.add_argument("--head-dim", nargs="+", type=int, default=Grid().head_dims, metavar="D")
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
     xp = bench.namespace("gpu")
     if xp is None:
@@ -131,8 +130,7 @@ def main() -> None:
         measured.append(measure(Inputs(cell, xp)))
         print(line(measured[-1]), flush=True)
         if args.json:  # after every cell: a run that is cut short leaves what it had
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**facts, "errors": measured}, indent=1) + "\n")
+            records.write(args.json, facts, measured)
 
 
 if __name__ == "__main__":

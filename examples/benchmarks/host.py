@@ -1,6 +1,6 @@
 """What a repeated small call costs the host, in all and before the first kernel is launched.
 
-    python examples/benchmarks/host.py [--commit COMMIT] [--json results/host.json]
+    python examples/benchmarks/host.py [--commit COMMIT] [--json FILE]
 
 Calls of a shape seen before: plain, with results in given arrays, with dropout, and with a block mask. Without a GPU
 only the part before the launch is measured: that of the GPU path on NumPy arrays.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from cuflash.frontend import metadata
 from cuflash.frontend.call import Call
 from cuflash.gpu import backend as gpu_backend
 from cuflash.tools import bench
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import Cell
 from cuflash.tools.bench.inputs import Array, Inputs
 from cuflash.tools.bench.peers import Unavailable, sdpa_calls
@@ -181,7 +180,7 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a call")
     args = parser.parse_args()
     xp = bench.namespace(None)
     assert xp is not None
@@ -189,8 +188,8 @@ def main() -> None:
     for name, cost in costs.items():
         print(f"{name:40} {cost:7.1f} us")
     if args.json:
-        facts = report.environment(xp, args.commit)
-        args.json.write_text(json.dumps({**facts, "host_us": costs}, indent=1) + "\n")
+        facts = report.environment(xp, args.commit, "host")
+        records.write(args.json, facts, ({"call": name, "us": cost} for name, cost in costs.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What docs/measured.md and README.md say of training and of bytes moved, from the JSON files of `results/`.
+"""What docs/measured.md and README.md say of training and of bytes moved, from the records in docs/lab/results.
 
 `tables.py` writes it. The files are those of ``train_gpt2 --compare --json``, ``mytorch_client.py --json`` and
 ``paper.py --io``.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,10 @@ from typing import Any
 import pages
 from recorded import US, towards
 
-Record = dict[str, Any]
+from cuflash.tools.bench.records import Record
+from cuflash.tools.bench.records import read as read_record
+
+Figures = dict[str, Any]
 
 OWN, BASELINE = "own", "baseline"
 GPT2_BARS = {1024: 1.5, 4096: 3.0}  # context: speed of a step as a multiple of the baseline's
@@ -25,8 +27,13 @@ PEAK_TFLOPS = 989  # dense, 16 bits, of an H200
 
 def read(folder: Path, name: str) -> Record | None:
     """One file, if it is there."""
-    path = folder / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    path = folder / f"{name}.jsonl"
+    return read_record(path) if path.exists() else None
+
+
+def by_attention(record: Record) -> dict[str, Figures]:
+    """A record's cells by the attention that they are of."""
+    return {cell["attention"]: cell for cell in record.cells}
 
 
 def gpt2_records(folder: Path) -> list[Record]:
@@ -35,7 +42,7 @@ def gpt2_records(folder: Path) -> list[Record]:
     return [record for record in found if record]
 
 
-def _products(run: Record) -> str:
+def _products(run: Figures) -> str:
     """What the products with weights are of."""
     return EIGHT_BITS if run.get("fp8") else BFLOAT16
 
@@ -43,21 +50,26 @@ def _products(run: Record) -> str:
 def gpt2_bars(folder: Path) -> list[list[str]]:
     """A row of the table of bars for each context, which bfloat16 has to reach; what 8 bits do stands in brackets."""
     records = gpt2_records(folder)
-    speeds = {(r["run"]["context"], _products(r["run"])): r["results"][US]["speed_of_baseline"] for r in records}
+    speeds = {
+        (r.facts["run"]["context"], _products(r.facts["run"])): by_attention(r)[US]["speed_of_baseline"]
+        for r in records
+    }
     rows = []
     for record in records:
-        run = record["run"]
+        run = record.facts["run"]
         if run.get("fp8"):
             continue
         speed = speeds[run["context"], BFLOAT16]
         bar, beside = GPT2_BARS[run["context"]], speeds.get((run["context"], EIGHT_BITS))
         what = f"step of GPT-2 small in bfloat16, {_tokens(run)} tokens: speed of attention by cuBLAS"
         shown = towards(speed, 2) + (f" ({towards(beside, 2)} with --fp8)" if beside else "")
-        rows.append([what, f"at least {bar:g}", shown, "yes" if speed >= bar else "no", pages.short_commit(record)])
+        rows.append(
+            [what, f"at least {bar:g}", shown, "yes" if speed >= bar else "no", pages.short_commit(record.facts)]
+        )
     return rows
 
 
-def _tokens(run: Record) -> str:
+def _tokens(run: Figures) -> str:
     return f"{run['batch']} x {run['context']}"
 
 
@@ -66,13 +78,14 @@ def readme_training(folder: Path) -> str:
     records = gpt2_records(folder)
 
     def steps(kind: str, name: str) -> str:
-        chosen = [r for r in records if _products(r["run"]) == kind]
-        return " and ".join(f"{r['results'][name]['step_ms']:.0f}" for r in chosen)
+        chosen = [r for r in records if _products(r.facts["run"]) == kind]
+        return " and ".join(f"{by_attention(r)[name]['step_ms']:.0f}" for r in chosen)
 
-    tokens = " and ".join(_tokens(r["run"]) for r in records if not r["run"].get("fp8"))
+    runs = [r.facts["run"] for r in records]
+    tokens = " and ".join(_tokens(run) for run in runs if not run.get("fp8"))
     text = f"A step in bfloat16 takes {steps(BFLOAT16, US)} ms on an H200, at {tokens} tokens; with batched cuBLAS "
     text += f"products and one fused softmax kernel in place of cuflash {steps(BFLOAT16, BASELINE)} ms."
-    if any(r["run"].get("fp8") for r in records):
+    if any(run.get("fp8") for run in runs):
         text += f" With `--fp8`, products with weights in 8 bits, it is {steps(EIGHT_BITS, US)} ms, and "
         text += f"{steps(EIGHT_BITS, BASELINE)} ms without cuflash."
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
@@ -85,8 +98,9 @@ def gpt2(folder: Path) -> str:
     steps = [[*what, "attention", "ms a step", "of it attention", "share", "tokens/s", "speed"]]
     bars = [[*what, "bar", "asks for a step of", "leaves attention", "that is", "attention takes", "that is"]]
     for record in records:
-        context, results = record["run"]["context"], record["results"]
-        head = [_products(record["run"]), str(context)]
+        run, results = record.facts["run"], by_attention(record)
+        context = run["context"]
+        head = [_products(run), str(context)]
         for name in (BASELINE, US):
             r = results[name]
             own, share = f"{r['attention_ms']:.1f}", f"{r['attention_share']:.0%}"
@@ -97,18 +111,18 @@ def gpt2(folder: Path) -> str:
         asked = results[BASELINE]["step_ms"] / bar
         left = asked - (ours["step_ms"] - ours["attention_ms"])
         rates = [
-            f"{_attention_tflop(record['run']) / (ms / 1e3):,.0f} TFLOP/s" if ms > 0 else "-"
+            f"{_attention_tflop(run) / (ms / 1e3):,.0f} TFLOP/s" if ms > 0 else "-"
             for ms in (left, ours["attention_ms"])
         ]
         times = [f"{ms:.1f} ms" for ms in (asked, left, ours["attention_ms"])]
         bars.append([*head, f"{bar:g}", *times[:2], rates[0], times[2], rates[1]])
     faster = " and ".join(
-        towards(r["results"][BASELINE]["attention_ms"] / r["results"][US]["attention_ms"], 1)
-        for r in records[: len(GPT2_BARS)]
+        towards(cells[BASELINE]["attention_ms"] / cells[US]["attention_ms"], 1)
+        for cells in map(by_attention, records[: len(GPT2_BARS)])
     )
     return "\n".join(
         [
-            pages.origin(records[0]) + "\n",
+            pages.origin(records[0].facts) + "\n",
             pages.table(steps),
             f"Attention itself is {faster} times as fast. What the bars ask of it beside the rest of",
             f"cuflash's step (the tensor cores' dense peak is {PEAK_TFLOPS} TFLOP/s):\n",
@@ -117,7 +131,7 @@ def gpt2(folder: Path) -> str:
     )
 
 
-def _attention_tflop(run: Record) -> float:
+def _attention_tflop(run: Figures) -> float:
     """Causal attention of all layers, forward and backward."""
     forward = 4 * run["batch"] * run["context"] ** 2 * WIDTH / 2
     return LAYERS * 3.5 * forward / 1e12
@@ -129,9 +143,11 @@ def loss(folder: Path) -> str:
     for name in ("gpt2_loss", "gpt2_loss_fp8"):
         record = read(folder, name)
         if record is not None:
-            losses = record["losses"]
+            (curve,) = record.cells
+            losses = curve["losses"]
             last = sum(losses[-10:]) / 10
-            rows.append([_products(record["run"]), f"{losses[0]:.2f}", f"{last:.3f}", f"{record['validation']:.3f}"])
+            what = _products(record.facts["run"])
+            rows.append([what, f"{losses[0]:.2f}", f"{last:.3f}", f"{curve['validation']:.3f}"])
     return pages.table(rows)
 
 
@@ -141,19 +157,19 @@ def moved(folder: Path) -> str:
     if record is None:
         return "No count has been recorded.\n"
     rows = [["", "n", "naive", US, "times less", "N² d² / M", "cuflash, times this", "DRAM: naive", "DRAM: cuflash"]]
-    keys = dict.fromkeys((r["direction"], r["n"]) for r in record["results"])
+    keys = dict.fromkeys((r["direction"], r["n"]) for r in record.cells)
     for direction, n in keys:
-        own = {r["method"]: r for r in record["results"] if (r["direction"], r["n"]) == (direction, n)}
+        own = {r["method"]: r for r in record.cells if (r["direction"], r["n"]) == (direction, n)}
         ours, naive = own[US], own.get("naive")
         theorem = ours["theorem_bytes"]
         line = [direction, str(n), _megabytes(naive, "l2_bytes"), _megabytes(ours, "l2_bytes")]
         line.append("-" if naive is None else towards(naive["l2_bytes"] / ours["l2_bytes"], 1))
         line += [f"{theorem / 1e6:,.1f}", f"{ours['l2_bytes'] / theorem:.1f}"]
         rows.append([*line, _megabytes(naive, "dram_bytes"), _megabytes(ours, "dram_bytes")])
-    return f"{pages.origin(record)} In MB; M is {record['fast_bytes'] // 1024} KiB.\n\n{pages.table(rows)}"
+    return f"{pages.origin(record.facts)} In MB; M is {record.facts['fast_bytes'] // 1024} KiB.\n\n{pages.table(rows)}"
 
 
-def _megabytes(result: Record | None, name: str) -> str:
+def _megabytes(result: Figures | None, name: str) -> str:
     return "-" if result is None else f"{result[name] / 1e6:,.1f}"
 
 
@@ -163,21 +179,22 @@ def mytorch(folder: Path) -> str:
     if record is None:
         return "Not recorded yet.\n"
     rows = [["float16, causal", "its own, ms", "cuflash, ms", "speed"]]
-    for n, result in record["attention"].items():
-        own, ours = (result["ms"][name] for name in (OWN, US))
-        what = f"attention, forward and backward, {result['batch']} x {n}, 12 heads of 64"
+    compared = [cell for cell in record.cells if cell["compared"] == "attention"]
+    training = {cell["attention"]: cell for cell in record.cells if cell["compared"] == "training"}
+    for cell in compared:
+        own, ours = (cell["ms"][name] for name in (OWN, US))
+        what = f"attention, forward and backward, {cell['batch']} x {cell['context']}, 12 heads of 64"
         rows.append([what, f"{own:.2f}", f"{ours:.2f}", towards(own / ours, 2)])
-    training = record["training"]
     own, ours = (training[name]["ms_a_step"] for name in (OWN, US))
-    what = f"a step of its training script, {record['size']}, {record['batch']} x 1024"
+    what = f"a step of its training script, {record.facts['size']}, {record.facts['batch']} x 1024"
     rows.append([what, f"{own:.1f}", f"{ours:.1f}", towards(own / ours, 2)])
     losses = " and ".join(
         f"{training[name]['losses'][0]:.2f} to {training[name]['losses'][-1]:.2f}" for name in (OWN, US)
     )
     steps = len(training[US]["losses"])
-    apart = max(max(result["differences"]) for result in record["attention"].values())
+    apart = max(max(cell["differences"]) for cell in compared)
     return (
-        f"{pages.origin(record)}\n\n{pages.table(rows)}\n"
+        f"{pages.origin(record.facts)}\n\n{pages.table(rows)}\n"
         f"Result and gradients differ by at most {apart:.1e} in norm; the loss goes in {steps} steps from {losses}.\n"
     )
 

@@ -7,14 +7,13 @@
 Batch 16, 8 heads, head dim 64, float16, forward, backward and both, plain and with dropout and a padding mask:
 attention by its formula, cuflash, and cuflash with a block mask (BigBird's, as many blocks a row whatever n is).
 ``--io`` compares what the kernels move between L2 cache and multiprocessors with the theorem's N^2 d^2 / M. Results:
-paper.json, paper.md and paper.png, or paper_io.json and paper_io.png, in ``--out``.
+paper.jsonl, paper.md and paper.png, or paper_io.jsonl and paper_io.png, in ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import sys
 import time
@@ -24,13 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from recorded import RESULTS
 
 import cuflash
+from cuflash.tools.bench import records
 from cuflash.tools.bench.peers import matmul as cublas_matmul
 from cuflash.tools.bench.report import environment
 
 Array = Any
-HERE = Path(__file__).parent
 
 SEQLENS = [2**i for i in range(7, 17)]
 HEADS, HEAD_DIM = 8, 64
@@ -213,8 +213,7 @@ def rows_before(path: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a file of the same code on the same machine."""
     if not path.exists():
         return []
-    before = json.loads(path.read_text())
-    rows: list[dict[str, Any]] = before.pop("results")
+    before, rows = records.read(path)
     other = [name for name, value in facts.items() if name != "date" and before.get(name) != value]
     if other:
         raise ValueError(f"{path} is of a run with other {', '.join(other)}: give another --out, or remove it")
@@ -290,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--longest", type=float, default=5.0, help="skip lengths whose single call takes more seconds (default 5)")
     add("--io", action="store_true", help="count bytes by ncu instead")
     add("--commit", help="of the measured code, where the checkout does not tell")
-    add("--out", type=Path, default=HERE / "results")
+    add("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     lacks = "ncu (Nsight Compute) is not on the path" if args.io and shutil.which("ncu") is None else None
     try:
@@ -308,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         # beside this file, which is no package
         return int(importlib.import_module("paper_io").run(args.out, facts))
     title = f"batch {args.batch}, {HEADS} heads of {HEAD_DIM}, float16, {facts.get('gpu', 'CPU')}"
-    path = args.out / "paper.json"
+    path = args.out / "paper.jsonl"
     try:
         rows = {(r["variant"], r["method"], r["n"]): r for r in rows_before(path, facts)}
     except ValueError as error:
@@ -318,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     def keep(row: dict[str, Any]) -> None:  # after every row: a run that is cut short leaves what it had
         rows[row["variant"], row["method"], row["n"]] = row
         results = sorted(rows.values(), key=lambda r: r["n"])
-        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+        records.write(path, facts, results)
         (args.out / "paper.md").write_text(markdown(results))
 
     run(xp, args, free, keep)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from cuflash.tools.bench import records
 
 HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
 SEQLENS = (1024, 2048, 4096, 8192)
@@ -69,7 +70,7 @@ def theorem_bytes(n: int, fast_bytes: int) -> float:
 
 
 def run(out: Path, facts: dict[str, Any]) -> int:
-    """Count, print a table, write paper_io.json and paper_io.png."""
+    """Count, print a table, write paper_io.jsonl and paper_io.png."""
     import cupy
 
     fast_bytes = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
@@ -88,8 +89,7 @@ def run(out: Path, facts: dict[str, Any]) -> int:
             bytes_moved = f"{r['l2_bytes'] / 1e6:9.1f} ({r['dram_bytes'] / 1e6:8.1f})"
             share = f"{r['l2_bytes'] / r['theorem_bytes']:7.2f} of the theorem's"
             print(f"{method:8} {r['direction']:8} n {r['n']:5}: {bytes_moved}, {share}")
-        record = {**facts, "batch": 1, "fast_bytes": fast_bytes, "results": results}
-        (out / "paper_io.json").write_text(json.dumps(record, indent=1) + "\n")
+        records.write(out / "paper_io.jsonl", {**facts, "batch": 1, "fast_bytes": fast_bytes}, results)
     draw(results, fast_bytes, out / "paper_io.png")
     return 0
 

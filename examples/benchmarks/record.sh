@@ -1,5 +1,6 @@
 #!/bin/sh
-# Record one part of the figures of results/ on a Hopper GPU; each takes about 45 seconds once its kernels are compiled.
+# Record one part of the figures of docs/lab/results on a Hopper GPU; each takes about 45 seconds once its kernels are
+# compiled.
 #
 #     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
 #
@@ -8,10 +9,10 @@
 # path is in MYTORCH, the parts paper_io and counters need ncu, and counters the records of the dense and the float32 parts.
 # The parts mma... take the kernels of other GPUs.
 set -eu
-part=$1 folder=${2:-examples/benchmarks/results} commit=${3:-}
+part=$1 folder=${2:-docs/lab/results} commit=${3:-}
 
 bench() {
-    python3 -m cuflash bench ${commit:+--commit "$commit"} --json "$folder/$part.json" "$@"
+    python3 -m cuflash bench ${commit:+--commit "$commit"} --json "$folder/$part.jsonl" "$@"
 }
 
 case $part in
@@ -26,10 +27,10 @@ mma) CUFLASH_WITHOUT_WGMMA=1 bench --peers cuflash flash --budget-ms 8 ;;
 mma_fp16) CUFLASH_WITHOUT_WGMMA=1 bench --dtype float16 --peers cuflash flash --budget-ms 8 ;;
 mma_sparse) CUFLASH_WITHOUT_WGMMA=1 bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
-errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.json" ;;
-truth) python3 examples/benchmarks/truth.py ${commit:+--commit "$commit"} --json "$folder/truth.json" ;;
-small_grids) python3 examples/benchmarks/small_grids.py ${commit:+--commit "$commit"} --json "$folder/small_grids.json" ;;
-dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.json" ;;
+errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.jsonl" ;;
+truth) python3 examples/benchmarks/truth.py ${commit:+--commit "$commit"} --json "$folder/truth.jsonl" ;;
+small_grids) python3 examples/benchmarks/small_grids.py ${commit:+--commit "$commit"} --json "$folder/small_grids.jsonl" ;;
+dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.jsonl" ;;
 counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;
 deterministic) bench --suite deterministic --peers cuflash plain fa3 --budget-ms 12 ;;
@@ -37,12 +38,12 @@ window) bench --suite window --peers cuflash fa3 --budget-ms 12 ;;
 sparse) bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash plain fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
-host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.json" ;;
+host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.jsonl" ;;
 gpt2)
     for kind in "" _fp8; do
         for context in 1024 4096; do
             python3 -m cuflash.examples.train_gpt2 --compare 3 --context $context --batch $((32768 / context)) \
-                ${kind:+--fp8} ${commit:+--commit "$commit"} --json "$folder/gpt2_$context$kind.json"
+                ${kind:+--fp8} ${commit:+--commit "$commit"} --json "$folder/gpt2_$context$kind.jsonl"
         done
     done
     ;;
@@ -53,19 +54,19 @@ loss)
     for kind in "" _fp8; do
         python3 -m cuflash.examples.train_gpt2 --text "$run/text" --context 1024 --batch 16 --steps 200 --out "$run$kind" \
             ${kind:+--fp8} ${commit:+--commit "$commit"}
-        cp "$run$kind/losses.json" "$folder/gpt2_loss$kind.json"
+        cp "$run$kind/losses.jsonl" "$folder/gpt2_loss$kind.jsonl"
         cp "$run$kind/loss.png" "$folder/gpt2_loss$kind.png"
         rm "$run$kind/checkpoint.npz"
     done
     ;;
 paper)
-    rm -f "$folder/paper.json" # whose rows new ones join
+    rm -f "$folder/paper.jsonl" # whose rows new ones join
     python3 examples/benchmarks/paper.py ${commit:+--commit "$commit"} --out "$folder" --longest 1
     ;;
 paper_io) python3 examples/benchmarks/paper.py --io ${commit:+--commit "$commit"} --out "$folder" ;;
 mytorch)
     python3 examples/clients/mytorch_client.py "${MYTORCH:?the path of a checkout of MyTorch}" --batch 32 \
-        ${commit:+--commit "$commit"} --json "$folder/mytorch.json"
+        ${commit:+--commit "$commit"} --json "$folder/mytorch.jsonl"
     ;;
 *)
     echo "unknown part: $part" >&2

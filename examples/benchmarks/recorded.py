@@ -1,7 +1,7 @@
 """Recorded results, and what is read from one.
 
-A result is one entry of the JSON that `python -m cuflash bench --json` writes, with the run's own facts (commit, GPU,
-versions) beside it.
+A result is one line of a file that `python -m cuflash bench --json` writes, whose first line has the run's own facts
+(commit, GPU, versions).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,22 @@ import pages
 
 Result = dict[str, Any]
 
+RESULTS = Path(__file__).parents[2] / "docs" / "lab" / "results"
 US, PLAIN, FA3 = "cuflash", "plain", "fa3"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The results of one file, or of several of one commit."""
+    """The lines of one file, or of several of one commit."""
 
     files: tuple[str, ...]
     facts: dict[str, Any]
-    results: list[Result]
+    cells: dict[str, list[dict[str, Any]]]  # by the command that wrote them
+
+    @property
+    def results(self) -> list[Result]:
+        """What `python -m cuflash bench` measured."""
+        return self.cells.get("bench", [])
 
     @property
     def commit(self) -> str:

@@ -1,6 +1,6 @@
 """Forward on grids that do not fill the GPU, drawn at random, beside FlashAttention-3 and cuDNN.
 
-    python examples/benchmarks/small_grids.py [--seed N] [--cells N] [--commit COMMIT] [--json results/small_grids.json]
+    python examples/benchmarks/small_grids.py [--seed N] [--cells N] [--commit COMMIT] [--json FILE]
 
 Times are of the device alone: calls are captured into a CUDA graph, as such calls take less time than a host needs to
 launch them. The first cells are those of a first sweep that nobody had tuned for; the others are drawn in log scale
@@ -10,7 +10,6 @@ with a seed. It needs a Hopper GPU, torch and FlashAttention-3.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.tools import bench
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import Cell
 from cuflash.tools.bench.inputs import Inputs
 from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cells", type=int, default=110)
     parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
     xp = bench.namespace("gpu")
     if xp is None:
@@ -109,8 +108,7 @@ def main() -> None:
         measured.append({"cell": cell.name, "us": times, "speed_of_fastest_peer": speed})
         print(f"{cell.name}: {', '.join(f'{name} {x:.1f}' for name, x in times.items())} us, {speed:.2f}", flush=True)
         if args.json:  # after every cell: a run that is cut short leaves what it had
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**facts, "small_grids": measured}, indent=1) + "\n")
+            records.write(args.json, facts, measured)
     speeds = np.array([row["speed_of_fastest_peer"] for row in measured])
     mean = np.exp(np.log(speeds).mean())
     summary = f"mean {mean:.3f} of the faster peer, least {speeds.min():.2f}, below .98: {(speeds < 0.98).sum()}"

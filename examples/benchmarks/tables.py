@@ -1,15 +1,15 @@
-"""Write every table of figures, and the picture, from the JSON files of `results/`.
+"""Write every table of figures, and the picture, from the records in docs/lab/results.
 
-    python examples/benchmarks/tables.py            # README.md, docs/measured.md, results/README.md, results/speed.png
+    python examples/benchmarks/tables.py            # write them
     python examples/benchmarks/tables.py --check    # fail if a table is not what the files say
 
-No figure in these tables is typed by hand, and each table names the commit that it is of.
+The tables stand in README.md, docs/measured.md and docs/lab/results/README.md, the picture beside the latter. No figure
+in them is typed by hand, and each table names the commit that it is of.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import textwrap
@@ -21,13 +21,23 @@ import counters
 import measured
 import pages
 from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row
-from recorded import US, Recorded, Result, geometric_mean, milliseconds, of_fastest, of_peer, of_plain, towards
+from recorded import (
+    RESULTS,
+    US,
+    Recorded,
+    Result,
+    geometric_mean,
+    milliseconds,
+    of_fastest,
+    of_peer,
+    of_plain,
+    towards,
+)
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-README = HERE.parents[1] / "README.md"
-PAGE = RESULTS / "README.md"
-MEASURED = HERE.parents[1] / "docs" / "measured.md"
+from cuflash.tools.bench import records
+
+ROOT = Path(__file__).parents[2]
+README, MEASURED, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md", RESULTS / "README.md"
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -39,30 +49,30 @@ PEER_NAMES = {
 }
 PAGE_HEAD = """# Recorded figures
 
-Made by `python examples/benchmarks/tables.py` from the JSON files beside it, which `python -m cuflash bench --json`
+Made by `python examples/benchmarks/tables.py` from the records beside it, which `python -m cuflash bench --json`
 wrote; how a figure comes about is told in [NOTES.md](../NOTES.md). Times are medians of five interleaved rounds.
 """
-ERRORS_HEAD = """From [errors.json](errors.json).
+ERRORS_HEAD = """From [errors.jsonl](errors.jsonl).
 
 Against float64, as a multiple of FlashAttention-3's, with the standard error over heads: the mean error over all
 elements, and the mean over heads of each head's largest error.
 """
-COUNTERS_HEAD = """From [counters.json](counters.json).
+COUNTERS_HEAD = """From [counters.jsonl](counters.jsonl).
 
 By ncu, of the cell with the best and the worst ratio to its fastest peer; of a pass the kernel that takes longest. A
 stall is how many warps wait for that reason whenever an instruction is issued; the three largest are shown.
 """
 # What `bench --json`, `host.py`, `errors.py` and `counters.py` call themselves.
-COMMANDS = ("bench", "errors", "counters")
+COMMANDS = ("bench", "host", "errors", "counters")
 
 
 def load(folder: Path) -> list[Recorded]:
     """All files that `python -m cuflash bench`, `errors.py` and the like wrote on a GPU, each with its facts."""
     recorded = []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
-        if record.get("command") in COMMANDS and "gpu" in record:
-            recorded.append(Recorded((path.name,), record, record.pop("results", [])))
+    for path in sorted(folder.glob("*.jsonl")):
+        facts, cells = records.read(path)
+        if facts.get("command") in COMMANDS and "gpu" in facts:
+            recorded.append(Recorded((path.name,), facts, {facts["command"]: cells}))
     return merged(recorded)
 
 
@@ -163,8 +173,8 @@ def merged(recorded: Sequence[Recorded]) -> list[Recorded]:
         key = tuple(str(facts.get(name)) for name in ("commit", "without_wgmma", "gpu", "driver", "nvrtc"))
         if key in together:
             first = together[key]
-            facts = {**first.facts, **record.facts}
-            record = Recorded(first.files + record.files, facts, first.results + record.results)
+            cells = {name: [*first.cells.get(name, []), *record.cells.get(name, [])] for name in COMMANDS}
+            record = Recorded(first.files + record.files, {**first.facts, **facts}, cells)
         together[key] = record
     return list(together.values())
 
@@ -183,14 +193,14 @@ def page(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
     sections = [(record, *key, results) for record in recorded for key, results in _groups(record).items()]
     sections.sort(key=lambda section: (section[1] != "dense", section[0].is_mma))
     for record in recorded:
-        if "errors" in record.facts:
+        if record.cells.get("errors"):
             parts.append("## Errors of all heads\n")
             parts.append(f"{pages.origin(record.facts)} {ERRORS_HEAD}")
-            parts.append(errors_of_all_heads(record.facts["errors"]))
-        if "counters" in record.facts:
+            parts.append(errors_of_all_heads(record.cells["errors"]))
+        if record.cells.get("counters"):
             parts.append("## Hardware counters\n")
             parts.append(f"{pages.origin(record.facts)} {COUNTERS_HEAD}")
-            parts.append(counters.table(record.facts["counters"]))
+            parts.append(counters.table(record.cells["counters"]))
     for record, suite, direction, dtype, results in sections:
         files = ", ".join(f"[{file}]({file})" for file in record.files)
         parts.append(f"## {suite}: {direction}, {dtype}{', mma.sync' if record.is_mma else ''}\n")
@@ -318,9 +328,9 @@ def draw(recorded: Sequence[Recorded], path: Path) -> None:
 
 def main() -> int:
     """Write the tables, or check them."""
-    parser = argparse.ArgumentParser(description="Write every table of figures from the JSON files of results/.")
+    parser = argparse.ArgumentParser(description="Write every table of figures from the records in docs/lab/results.")
     parser.add_argument("--check", action="store_true", help="only say whether the tables are what the files say")
-    parser.add_argument("--results", type=Path, help="print the bars of another folder's files, and write nothing")
+    parser.add_argument("--results", type=Path, help="print the page of another folder's files, and write nothing")
     arguments = parser.parse_args()
     if arguments.results:
         print(page(load(arguments.results), arguments.results))

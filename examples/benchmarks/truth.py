@@ -1,6 +1,6 @@
 """Errors on inputs that hide nothing, beside FlashAttention-3's and cuDNN's, against float64.
 
-    python examples/benchmarks/truth.py [--commit COMMIT] [--json results/truth.json]
+    python examples/benchmarks/truth.py [--commit COMMIT] [--json FILE]
 
 On N(0, 1) inputs every row is flat: no key has much weight, and whatever a kernel does to large weights does not show.
 So these are beside them: "sharp" inputs, N(0, 9), where a few keys have all the weight; and "outliers", N(0, 1) with
@@ -12,7 +12,6 @@ It needs a Hopper GPU, torch and FlashAttention-3.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from errors import truth
 
 from cuflash.interop import dtype_of
 from cuflash.tools import bench
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, short
 from cuflash.tools.bench.inputs import Inputs, as_torch
 from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
@@ -131,7 +130,7 @@ def main() -> None:
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
     xp = bench.namespace("gpu")
     if xp is None:
@@ -150,8 +149,7 @@ def main() -> None:
             all_measured.append(measure(cell, kind, xp))
             print(line(all_measured[-1]), flush=True)
             if args.json:  # after every cell: a run that is cut short leaves what it had
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps({**facts, "truth": all_measured}, indent=1) + "\n")
+                records.write(args.json, facts, all_measured)
 
 
 if __name__ == "__main__":

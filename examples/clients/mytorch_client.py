@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import runpy
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
+from cuflash.tools.bench import records
 from cuflash.tools.bench.report import environment
 
 Array = Any
@@ -85,12 +85,11 @@ def array_of(x: Any) -> Array:
     return getattr(x, "_array", x)
 
 
-def compare(mytorch: Any, seqlens: list[int]) -> dict[str, dict[str, Any]]:
+def compare(mytorch: Any, seqlens: list[int]) -> Iterator[dict[str, Any]]:
     """Agreement and time of the two on the same tensors."""
     import cupy
 
     print("attention alone, causal, float16, 12 heads of 64: ms forward and backward, and relative difference")
-    report: dict[str, dict[str, Any]] = {}
     for seqlen in seqlens:
         batch = max(1, TOKENS // seqlen)
         rng = np.random.default_rng(SEED)
@@ -111,8 +110,7 @@ def compare(mytorch: Any, seqlens: list[int]) -> dict[str, dict[str, Any]]:
         ]
         words = " ".join(f"{x:.1e}" for x in differences)
         print(f"  {batch} x {seqlen}: own {times['own']:.2f}, cuflash {times['cuflash']:.2f}; out, dq, dk, dv: {words}")
-        report[str(seqlen)] = {"batch": batch, "ms": times, "differences": differences}
-    return report
+        yield {"compared": "attention", "context": seqlen, "batch": batch, "ms": times, "differences": differences}
 
 
 def both(mytorch: Any) -> dict[str, Callable[..., Tensor]]:
@@ -149,15 +147,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def train(
     mytorch: Any, checkout: Path, names: list[str], size: str, context: int, batch: int
-) -> Iterator[dict[str, dict[str, Any]]]:
-    """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses.
-
-    What there is after each is yielded.
-    """
+) -> Iterator[dict[str, Any]]:
+    """MyTorch's training script with each attention, on the bytes of Python's help: time of a step, and the losses."""
     from pydoc_data.topics import topics
 
     text = np.frombuffer("\n\n".join(topics.values()).encode(), np.uint8).astype(np.uint16)
-    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("train.bin", "val.bin"):
             text.tofile(Path(folder) / name)
@@ -170,10 +164,10 @@ def train(
             with replaced(mytorch.nn.functional, "scaled_dot_product_attention", attentions[name]):
                 milliseconds, losses = run_script(mytorch, checkout / TRAINER, arguments)
             tokens = 1e3 * batch * context / milliseconds
-            results[name] = {"ms_a_step": milliseconds, "tokens_per_second": tokens, "losses": losses}
             words = " ".join(f"{loss:.3f}" for loss in losses)
             print(f"  {name:8} {milliseconds:7.1f} ms a step, {tokens:9,.0f} tokens/s, losses {words}", flush=True)
-            yield results
+            figures = {"ms_a_step": milliseconds, "tokens_per_second": tokens, "losses": losses}
+            yield {"compared": "training", "attention": name, **figures}
 
 
 def run_script(mytorch: Any, script: Path, arguments: list[str]) -> tuple[float, list[float]]:
@@ -212,7 +206,7 @@ def main() -> int:
     parser.add_argument("--train", choices=ATTENTIONS, nargs="*", default=ATTENTIONS, help="with these (default both)")
     parser.add_argument("--size", default="base", help="of the model that is trained (default base: GPT-2's 124M)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 in a training step (default 8)")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures, one line each comparison")
     parser.add_argument("--commit", help="of cuflash, where the checkout does not tell")
     args = parser.parse_args()
     if not (args.checkout / TRAINER).is_file():
@@ -224,17 +218,19 @@ def main() -> int:
         print(f"error: {error}: MyTorch needs cupy, triton, torch, safetensors and tqdm", file=sys.stderr)
         return 2
     facts = environment(importlib.import_module("cupy"), args.commit, "mytorch_client")
-    report: dict[str, Any] = {**facts, "size": args.size, "batch": args.batch}
+    facts |= {"size": args.size, "batch": args.batch}
+    cells: list[dict[str, Any]] = []
 
-    def keep(**figures: Any) -> None:  # as they come: a run that is cut short leaves what it had
-        report.update(figures)
+    def keep(cell: dict[str, Any]) -> None:  # as they come: a run that is cut short leaves what it had
+        cells.append(cell)
         if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            records.write(args.json, facts, cells)
 
-    keep(attention=compare(mytorch, args.contexts))
+    for cell in compare(mytorch, args.contexts):
+        keep(cell)
     print(f"MyTorch's training script, {args.size}, {args.batch} x 1024 tokens a step, --fused --mixed_precision")
-    for training in train(mytorch, args.checkout, args.train, args.size, 1024, args.batch):
-        keep(training=training)
+    for cell in train(mytorch, args.checkout, args.train, args.size, 1024, args.batch):
+        keep(cell)
     return 0
 
 

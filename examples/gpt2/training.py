@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.tools.bench import records
 from cuflash.tools.bench.report import environment
 
 from .gpu_ops import CupyOps
@@ -36,7 +37,7 @@ from .ops import NumpyOps
 from .text import BPE, BYTES, NUMBERS, Text
 
 SIZES = {"small": Config(), "tiny": TINY}
-CHECKPOINT, LOSSES, PICTURE = "checkpoint.npz", "losses.json", "loss.png"
+CHECKPOINT, LOSSES, PICTURE = "checkpoint.npz", "losses.jsonl", "loss.png"
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "decay": 0.1, "clip": 1.0}
 WARM_UP, FINAL_RATE = 0.05, 0.1  # fractions: of the steps, and of the rate
 VALIDATION_BATCHES = 4
@@ -293,7 +294,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("gpt2_run"), help="folder of the results (default %(default)s)")
     add("--checkpoint-every", type=int, default=200, metavar="STEPS", help="(default %(default)s)")
     add("--compare", type=int, metavar="ROUNDS", help="time the steps with each attention instead, in so many turns")
-    add("--json", type=Path, help="file for the figures of --compare")
+    add("--json", type=Path, help="file for the figures of --compare, one line each attention")
     add("--commit", help="of the code, to be recorded where the checkout does not tell")
     return parser.parse_args(argv)
 
@@ -322,8 +323,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.compare:
             results = compare(run, ops, Text(args.text, args.tokens), args.compare)
             if args.json:
-                facts = environment(ops.xp, args.commit, "train_gpt2")
-                args.json.write_text(json.dumps({**facts, "run": asdict(run), "results": results}, indent=1) + "\n")
+                facts = environment(ops.xp, args.commit, "train_gpt2") | {"run": asdict(run)}
+                records.write(args.json, facts, ({"attention": name, **r} for name, r in results.items()))
             return 0
         absent = [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]
         if absent:  # said now, not after the last step
@@ -342,9 +343,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nstopped; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
         return 130
     draw(trainer.losses, "token" if args.tokens == BPE else "byte", args.out / PICTURE)
-    facts = environment(ops.xp, args.commit, "train_gpt2")
-    result = {**facts, "run": asdict(run), "validation": validation, "losses": trainer.losses}
-    (args.out / LOSSES).write_text(json.dumps(result) + "\n")
+    facts = environment(ops.xp, args.commit, "train_gpt2") | {"run": asdict(run)}
+    records.write(args.out / LOSSES, facts, [{"validation": validation, "losses": trainer.losses}])
     of_byte = f"{validation / text.bytes_per_token:.3f} nats a byte"
     of_token = f"{validation:.3f} nats a token, " if args.tokens == BPE else ""
     print(f"{trainer.model.master.size:,} parameters; loss of the text held out: {of_token}{of_byte}")

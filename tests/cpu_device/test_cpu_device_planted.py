@@ -39,18 +39,24 @@ def repeats_columns(config: KernelConfig) -> bool:
     )
 
 
-def has_blocks_without_turns(config: KernelConfig) -> bool:
+def has_blocks_without_order(config: KernelConfig) -> bool:
     return isinstance(config, sm90_forward.Config) and config.has_block_mask and not config.ping_pong
 
 
 PLANTED: tuple[tuple[str, str, str, Callable[[KernelConfig], bool], str], ...] = (
-    ("sm90/backward/wide.cu", "__syncwarp();  // all lanes have read the weights and delta", "", is_wide, UNORDERED),
+    (
+        "sm90/backward/wide.cu",
+        "__syncwarp();  // all lanes must have read the weights and delta",
+        "",
+        is_wide,
+        UNORDERED,
+    ),
     ("sm90/backward/backward.cu", "DQ_COLUMNS < HEAD_DIM;", "true;", repeats_columns, OUT_OF_BOUNDS),
     (
         "sm90/forward/forward.cu",
         "if constexpr (HAS_BLOCK_MASK && !PING_PONG) __syncwarp();",
         "",
-        has_blocks_without_turns,
+        has_blocks_without_order,
         UNORDERED,
     ),
     ("sm90/backward/loader.cuh", " = {NO_DQ, 0, true, 0};", ".sum = NO_DQ;", repeats_columns, UNINITIALISED),

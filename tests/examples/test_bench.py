@@ -14,7 +14,7 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash.tools import bench
-from cuflash.tools.bench import peers, report
+from cuflash.tools.bench import peers, records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, block_mask
 from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
 
@@ -149,15 +149,15 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(SUITES, "cpu", lambda grid: CELLS)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    files = {name: tmp_path / "results" / name for name in ("run.json", "run.png")}
+    files = {name: tmp_path / "results" / name for name in ("run.jsonl", "run.png")}
     arguments = ["--device", "cpu", "--rounds", "2", "--budget-ms", "1"]
-    arguments += ["--json", str(files["run.json"]), "--picture", str(files["run.png"])]
+    arguments += ["--json", str(files["run.jsonl"]), "--picture", str(files["run.png"])]
     assert bench.run(parser.parse_args(arguments)) == 0
     assert files["run.png"].stat().st_size > 0
-    written = json.loads(files["run.json"].read_text())
-    assert written["versions"]["numpy"] == np.__version__
-    assert len(written["results"]) == 2 * len(CELLS)
-    for result in written["results"]:
+    facts, results = records.read(files["run.jsonl"])
+    assert facts["versions"]["numpy"] == np.__version__
+    assert len(results) == 2 * len(CELLS)
+    for result in results:
         assert result["peers"]["cuflash"]["calls"] >= 6
     printed = capsys.readouterr().out
     assert "forward, TFLOP/s" in printed and "| causal" in printed

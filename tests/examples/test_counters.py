@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from benchmark_scripts import FOLDER, load_script
+
+from cuflash.tools.bench import records
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_best_and_worst_cells_beside_their_fastest_peers(counters: ModuleType, t
         result(5, "backward", 1.0, cuflash=1.0, fa3=1.0),
     ]
     for name, results in (("full", full), ("causal", causal)):
-        (tmp_path / f"backward_{name}.json").write_text(json.dumps({"results": results}))
+        records.write(tmp_path / f"backward_{name}.jsonl", {"command": "bench"}, results)
     chosen = counters.best_and_worst("backward", tmp_path)
     assert [(call["which"], call["cell"]["name"], call["peer"]) for call in chosen] == [
         ("best", "n1", "cuflash"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
 from cuflash.examples.gpt2.ops import NumpyOps, Rounded, Weight
 from cuflash.examples.gpt2.text import BPE, TOKENIZER, Text
 from cuflash.examples.gpt2.training import CHECKPOINT, Run, Trainer, main
+from cuflash.tools.bench import records
 
 Array = Any
 OPTIONS = ["--size", "tiny", "--context", "32", "--batch", "2", "--device", "cpu"]
@@ -291,7 +291,8 @@ def test_command_survives_a_kill(tmp_path: Path) -> None:
     assert steps < 15
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert f"going on after step {steps} " in result.stdout and "tokens/s" in result.stdout
-    losses = json.loads((run / "losses.json").read_text())["losses"]
+    (curve,) = records.read(run / "losses.jsonl").cells
+    losses = curve["losses"]
     assert len(losses) == 15 and losses[-1] < losses[0] - 0.5
     assert (run / "loss.png").stat().st_size > 1000
 
@@ -308,10 +309,10 @@ def test_tokens_of_a_byte_pair_encoding(tmp_path: Path) -> None:
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "WARM_UP_STEPS", 1)
-    path = tmp_path / "figures.json"
+    path = tmp_path / "figures.jsonl"
     assert main([*OPTIONS, "--compare", "1", "--json", str(path)]) == 0
-    results = json.loads(path.read_text())["results"]
-    assert list(results) == ["cuflash", "baseline"]
-    losses = [result["loss"] for result in results.values()]
+    results = records.read(path).cells
+    assert [result["attention"] for result in results] == ["cuflash", "baseline"]
+    losses = [result["loss"] for result in results]
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-3)  # both train the same model on the same text
     assert "x the baseline" in capsys.readouterr().out

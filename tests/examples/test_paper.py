@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from cuflash.tools.bench import records
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
@@ -23,7 +24,8 @@ def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for lengths in (["128"], ["64", "128"]):  # the second run's rows join those of the first, or take their places
         assert paper.main([*arguments, *lengths]) == 0
     assert paper.main([*arguments, "64", "--batch", "2"]) == 2  # another problem
-    results = json.loads((tmp_path / "paper.json").read_text())["results"]
+    facts, results = records.read(tmp_path / "paper.jsonl")
+    assert facts["command"] == "paper" and facts["batch"] == 1
     assert len(results) == len(paper.VARIANTS) * len(paper.METHODS) * 2
     assert all(r["forward_ms"] > 0 and r["backward_ms"] > 0 and r["bytes"] > 0 for r in results)
     assert (tmp_path / "paper.md").read_text().count("| naive |") == len(paper.VARIANTS) * 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import math
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.tools.bench import report
+from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Grid, cells_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
@@ -38,8 +37,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def record(folder: Path, results: list[report.Result]) -> None:
-    report.write_json(folder / "run.json", {**FACTS, "versions": {"torch": "2"}}, results)
+def record(folder: Path, results: list[report.Result], name: str = "run", **facts: Any) -> None:
+    """Write what `python -m cuflash bench` would."""
+    facts = {**FACTS, "versions": {"torch": "2"}, **facts}
+    records.write(folder / f"{name}.jsonl", facts, (result.as_json() for result in results))
 
 
 def error_bar(start: str) -> str:
@@ -77,10 +78,8 @@ def test_both_kinds_of_kernels_of_one_commit(tables: ModuleType, tmp_path: Path)
     half = dataclasses.replace(cell, dtype="float16")
     files = (("hopper", cell, "fa3", False), ("mma", cell, "flash", True), ("mma_fp16", half, "flash", True))
     for name, cell, peer, is_mma in files:
-        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
-        report.write_json(
-            tmp_path / f"{name}.json", facts, [report.Result(cell, FORWARD, {"cuflash": [1.0], peer: [1.0]})]
-        )
+        results = [report.Result(cell, FORWARD, {"cuflash": [1.0], peer: [1.0]})]
+        record(tmp_path, results, name, without_wgmma=is_mma)
     rows = {row[0]: row[2] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
     assert rows["forward, bf16: speed of the faster of FlashAttention-3 and cuDNN"] == "1.00, mean 1.000"
     for short in ("bf16", "fp16"):
@@ -134,8 +133,7 @@ def test_random_blocks_lie_on_a_line(tables: ModuleType, tmp_path: Path, is_mma:
     family, other = ("", " by mma.sync")[:: -1 if is_mma else 1]
     what = ": random blocks: distance from a straight line in visible blocks"
     for bend, reached in ((1.0, "yes"), (1.3, "no")):
-        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
-        report.write_json(tmp_path / "sparse.json", facts, blocks_of_line(bend))
+        record(tmp_path, blocks_of_line(bend), "sparse", without_wgmma=is_mma)
         rows = {row[0]: row[2:4] for row in (bar.row(tables.load(tmp_path)) for bar in tables.BARS)}
         for way in (FORWARD, BACKWARD):
             assert rows[way + other + what] == ["not measured", "-"]
@@ -172,8 +170,24 @@ def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
         for name, (ratio, se) in ratios.items()
     }
     entry = {"cell": cell.describe(), "heads": 512, "results": results}
-    text = json.dumps({**FACTS, "command": "errors", "versions": {}, "errors": [entry]})
-    (folder / "errors.json").write_text(text)
+    records.write(folder / "errors.jsonl", {**FACTS, "command": "errors", "versions": {}}, [entry])
+
+
+def test_host_and_counters_beside_cells_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
+    """Records of one commit are one, whatever command wrote them."""
+    (cell,) = cells_of("dense", Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
+    record(tmp_path, [report.Result(cell, FORWARD, {"cuflash": [1.0], "fa3": [1.0]})])
+    costs = {"forward_total": 12.34, "torch_sdpa_forward_total": 21.5}
+    facts = {**FACTS, "command": "host", "versions": {}}
+    records.write(tmp_path / "host.jsonl", facts, ({"call": name, "us": us} for name, us in costs.items()))
+    (both,) = tables.load(tmp_path)
+    assert both.files == ("host.jsonl", "run.jsonl") and len(both.results) == 1
+    assert tables.host_row([both])[2:4] == ["12.3 us (torch's SDPA 21.5)", "yes"]
+    counted = dict.fromkeys(tables.counters.METRICS.values(), 1e9)
+    call = {"part": "forward", "which": "best", "cell": {"name": "n512"}, "peer": "cuflash", **counted}
+    records.write(tmp_path / "counters.jsonl", {**FACTS, "command": "counters", "versions": {}}, [call])
+    page = tables.page(tables.load(tmp_path), tmp_path)
+    assert "| forward, best | n512 | cuflash | 1000.000 |" in page
 
 
 def test_errors_of_all_heads(tables: ModuleType, tmp_path: Path) -> None:
@@ -201,8 +215,7 @@ def test_float32_beside_torch(tables: ModuleType, tmp_path: Path) -> None:
             for c in cells
             for way in (FORWARD, BACKWARD)
         ]
-        facts = {**FACTS, "versions": {}, "without_wgmma": is_mma}
-        report.write_json(tmp_path / f"float32_{is_mma}.json", facts, results)
+        record(tmp_path, results, f"float32_{is_mma}", without_wgmma=is_mma)
     recorded = tables.load(tmp_path)
     rows = {row[0]: row[2:4] for row in (bar.row(recorded) for bar in tables.BARS)}
     assert rows["forward, float32: speed of torch's memory-efficient kernel"] == ["5.00 to 5.00; 2 of 2", "yes"]
@@ -224,22 +237,20 @@ def test_a_section_is_replaced(tables: ModuleType) -> None:
 
 
 def test_files_of_other_kinds_are_left_out(tables: ModuleType, tmp_path: Path) -> None:
-    others: dict[str, Any] = {"gpt2": {"step_ms": 1.0}, "cpu": {"results": [{"cell": {"suite": "cpu"}}]}}
-    for name, content in others.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    records.write(tmp_path / "gpt2.jsonl", {**FACTS, "command": "train_gpt2"}, [{"step_ms": 1.0}])
+    records.write(tmp_path / "cpu.jsonl", {"command": "bench"}, [{"cell": {"suite": "cpu"}}])
     assert tables.load(tmp_path) == []
 
 
 def test_training_and_bytes_moved(tables: ModuleType, tmp_path: Path) -> None:
     facts: dict[str, Any] = {**FACTS, "versions": {"torch": "2"}}
-    steps = {
-        name: {"step_ms": ms, "attention_ms": 10.0, "attention_share": 0.1, "tokens_per_second": 1.0}
+    steps = [
+        {"attention": name, "step_ms": ms, "attention_ms": 10.0, "attention_share": 0.1, "tokens_per_second": 1.0}
         | {"speed_of_baseline": 100.0 / ms}
         for name, ms in (("baseline", 100.0), ("cuflash", 50.0))
-    }
+    ]
     for context in (1024, 4096):
-        record = {**facts, "run": {"batch": 2, "context": context}, "results": steps}
-        (tmp_path / f"gpt2_{context}.json").write_text(json.dumps(record))
+        records.write(tmp_path / f"gpt2_{context}.jsonl", {**facts, "run": {"batch": 2, "context": context}}, steps)
     calls = [
         {
             "method": method,
@@ -251,21 +262,26 @@ def test_training_and_bytes_moved(tables: ModuleType, tmp_path: Path) -> None:
         }
         for method, moved in (("cuflash", 8e6), ("naive", 20e6))
     ]
-    (tmp_path / "paper_io.json").write_text(json.dumps({**facts, "fast_bytes": 227 * 1024, "results": calls}))
-    attention = {"1024": {"batch": 16, "ms": {"own": 3.0, "cuflash": 1.0}, "differences": [1e-4, 3e-4]}}
-    training = {name: {"ms_a_step": ms, "losses": [9.0, 4.0]} for name, ms in (("own", 30.0), ("cuflash", 20.0))}
-    record = {**facts, "size": "base", "batch": 8, "attention": attention, "training": training}
-    (tmp_path / "mytorch.json").write_text(json.dumps(record))
+    records.write(tmp_path / "paper_io.jsonl", {**facts, "fast_bytes": 227 * 1024}, calls)
+    times = {"batch": 16, "ms": {"own": 3.0, "cuflash": 1.0}, "differences": [1e-4, 3e-4]}
+    compared = [{"compared": "attention", "context": 1024, **times}]
+    compared += [
+        {"compared": "training", "attention": name, "ms_a_step": ms, "losses": [9.0, 4.0]}
+        for name, ms in (("own", 30.0), ("cuflash", 20.0))
+    ]
+    records.write(tmp_path / "mytorch.jsonl", {**facts, "size": "base", "batch": 8}, compared)
 
     measured = tables.measured
     assert [row[2:4] for row in measured.gpt2_bars(tmp_path)] == [["2.00", "yes"], ["2.00", "no"]]
     assert "takes 50 and 50 ms on an H200, at 2 x 1024 and 2 x 4096 tokens;" in measured.readme_training(tmp_path)
-    eight = {**facts, "run": {"batch": 2, "context": 1024, "fp8": True}, "results": steps}
-    (tmp_path / "gpt2_1024_fp8.json").write_text(json.dumps(eight))
+    eight = {**facts, "run": {"batch": 2, "context": 1024, "fp8": True}}
+    records.write(tmp_path / "gpt2_1024_fp8.jsonl", eight, steps)
     assert measured.gpt2_bars(tmp_path)[0][2] == "2.00 (2.00 with --fp8)"
     assert "| bfloat16 | 4096 | 3 | 33.3 ms | -6.7 ms | - | 10.0 ms | 216 TFLOP/s |" in measured.gpt2(tmp_path)
     assert "| forward | 1024 | 20.0 | 8.0 | 2.5 | 4.0 | 2.0 | 1.0 | 1.0 |" in measured.moved(tmp_path)
     assert "12 heads of 64 | 3.00 | 1.00 | 3.00 |" in measured.mytorch(tmp_path)
     assert "base, 8 x 1024 | 30.0 | 20.0 | 1.50 |" in measured.mytorch(tmp_path)
     assert "at most 3.0e-04 in norm" in measured.mytorch(tmp_path)
+    records.write(tmp_path / "gpt2_loss.jsonl", eight, [{"validation": 2.5, "losses": [9.0, *[3.0] * 10]}])
+    assert "| 8 bits | 9.00 | 3.000 | 2.500 |" in measured.loss(tmp_path)
     assert "No count" in measured.moved(tmp_path / "empty") and "Not recorded" in measured.mytorch(tmp_path / "empty")

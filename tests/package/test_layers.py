@@ -26,15 +26,23 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "frontend": ("problem", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
     "merge": ("frontend", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", *BASE),
+    "distributed": ("frontend", "merge", "problem", *BASE),
+    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
-    "tools": ("__init__", "examples", "gpu", "plan", "cuda", "cpu", "masks", "problem", "reference", *BASE),
+    "tools": (
+        *("__init__", "distributed", "examples", "reference"),
+        *("gpu", "cpu", "plan", "cuda", "masks", "problem", *BASE),
+    ),
 }
 # Names of every NamedTuple that begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
-BY_NAME = {"frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"}, "masks": {"cuflash.cuda.device"}}
+BY_NAME = {
+    "__init__": {"cuflash.distributed"},
+    "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
+    "masks": {"cuflash.cuda.device"},
+}
 
 
 def modules() -> dict[str, Path]:
@@ -79,7 +87,8 @@ def imports_of(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 def folder_of(module: str) -> str:
-    return module.split(".")[0]
+    """The command of a folder is one of the tools."""
+    return "tools" if module.endswith(".__main__") else module.split(".")[0]
 
 
 def is_private(name: str) -> bool:

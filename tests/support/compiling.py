@@ -111,7 +111,7 @@ def assert_compiles_well(arch: str, config: KernelConfig) -> None:
 
 # One kernel compiles in less, cold, by the time of the thread: others use the machine, too. They slow compilers down
 # all the same (shared caches and cores), as do older machines: an empty kernel says by how much, against its seconds
-# on the two idle cores where the figures of logs/host_and_wheel.md (examples/benchmarks) were measured.
+# on the two idle cores where the figures of docs/lab/logs/host_and_wheel.md were measured.
 MOST_SECONDS, EMPTY_SECONDS = 1.5, 0.029
 EMPTY = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void empty() {}'
 ROUNDS = 6

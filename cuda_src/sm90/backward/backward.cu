@@ -2,14 +2,14 @@
 // manner of FlashAttention-3 (Shah et al. 2024). A thread block keeps BLOCK_N keys, 64 for each warpgroup, and loops
 // over the queries that see them. Scores are transposed, so weights and their gradients stay in registers as left
 // factors of dV and dK; dQ takes the gradients of all warpgroups through shared memory, and is added up in global
-// memory. backward_rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
+// memory. backward/rows.cu has the kernels before and behind; backward/wide.cu serves wide heads.
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
-constexpr u32 DQ_BYTES = DQ_PART * sizeof(float);
+constexpr u32 DQ_BYTES = DQ_PIECE * sizeof(float);
 
 struct SharedStorage {
   alignas(1024) unsigned char k[KEY_STAGES * K_BYTES];         // (KEY_STAGES, PANELS, BLOCK_N, 64)
@@ -18,7 +18,7 @@ struct SharedStorage {
   alignas(1024) unsigned char dout[DOUT_STAGES * DOUT_BYTES];  // (DOUT_STAGES, PANELS_V, BLOCK_M, 64)
   // (DS_STAGES, CONSUMERS, BLOCK_M, 64): dS, a panel for the keys of each warpgroup.
   alignas(1024) unsigned char ds[DS_STAGES * DS_BYTES];
-  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PART / 4];  // parts of dq on their way to the sums
+  FourFloats dq[CONSUMERS][DQ_STAGES][DQ_PIECE / 4];  // pieces of dq on their way to the sums
   float lse[QUERY_STAGES][BLOCK_M];
   float delta[DOUT_STAGES][BLOCK_M];
   Step steps[QUERY_STAGES];
@@ -37,11 +37,11 @@ struct SharedStorage {
   GradientBias bias;    // last, so that the others begin with whole lines: bulk additions of dq are faster then
 };
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
-static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a part of dq");
+static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a piece of dq");
 
-// PASSES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
+// ARRIVES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
 // queries, a loss with 64.
-constexpr bool PASSES_EARLY = DQ_BY_QUERIES;
+constexpr bool ARRIVES_EARLY = DQ_BY_QUERIES;
 
 using DsRing = Ring<DS_STAGES, DS_BYTES>;
 using DqRing = Ring<DQ_STAGES, DQ_BYTES>;
@@ -66,33 +66,33 @@ struct Rings {
         dq_steps(shared.dq_steps, shared.dq_step_barriers) {}
 };
 
-// add_part() adds a part of dq to its sum by TMA, or stores it as the first.
-DEVICE void add_part(float* sum, u32 part, bool first) {
+// add_piece() adds a piece of dq to its sum by TMA, or stores it as the first.
+DEVICE void add_piece(float* sum, u32 piece, bool first) {
   if (first) {
-    ptx::bulk_store(sum, part, DQ_BYTES);
+    ptx::bulk_store(sum, piece, DQ_BYTES);
   } else {
-    ptx::bulk_reduce_add_f32(sum, part, DQ_BYTES);
+    ptx::bulk_reduce_add_f32(sum, piece, DQ_BYTES);
   }
 }
 
-// add_parts() is the warp that adds a warpgroup's parts of dq to their sums.
-DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int part) {
-  DqRing ring(shared.dq[part], shared.dq_barriers[part]);
+// add_pieces() is the warp that adds a warpgroup's pieces of dq to their sums.
+DEVICE void add_pieces(const AttentionParams& p, const SharedStorage& shared, Rings& rings, int piece) {
+  DqRing ring(shared.dq[piece], shared.dq_barriers[piece]);
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
     const bool adds = p.dq_sum != nullptr && lane() == 0;
     int found = STORED;
     if (adds) {
-      wait_for_turn(p, step.sum, part, step.turn);
-      if (TAKES_SUMS) found = take_sum(p, step.sum, part);  // meanwhile the part is computed
+      wait_for_earlier_additions(p, step.sum, piece, step.place_in_order);
+      if (TAKES_SUMS) found = take_sum(p, step.sum, piece);  // meanwhile the piece is computed
     }
-    const bool first = found == NO_PART || (DETERMINISTIC && step.turn == 0);
+    const bool first = found == NOT_STARTED || (DETERMINISTIC && step.place_in_order == 0);
     __syncwarp();
     ring.wait();
     if (adds) {
-      if (found == TAKEN) wait_until_stored(p, step.sum, part);
-      add_part(p.dq_sum + step.sum * DQ_TILE + part * DQ_PART, ring.buffer(), first);
+      if (found == TAKEN) wait_until_stored(p, step.sum, piece);
+      add_piece(p.dq_sum + step.sum * DQ_TILE + piece * DQ_PIECE, ring.buffer(), first);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -100,7 +100,7 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
     ring.release();
     if (adds && (DETERMINISTIC || first)) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum, part);
+      signal_addition(p, step.sum, piece);
     }
     if (adds && step.last) {
       ptx::bulk_wait_group<0>();
@@ -111,7 +111,7 @@ DEVICE void add_parts(const AttentionParams& p, const SharedStorage& shared, Rin
 }
 
 // ADDS_STEPS: an addition that waits for its place in the order takes longer than a step. So with two buffers two warps
-// take steps alternately, and each adds all parts of its steps (add_steps()).
+// take steps alternately, and each adds all pieces of its steps (add_steps()).
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
 static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
 
@@ -127,14 +127,14 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
       first.advance();
       continue;
     }
-    if (adds) wait_for_turn(p, step.sum, 0, step.turn);
+    if (adds) wait_for_earlier_additions(p, step.sum, 0, step.place_in_order);
     __syncwarp();
     first.wait();
     second.wait();
     if (adds) {
       float* sum = p.dq_sum + step.sum * DQ_TILE;
-      add_part(sum, first.buffer(), step.turn == 0);
-      add_part(sum + DQ_PART, second.buffer(), step.turn == 0);
+      add_piece(sum, first.buffer(), step.place_in_order == 0);
+      add_piece(sum + DQ_PIECE, second.buffer(), step.place_in_order == 0);
       ptx::bulk_commit_group();
       ptx::bulk_wait_group_read<0>();
     }
@@ -143,7 +143,7 @@ DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rin
     second.release();
     if (adds) {
       ptx::bulk_wait_group<0>();
-      end_turn(p, step.sum, 0);
+      signal_addition(p, step.sum, 0);
       if (step.last) ptx::add_release(warps_done_at(p, step.number()), 1);
     }
   }
@@ -171,20 +171,20 @@ DEVICE void write_bias(const AttentionParams& p, const SharedStorage& shared, Ri
   if (lane() == 0) ptx::bulk_wait_group<0>();
 }
 
-// differentiate() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its part of dq of every tile of
+// consume() is a consumer warpgroup: it computes dk and dv of its 64 keys, and its piece of dq of every tile of
 // queries. The warpgroups take the tensor cores in an order for the products of the gradients, so that the exponentials
 // of one run while the products of the other are computed. dQ of a step is computed in the next one, when all
 // warpgroups have written dS.
-DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup) {
   const u32 own_keys = warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
   const u32 own_v = ptx::shared_address(shared.v) + own_keys;
   const u32 own_ds = warpgroup * DS_PANEL_BYTES;
   const u32 dq_ds = DQ_BY_QUERIES ? warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES : 0;
-  // Where one part has all columns of the keys, the other parts repeat it, and nobody takes their result.
+  // Where one piece has all columns of the keys, the other pieces repeat it, and nobody takes their result.
   constexpr bool HAS_OWN_COLUMNS = !DQ_BY_QUERIES && DQ_COLUMNS < HEAD_DIM;
   const u32 dq_columns = HAS_OWN_COLUMNS ? warpgroup * DQ_COLUMNS / PANEL * BLOCK_N * ROW_BYTES : 0;
   DqRing dq_ring(shared.dq[warpgroup], shared.dq_barriers[warpgroup]);
-  const Turns turns(warpgroup);
+  const ProductOrder order(warpgroup);
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);  // converted once, because the conversion units would wait for the tensor cores
 
@@ -206,7 +206,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       ready.wait();
       multiply_by_columns<BLOCK_N, BLOCK_M>(dq, ready.buffer() + dq_ds, rings.k.buffer() + dq_columns);
     };
-    // store_dq() releases dS, and hands the part of dQ to the warp that adds it.
+    // store_dq() releases dS, and hands the piece of dQ to the warp that adds it.
     const auto store_dq = [&](float (&dq)[DQ_COLUMNS / 2], DsRing ready) {
       keep(dq);
       ready.release();
@@ -218,7 +218,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       }
     };
     float dq[DQ_COLUMNS / 2];
-    if (!work.unseen) {
+    if (!work.is_hidden) {
       if (HAS_BIAS_TILES) {
         rings.k.stage = work.key_stage;
         rings.k.phase = work.key_phase;
@@ -234,7 +234,7 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         u32 weights[FRAGMENT / 2], ds[FRAGMENT / 2];  // P^T and dS^T in 16 bits
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
-        const DsRing ready = rings.ds.behind();
+        const DsRing ready = rings.ds.previous_stage();
         // 1. Start S^T = K Q^T.
         rings.q.wait();
         multiply_by_rows<HEAD_DIM, BLOCK_N, BLOCK_M>(x, rings.k.buffer() + own_keys, rings.q.buffer());
@@ -257,11 +257,11 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         ptx::wgmma_wait_group<1>();
         keep(x);
         SoftcapFactors<> factors(nullptr);
-        cap(x, scores, factors);
+        apply_softcap(x, scores, factors);
         if constexpr (HAS_BIAS_TILES) {
           masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, warpgroup));
         }
-        weigh(x, scores, lse, masked, bits);
+        to_weights(x, scores, lse, masked, bits);
         if constexpr (MASK_IN_BITS) {
           mask.clear_hidden(x);
           masked = true;
@@ -284,16 +284,16 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
 #pragma unroll
         for (int e = 0; e < FRAGMENT; e++) dp[e] = score_gradient<!WRITES_DBIAS>(p, dp[e], x[e], delta[e]);
         if (masked) clear_hidden(dp, x);
-        uncap(dp, x, lse, scores, factors);
+        apply_softcap_gradient(dp, x, lse, scores, factors);
         pack(ds, dp);
         // 6. dS goes to shared memory for dQ of all warpgroups.
         rings.ds.acquire();
         store_transposed(rings.ds.buffer() + own_ds, ds);
         // 7. In its place in the order: dQ of the step before, dV += P^T dO, dK += dS^T Q.
-        turns.take();
+        order.wait();
         if (!first) multiply_dq(dq, ready);
         add_product<BLOCK_M>(dv, weights, rings.dout.buffer());
-        rings.ds.publish_part();  // its fence waits while the products are computed
+        rings.ds.publish_from_warp();  // its fence waits while the products are computed
         add_product<BLOCK_M>(dk, ds, rings.q.buffer());
         // 8. The results arrive one by one, and buffers are released as early as possible.
         ptx::wgmma_wait_group<2>();
@@ -301,25 +301,25 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         ptx::wgmma_wait_group<1>();
         keep(dv);
         rings.dout.release();
-        if (PASSES_EARLY) turns.pass();
+        if (ARRIVES_EARLY) order.arrive();
         ptx::wgmma_wait_group<0>();
         keep(dk);
-        if (!PASSES_EARLY) turns.pass();
-        if (!first) dq_ring.publish_part();
+        if (!ARRIVES_EARLY) order.arrive();
+        if (!first) dq_ring.publish_from_warp();
         __syncwarp();  // all lanes have read the step
         rings.q.release();
         return last;
       };
-      // pass_over() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
+      // skip_step() skips a step of which the warpgroup sees nothing: it takes no place in the order, and its part of
       // dS is 0.
-      const auto pass_over = [&] {
+      const auto skip_step = [&] {
         rings.dout.follow(rings.q);
         rings.ds.follow(rings.q);
         rings.q.wait();  // without waiting, the buffers could be released twice in a phase
         rings.ds.acquire();
         const u32 zeros[FRAGMENT / 2] = {};
         store_transposed(rings.ds.buffer() + own_ds, zeros);
-        rings.ds.publish_part();
+        rings.ds.publish_from_warp();
         rings.dout.release();
         rings.q.release();
       };
@@ -328,23 +328,23 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
         multiply_dq(dq, ready);
         ptx::wgmma_wait_group<0>();
         store_dq(dq, ready);
-        dq_ring.publish_part();
+        dq_ring.publish_from_warp();
       };
-      const u32 passes = PASSES ? __shfl_sync(ALL_LANES, work.passes, 0) : 0;
-      const bool own = PASSES && (passes >> warpgroup & 1) != 0, passed = own && warpgroup == 1;
-      if (passed) pass_over();
+      const u32 skips = SKIPS_STEPS ? __shfl_sync(ALL_LANES, work.skips, 0) : 0;
+      const bool own = SKIPS_STEPS && (skips >> warpgroup & 1) != 0, skips_first = own && warpgroup == 1;
+      if (skips_first) skip_step();
       bool last = step_on(true);
-      if (passed) hand_on_dq(rings.ds.behind().behind());
+      if (skips_first) hand_on_dq(rings.ds.previous_stage().previous_stage());
       while (!last) last = step_on(false);
-      if (own && !passed) {
-        hand_on_dq(rings.ds.behind());
-        pass_over();
+      if (own && !skips_first) {
+        hand_on_dq(rings.ds.previous_stage());
+        skip_step();
       }
-      if (own && passes != 3) {  // the other warpgroup took one place more in the order
-        turns.take();
-        turns.pass();
+      if (own && skips != 3) {  // the other warpgroup took one place more in the order
+        order.wait();
+        order.arrive();
       }
-      multiply_dq(dq, rings.ds.behind());
+      multiply_dq(dq, rings.ds.previous_stage());
       ptx::wgmma_wait_group<0>();
       keep(dq);
       rings.k.release();
@@ -367,16 +367,16 @@ DEVICE void differentiate(const AttentionParams& p, SharedStorage& shared, Rings
       write_rows(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv, factor,
                  staging);
     }
-    if (!work.unseen) {
-      store_dq(dq, rings.ds.behind());
-      dq_ring.publish_part();
+    if (!work.is_hidden) {
+      store_dq(dq, rings.ds.previous_stage());
+      dq_ring.publish_from_warp();
     }
     rings.work.stage = work.stage;
     rings.work.phase = work.phase;
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
 }
 
 // backward_sm90 is persistent: each multiprocessor has one block, which takes tile after tile.
@@ -414,13 +414,13 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       if constexpr (ADDS_STEPS) {
         add_steps(p, shared, rings, warp - 1);
       } else {
-        add_parts(p, shared, rings, warp - 1);
+        add_pieces(p, shared, rings, warp - 1);
       }
     } else if (WRITES_DBIAS) {
       write_bias(p, shared, rings, &dbias_map);
     }
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    differentiate(p, shared, rings, warpgroup);
+    consume(p, shared, rings, warpgroup);
   }
 }

@@ -111,9 +111,9 @@ struct Step {
 
 // DqStep is what the warps that add dq have to know of a tile of queries.
 struct DqStep {
-  i64 sum;    // query_tile() * DQ_SUMS + which of the tile's sums
-  int turn;   // the place of this addition in the order of its sum
-  bool last;  // the last step of a tile of keys
+  i64 sum;             // query_tile() * DQ_SUMS + which of the tile's sums
+  int place_in_order;  // the place of this addition in the order of its sum
+  bool last;           // the last step of a tile of keys
   int first_key;
 
   DEVICE i64 number() const { return sum / DQ_SUMS; }  // query_tile() of the step
@@ -175,10 +175,10 @@ struct Loader {
   }
 };
 
-// acquire_together() waits with the whole warp. No lane may still wait when lane 0 goes on: the barrier could be two
+// acquire_by_warp() waits with the whole warp. No lane may still wait when lane 0 goes on: the barrier could be two
 // phases further by then.
 template <class AnyRing>
-DEVICE void acquire_together(const AnyRing& ring) {
+DEVICE void acquire_by_warp(const AnyRing& ring) {
   ring.acquire();
   __syncwarp();
 }
@@ -204,12 +204,12 @@ DEVICE DqStep next_dq_step(const SharedStorage& shared, Rings& rings) {
 }
 
 template <bool GROUPED>
-struct WalkOf {
-  using Type = GroupedWalk;
+struct QueryTileIteratorOf {
+  using Type = GroupedQueryTileIterator;
 };
 template <>
-struct WalkOf<false> {
-  using Type = QueryWalk;
+struct QueryTileIteratorOf<false> {
+  using Type = QueryTileIterator;
 };
 
 // Index is where the first block of a pair tells the second one which tile they take.
@@ -228,7 +228,7 @@ DEVICE u32 agreed_index(SharedStorage& shared, u32& phase, Take take) {
     ring.phase = phase;
     phase ^= 1;
     if (rank() == 0) {
-      acquire_together(ring);
+      acquire_by_warp(ring);
       const u32 index = take();
       if (lane() == 0) {
         shared.index.index.x = index;
@@ -263,25 +263,25 @@ DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 t
 template <class SharedStorage, class Rings>
 DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, const Maps& maps) {
   Loader loader{ptx::shared_address(&shared.clearing)};
-  const u32 total = p.num_tiles * num_key_images(p);
+  const u32 total = p.num_tiles * num_batch_heads_kv(p);
   u32 index_phase = 0;
   if constexpr (PING_PONG) shared.rows_done[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
        index = agreed_index(
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
-    acquire_together(rings.work);
+    acquire_by_warp(rings.work);
     KeyWork& work = shared.work[rings.work.stage];  // kept in shared memory, because registers are scarce
     if (lane() == 0) static_cast<Work&>(work) = key_work_at(p, index);
     __syncwarp();
     const Sequence& s = work.sequence;
     if ((work.tile - rank()) * BLOCK_N >= s.rows_k) continue;
-    typename WalkOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type walk(p, work, index / (gridDim.x / PAIR));
+    typename QueryTileIteratorOf<!DETERMINISTIC && !HAS_BLOCK_MASK>::Type iterator(p, work, index / (gridDim.x / PAIR));
     const int first_key = work.tile * BLOCK_N;
     if (lane() == 0) {
-      work.unseen = walk.done();
-      if constexpr (PASSES) work.passes = passed_over(p, s, walk, first_key);
+      work.is_hidden = iterator.done();
+      if constexpr (SKIPS_STEPS) work.skips = skipped_steps(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.
-      if (DQ_BY_HEADS && work.unseen && p.dq_turns != nullptr && s.batch >= 0) {
+      if (DQ_BY_HEADS && work.is_hidden && p.dq_turns != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
         ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
       }
@@ -297,48 +297,50 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     __syncwarp();
     const int batch = batch_of(p, s);
     const int key = static_cast<int>(s.row_k) + first_key;
-    const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, walk, first_key);
-    if (!WRITES_DBIAS && !HAS_ALIBI && !walk.done() && p.rows_done != nullptr) {
+    const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, iterator, first_key);
+    if (!WRITES_DBIAS && !HAS_ALIBI && !iterator.done() && p.rows_done != nullptr) {
       const int last_head = (work.head + 1) * group_size(p) - 1;
       wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
     }
-    for (bool first = true; !walk.done(); first = false) {
-      const int head = walk.head, first_row = walk.first_row(), row = static_cast<int>(s.row_q) + first_row;
-      const i64 number = query_tile(p, s, head, walk.block(), BLOCK_M);
-      const int turn = walk.turn();
+    for (bool first = true; !iterator.done(); first = false) {
+      const int head = iterator.head, first_row = iterator.first_row(), row = static_cast<int>(s.row_q) + first_row;
+      const i64 number = query_tile(p, s, head, iterator.block(), BLOCK_M);
+      const int place_in_order = iterator.place_in_order();
       const CountedRows queries = counted_queries(p, s, first_row);
-      const int slot = walk.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
+      const int slot = iterator.blocks.partial ? own_slot(p, s, head, first_row, first_key) : VISIBLE_SLOT;
       const u32 ranged = masked_warpgroups(p, s, head, first_row, first_key);
       const u32 masked = ranged | partial_warpgroups(slot);
-      walk.advance();
-      acquire_together(rings.dq_steps);
+      iterator.advance();
+      acquire_by_warp(rings.dq_steps);
       if (lane() == 0) {
-        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + turn % DQ_SUMS, turn / DQ_SUMS, walk.done(),
-                                                 first_key};
+        shared.dq_steps[rings.dq_steps.stage] = {number * DQ_SUMS + place_in_order % DQ_SUMS, place_in_order / DQ_SUMS,
+                                                 iterator.done(), first_key};
         ptx::mbarrier_arrive(rings.dq_steps.full());
       }
       rings.dq_steps.advance();
       rings.dout.follow(rings.q);
-      acquire_together(rings.q);
+      acquire_by_warp(rings.q);
       Step& step = shared.steps[rings.q.stage];
       if (lane() == 0) {
         step.head = head;
         step.first_row = first_row;
         step.masked = masked;
-        step.last = walk.done() ? 3 : PASSES && (work.passes & 1) != 0 && walk.block() == walk.last_block() ? 1 : 0;
+        step.last = iterator.done()                                                                     ? 3
+                    : SKIPS_STEPS && (work.skips & 1) != 0 && iterator.block() == iterator.last_block() ? 1
+                                                                                                        : 0;
       }
       step.slots.put(slot, ranged);
       loader.load<BLOCK_M, PANELS>(
           rings.q, maps.q, row, head, batch, queries, shared.lse[rings.q.stage], p.row_lse + number * BLOCK_M,
           NoCheck{}, bias_to_load(p, shared, rings.q.stage, maps.bias, batch, head, first_row, first_key));
-      acquire_together(rings.dout);
+      acquire_by_warp(rings.dout);
       loader.load<BLOCK_M, PANELS_V>(rings.dout, maps.dout, row, head, batch, queries, shared.delta[rings.dout.stage],
                                      p.row_delta + number * BLOCK_M);
       if (first) {  // values and keys come last, because the tile before gives their buffers free last
-        acquire_together(rings.v);
+        acquire_by_warp(rings.v);
         loader.load<BLOCK_N, PANELS_V>(rings.v, maps.v, key, work.head, batch, counted_keys(p, s, first_key), nullptr,
                                        nullptr);
-        acquire_together(rings.k);
+        acquire_by_warp(rings.k);
         const int before = rank() * BLOCK_N;
         loader.load<LOADED_KEYS, PANELS>(rings.k, maps.k, key - before, work.head, batch,
                                          counted_keys(p, s, first_key - before), nullptr, nullptr,
@@ -348,8 +350,8 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   }
   // This wait makes sure that the kernel before is over, too, when this one is.
   if (p.rows_done != nullptr) ptx::wait_for_kernel_before();
-  acquire_together(rings.work);
-  acquire_together(rings.dq_steps);
+  acquire_by_warp(rings.work);
+  acquire_by_warp(rings.dq_steps);
   if (lane() == 0) {
     shared.work[rings.work.stage].tile = NO_TILE;
     ptx::mbarrier_arrive(rings.work.full());

@@ -56,32 +56,33 @@ DEVICE u32 masked_warpgroups(const AttentionParams& p, const Sequence& s, int he
   return masked;
 }
 
-// PASSES: a warpgroup may skip a step of which it sees nothing (KeyWork::passes). It is then a step behind the other:
-// with two stages of queries both would wait for loads, so there must be three. With a block mask it would take long to
-// compile.
-constexpr bool PASSES = BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
-// passed_over() finds KeyWork::passes for a tile of keys.
-template <class Walk>
-DEVICE u32 passed_over(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
-  const Mask mask(p, s, walk.head);
+// SKIPS_STEPS: a warpgroup may skip a step of which it sees nothing (KeyWork::skips). It is then a step behind the
+// other: with two stages of queries both would wait for loads, so there must be three. With a block mask it would take
+// long to compile.
+constexpr bool SKIPS_STEPS =
+    BLOCK_N == 2 * BLOCK_M && BLOCK_M == ROWS_OF_WARPGROUP && !HAS_BLOCK_MASK && QUERY_STAGES > 2;
+// skipped_steps() finds KeyWork::skips for a tile of keys.
+template <class Iterator>
+DEVICE u32 skipped_steps(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
+  const Mask mask(p, s, iterator.head);
   const auto hidden = [&](int block, int key) {
     return mask.wholly_outside(block * BLOCK_M, BLOCK_M, key, ROWS_OF_WARPGROUP);
   };
-  if (p.num_heads_q > p.num_heads_kv || walk.done()) return 0;
-  const int last = walk.last_block();
-  if (walk.block() == last) return 0;
-  return (hidden(last, first_key) ? 1 : 0) | (hidden(walk.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
+  if (p.num_heads_q > p.num_heads_kv || iterator.done()) return 0;
+  const int last = iterator.last_block();
+  if (iterator.block() == last) return 0;
+  return (hidden(last, first_key) ? 1 : 0) | (hidden(iterator.block(), first_key + ROWS_OF_WARPGROUP) ? 2 : 0);
 }
 
 // some_query_sees_all() tells whether the list of tiles shows at once that each of a tile's keys is seen, because some
 // query sees all of them. A warp calls it.
-template <class Walk>
-DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Walk& walk, int first_key) {
+template <class Iterator>
+DEVICE bool some_query_sees_all(const AttentionParams& p, const Sequence& s, const Iterator& iterator, int first_key) {
   bool sees = false;
   if constexpr (HAS_BLOCK_MASK && !HAS_MASK && !HAS_BIAS) {
-    const int* entry = walk.blocks.list + lane();
-    if (!walk.done() && lane() < walk.blocks.left && (*entry & 1) == 0 && *entry >> 1 < walk.blocks.end) {
-      const Mask::Range range = Mask(p, s, walk.head).columns((*entry >> 1) * BLOCK_M);
+    const int* entry = iterator.blocks.list + lane();
+    if (!iterator.done() && lane() < iterator.blocks.left && (*entry & 1) == 0 && *entry >> 1 < iterator.blocks.end) {
+      const Mask::Range range = Mask(p, s, iterator.head).columns((*entry >> 1) * BLOCK_M);
       sees = range.begin <= first_key && range.end >= smaller(first_key + BLOCK_N, s.len_k);
     }
     sees = __any_sync(ALL_LANES, sees);
@@ -203,10 +204,10 @@ struct BiasPlace {
   int row, head, batch;
 
   DEVICE BiasPlace(const AttentionParams& p, i64 number) {
-    const u32 image = number / p.num_query_tiles;
+    const u32 batch_head = number / p.num_query_tiles;
     row = static_cast<int>(number % p.num_query_tiles) * BLOCK_M;
-    head = image % p.num_heads_q;
-    batch = image / p.num_heads_q;
+    head = batch_head % p.num_heads_q;
+    batch = batch_head / p.num_heads_q;
   }
 };
 
@@ -256,10 +257,10 @@ struct SoftcapFactors<true> {
   DEVICE u32& operator[](int i) { return words[i / 4 * WARP * 4 + i % 4]; }
 };
 
-// cap() turns products into scores whose unit is softcap, with the error of the forward pass (forward/scores.cuh). A
-// bias that is read element by element is added here, too, and ALiBi is left for later.
+// apply_softcap() turns products into scores whose unit is softcap, with the error of the forward pass
+// (forward/scores.cuh). A bias that is read element by element is added here, too, and ALiBi is left for later.
 template <class Factors>
-DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
+DEVICE void apply_softcap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& factors) {
   if constexpr (KEEPS_DERIVATIVE) {
     const Score score = scores.score();
     const float factor = quotient(scores.scale, score.softcap);
@@ -293,10 +294,10 @@ DEVICE void cap(float (&x)[FRAGMENT], const GradientFragment& scores, Factors& f
   }
 }
 
-// uncap() turns gradients of scores into those of products. A weight of 0 has no gradient.
+// apply_softcap_gradient() turns gradients of scores into those of products. A weight of 0 has no gradient.
 template <class Values, class Factors>
-DEVICE void uncap(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
-                  const GradientFragment& scores, Factors& factors) {
+DEVICE void apply_softcap_gradient(float (&ds)[FRAGMENT], const float (&weights)[FRAGMENT], const Values& lse,
+                                   const GradientFragment& scores, Factors& factors) {
   if constexpr (KEEPS_DERIVATIVE) {
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e += 2) {
@@ -333,11 +334,11 @@ struct LseValues<true> : QueryValuesInPlace {
 // options, this holds even for a mask that is read element by element, because registers are scarce behind the product.
 constexpr bool MASK_IN_BITS = HAS_MASK_VECTORS || (HAS_MASK && (HEAD_DIM > 128 || NUM_OPTIONS > 1));
 
-// weigh() turns products, or the scores that softcap and a bias have made of them, into weights.
+// to_weights() turns products, or the scores that softcap and a bias have made of them, into weights.
 template <class Values>
-DEVICE void weigh(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
-                  const BlockBits& bits) {
-  scores.weigh<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
+DEVICE void to_weights(float (&x)[FRAGMENT], const GradientFragment& scores, const Values& lse, bool masked,
+                       const BlockBits& bits) {
+  scores.to_weights<HAS_BIAS_TILES || HAS_SOFTCAP, HAS_BLOCK_MASK || MASK_IN_BITS>(
       x, lse, masked, static_cast<float>(scores.p.softcap), bits);
 }
 

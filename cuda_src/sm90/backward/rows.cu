@@ -9,7 +9,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 // The constants of these kernels' own stages: tiles of dout and out, and sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
 
-// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles in turn, so that
+// GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles round robin, so that
 // each has buffers of its own.
 constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
 static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
@@ -47,14 +47,14 @@ DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
   }
 }
 
-// load_rows() is the loading thread. It tells how many tiles are done as it comes around its buffers, because telling
-// is a fence for all memory, which costs time.
+// load_rows() is the loading thread. It reports how many tiles are done as it comes around its buffers, because a
+// report is a fence for all memory, which costs time.
 DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const ptx::TensorMap* dout,
                       const ptx::TensorMap* out) {
-  int loaded = 0, told = 0;
-  const auto tell = [&](int done) {
-    if (p.rows_done != nullptr && done > told) ptx::add_release(p.rows_done + blockIdx.x, done - told);
-    told = larger(told, done);
+  int loaded = 0, reported = 0;
+  const auto report_done = [&](int done) {
+    if (p.rows_done != nullptr && done > reported) ptx::add_release(p.rows_done + blockIdx.x, done - reported);
+    reported = larger(reported, done);
   };
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, tile);
@@ -69,28 +69,28 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
     }
     ring.advance();
     loaded++;
-    if (ring.stage == 0) tell(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
+    if (ring.stage == 0) report_done(loaded - ROW_STAGES);  // the tiles that were in these buffers before are done
   }
   for (int stage = 0; stage < ROW_STAGES; stage++) {
     ring.acquire();
     ring.advance();
   }
-  tell(loaded);
+  report_done(loaded);
 }
 
-// backward_sm90_rows prepares tiles of queries: persistent blocks are dealt tiles in turn.
+// backward_sm90_rows prepares tiles of queries: persistent blocks take tiles round robin.
 extern "C" __global__ void __launch_bounds__(THREADS)
     backward_sm90_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ ptx::TensorMap dout_map,
                        const __grid_constant__ ptx::TensorMap out_map) {
   VIEW_SHARED_STORAGE(shared);
-  const u32 tiles = p.num_tiles * num_images(p);
+  const u32 tiles = p.num_tiles * num_batch_heads_q(p);
   if (threadIdx.x == 0) {
     shared.barriers.init(WARPGROUP / WARP);
     ptx::fence_mbarrier_init();
     if (p.rows_done != nullptr) p.rows_done[blockIdx.x] = 0;
   }
   if (p.dq_turns != nullptr) {
-    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_images(p) / group_size(p);
+    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_batch_heads_q(p) / group_size(p);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_turns[i] = 0;
   }
   __threadfence();
@@ -149,34 +149,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// ---- The kernel behind the pass converts dq; a warpgroup converts a part at a time.
-constexpr u32 SUM_BYTES = DQ_PART * sizeof(float), NO_SUM = ~0u;
-constexpr int CHUNK = 16;  // parts of sums that a thread block takes at a time
+// ---- The kernel behind the pass converts dq; a warpgroup converts a piece at a time.
+constexpr u32 SUM_BYTES = DQ_PIECE * sizeof(float), NO_SUM = ~0u;
+constexpr int CHUNK = 16;  // pieces of sums that a thread block takes at a time
 
 // SumStorage is the shared memory of the second kernel.
 struct SumStorage {
-  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, part)
-  // The number of the part, and a bit for each of its sums that something was added to.
-  u32 parts[SUM_STAGES], found[SUM_STAGES];
+  alignas(16) unsigned char sums[SUM_STAGES][DQ_SUMS][SUM_BYTES];  // (SUM_STAGES, DQ_SUMS, piece)
+  // The number of the piece, and a bit for each of its sums that something was added to.
+  u32 pieces[SUM_STAGES], found[SUM_STAGES];
   RingBarriers<SUM_STAGES> barriers;
 };
 using SumRing = Ring<SUM_STAGES, DQ_SUMS * SUM_BYTES>;
 static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by all buffers");
 
-// load_sums() is the loading warp: it takes chunks of parts, waits until their sums are complete, and loads them.
-DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 parts, bool by_heads) {
+// load_sums() is the loading warp: it takes chunks of pieces, waits until their sums are complete, and loads them.
+DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 pieces, bool by_heads) {
   const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
-  const auto hand_on = [&](u32 part, u32 found) {
+  const auto hand_on = [&](u32 piece, u32 found) {
     ring.acquire();
     __syncwarp();
     if (lane() == 0) {
-      shared.parts[ring.stage] = part;
+      shared.pieces[ring.stage] = piece;
       shared.found[ring.stage] = found;
       ptx::mbarrier_arrive_expect(ring.full(), __popc(found) * SUM_BYTES);
       for (int i = 0; i < DQ_SUMS; i++) {
         if ((found >> i & 1) == 0) continue;
-        const i64 sum = static_cast<i64>(part / DQ_PARTS) * DQ_SUMS + i;
-        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + part % DQ_PARTS * DQ_PART, SUM_BYTES,
+        const i64 sum = static_cast<i64>(piece / DQ_PARTS) * DQ_SUMS + i;
+        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + piece % DQ_PARTS * DQ_PIECE, SUM_BYTES,
                        ring.full());
       }
     }
@@ -186,9 +186,9 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (p.dq_turns != nullptr) {
       chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
     }
-    if (chunk * CHUNK >= parts) break;
-    const u32 part = min(chunk * CHUNK + lane() % CHUNK, parts - 1);
-    const i64 number = part / DQ_PARTS;
+    if (chunk * CHUNK >= pieces) break;
+    const u32 piece = min(chunk * CHUNK + lane() % CHUNK, pieces - 1);
+    const i64 number = piece / DQ_PARTS;
     while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
     }
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
@@ -196,18 +196,18 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (work.tile * BLOCK_M < work.sequence.len_q) {
       for (int i = 0; i < DQ_SUMS; i++) {
         // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
-        if (!STORES_FIRST || *dq_turn_at(p, number * DQ_SUMS + i, 0) != NO_PART) found |= 1u << i;
+        if (!STORES_FIRST || *dq_order_at(p, number * DQ_SUMS + i, 0) != NOT_STARTED) found |= 1u << i;
       }
     }
     __syncwarp();
-    for (int i = 0; i < CHUNK && chunk * CHUNK + i < parts; i++) {
+    for (int i = 0; i < CHUNK && chunk * CHUNK + i < pieces; i++) {
       hand_on(chunk * CHUNK + i, __shfl_sync(ALL_LANES, found, i));
     }
   }
   for (int i = 0; i < CONSUMERS; i++) hand_on(NO_SUM, 0);
 }
 
-// backward_sm90_dq converts parts of dq: persistent blocks take chunks of parts.
+// backward_sm90_dq converts pieces of dq: persistent blocks take chunks of pieces.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __grid_constant__ AttentionParams p) {
   using SharedStorage = SumStorage;
   VIEW_SHARED_STORAGE(shared);
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == CONSUMERS) {
     if (threadIdx.x % WARPGROUP < WARP) {
-      load_sums(p, shared, ring, p.num_tiles * num_images(p) * DQ_PARTS, by_heads);
+      load_sums(p, shared, ring, p.num_tiles * num_batch_heads_q(p) * DQ_PARTS, by_heads);
       ptx::wait_for_kernel_before();  // so that the next kernel follows both kernels
     }
     return;
@@ -233,9 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     ring.stage = i % SUM_STAGES;
     ring.phase = i / SUM_STAGES % 2;
     ring.wait();
-    const u32 number = shared.parts[ring.stage], found = shared.found[ring.stage];
+    const u32 number = shared.pieces[ring.stage], found = shared.found[ring.stage];
     if (number == NO_SUM) break;
-    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the part (64, DQ_COLUMNS)
+    float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the piece (64, DQ_COLUMNS)
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
     // The buffer may hold nothing.
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     if (DQ_SUMS == 2 && (found & 2) != 0) {
 #pragma unroll
       for (int i = 0; i < DQ_COLUMNS / 8; i++) {
-        const float4 x = sum[DQ_PART / 4 + i * WARP];
+        const float4 x = sum[DQ_PIECE / 4 + i * WARP];
         dq[i] = make_float4(dq[i].x + x.x, dq[i].y + x.y, dq[i].z + x.z, dq[i].w + x.w);
       }
     }
@@ -252,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
 
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number / DQ_PARTS);
     const Sequence& s = work.sequence;
-    const int part = number % DQ_PARTS;
-    const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? part * ROWS_OF_WARPGROUP : 0);
-    const int column = DQ_BY_QUERIES ? 0 : part * DQ_COLUMNS;
+    const int piece = number % DQ_PARTS;
+    const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? piece * ROWS_OF_WARPGROUP : 0);
+    const int column = DQ_BY_QUERIES ? 0 : piece * DQ_COLUMNS;
     const int used = found != 0 ? s.len_q : 0;  // rows that are not padding
     Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
     const bool vectors =

@@ -4,15 +4,15 @@
 #include "../../rules/mask.cuh"
 #include "../pipeline.cuh"
 
-// num_key_images() is the number of KV heads of all sequences; packed sequences count as one.
-DEVICE u32 num_key_images(const AttentionParams& p) {
+// num_batch_heads_kv() is the number of KV heads of all sequences; packed sequences count as one.
+DEVICE u32 num_batch_heads_kv(const AttentionParams& p) {
   return p.cu_seqlens_q == nullptr ? p.num_heads_kv * p.batch : p.num_heads_kv;
 }
 
 // KeyWork is a tile of keys, as the loading warp hands it on.
 struct KeyWork : Work {
-  bool unseen;       // no query sees any of its keys
-  u32 passes;        // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
+  bool is_hidden;    // no query sees any of its keys
+  u32 skips;         // bit w: warpgroup w sees nothing of the last step (w = 0) or the first (w = 1), and skips it
   u32 stage, phase;  // the position of the ring that brought it: read back from here, it takes no registers meanwhile
   u32 key_stage, key_phase;  // likewise the position of the ring of keys, where there is a bias
 };
@@ -20,26 +20,28 @@ struct KeyWork : Work {
 // Two thread blocks may be a pair (a cluster): they have neighbouring tiles of keys, and both visit all queries that
 // see one of them.
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
-static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "turns and lists are those of one tile");
+static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "orders and lists are those of one tile");
 
 // Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (heads_together) the longest
 // tiles of all these heads come first, so that thread blocks end together. If sums of dq have an order, see
-// walks_backwards(). GROUPS: all heads are scheduled in such groups.
+// visits_in_reverse(). GROUPS: all heads are scheduled in such groups.
 
 // last_group() is the first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
-  const u32 images = num_key_images(p);
-  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? images - min(p.heads_together, images) : images;
+  const u32 num_batch_heads = num_batch_heads_kv(p);
+  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? num_batch_heads - min(p.heads_together, num_batch_heads)
+                                                          : num_batch_heads;
 }
 
-// heads_in_turn() and walks_backwards() set the order of tiles where sums of dq have an order, which is that of tiles
-// of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile comes to a
-// query one step after the tile before it. Without a diagonal, so many heads are scheduled in turn that tiles of one
-// head begin two steps apart. The last group (with a block mask there is none) visits queries from the last.
-DEVICE u32 heads_in_turn(const AttentionParams& p) {
+// num_interleaved_heads() and visits_in_reverse() set the order of tiles where sums of dq have an order, which is that
+// of tiles of keys. The last tiles of keys come first, and visit queries from the first; so with a diagonal a tile
+// comes to a query one step after the tile before it. Without a diagonal, the tiles of so many heads alternate that
+// tiles of one head begin two steps apart. The last group (with a block mask there is none) visits queries from the
+// last.
+DEVICE u32 num_interleaved_heads(const AttentionParams& p) {
   return max(2 * gridDim.x / max(p.num_query_tiles * group_size(p), 1), 1u);
 }
-DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
+DEVICE bool visits_in_reverse(const AttentionParams& p, const Work& work) {
   const u32 batch = batch_of(p, work.sequence);
   return DETERMINISTIC && batch * p.num_heads_kv + work.head >= last_group(p);
 }
@@ -48,30 +50,31 @@ DEVICE bool walks_backwards(const AttentionParams& p, const Work& work) {
 template <bool GROUPS = false>
 DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   const u32 num_tiles = p.num_tiles;
-  u32 tile = index % num_tiles, image = index / num_tiles;
-  constexpr bool TURNS = DETERMINISTIC && !GROUPS;
-  if constexpr (HAS_WINDOW || TURNS) {
+  u32 tile = index % num_tiles, batch_head = index / num_tiles;
+  constexpr bool INTERLEAVES_HEADS = DETERMINISTIC && !GROUPS;
+  if constexpr (HAS_WINDOW || INTERLEAVES_HEADS) {
     const u32 last = last_group(p);
-    u32 first = 0, together = p.heads_together, end = num_key_images(p);
+    u32 first = 0, num_grouped = p.heads_together, end = num_batch_heads_kv(p);
     if (!GROUPS) {
-      first = image < last ? 0 : last;
-      together = end - first;
-      if (image < last) {
-        together = TURNS ? heads_in_turn(p) : 1;
+      first = batch_head < last ? 0 : last;
+      num_grouped = end - first;
+      if (batch_head < last) {
+        num_grouped = INTERLEAVES_HEADS ? num_interleaved_heads(p) : 1;
         end = last;
       }
     }
-    const u32 group = first + (image - first) / together * together, in_group = index - group * num_tiles;
-    const u32 heads = min(together, end - group);
+    const u32 group = first + (batch_head - first) / num_grouped * num_grouped, in_group = index - group * num_tiles;
+    const u32 heads = min(num_grouped, end - group);
     tile = in_group / heads;
-    image = group + in_group % heads;
-    if (TURNS && image < last) tile = num_tiles - 1 - tile;
+    batch_head = group + in_group % heads;
+    if (INTERLEAVES_HEADS && batch_head < last) tile = num_tiles - 1 - tile;
   }
   Work work{};
   if (p.cu_seqlens_q != nullptr) {
-    work = packed_work<true>(p, PAIR * BLOCK_N, tile, image);
+    work = packed_work<true>(p, PAIR * BLOCK_N, tile, batch_head);
   } else {
-    work = {sequence_of(p, image / p.num_heads_kv), static_cast<int>(image % p.num_heads_kv), static_cast<int>(tile)};
+    work = {sequence_of(p, batch_head / p.num_heads_kv), static_cast<int>(batch_head % p.num_heads_kv),
+            static_cast<int>(tile)};
   }
   work.tile = work.tile * PAIR + rank();
   return work;
@@ -87,8 +90,8 @@ DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
   return atomicAdd(p.dq_turns, 1);
 }
 
-// QueryWalk iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
-struct QueryWalk {
+// QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.
+struct QueryTileIterator {
   const AttentionParams& p;
   const Sequence& sequence;
   int tile, head, end_head;
@@ -96,7 +99,7 @@ struct QueryWalk {
   int first_block;
   bool backwards;
 
-  DEVICE QueryWalk(const AttentionParams& p, const Work& work, u32 = 0)
+  DEVICE QueryTileIterator(const AttentionParams& p, const Work& work, u32 = 0)
       : p(p),
         sequence(work.sequence),
         tile(work.tile),
@@ -104,7 +107,7 @@ struct QueryWalk {
         end_head(head + group_size(p)),
         blocks(of_head()),
         first_block(blocks.block),
-        backwards(walks_backwards(p, work)) {
+        backwards(visits_in_reverse(p, work)) {
     skip();
   }
   DEVICE int block() const { return backwards ? first_block + blocks.end - 1 - blocks.block : blocks.block; }
@@ -115,8 +118,8 @@ struct QueryWalk {
     blocks.advance();
     skip();
   }
-  // turn() is how many tiles of keys add to dq of the current tile before this one.
-  DEVICE int turn() const {
+  // place_in_order() is how many tiles of keys add to dq of the current tile before this one.
+  DEVICE int place_in_order() const {
     if (!DETERMINISTIC) return 0;
     const Mask::Range keys = range_of_keys(p, sequence, block(), BLOCK_M, BLOCK_N);
     if constexpr (HAS_BLOCK_MASK) return tiles_seen(tile + 1, keys.end);
@@ -149,20 +152,21 @@ struct QueryWalk {
   }
 };
 
-// GroupedWalk iterates over the same tiles in another order: ROWS tiles of all heads before the next ROWS, because L2
-// does not hold the queries of all heads. Thread blocks that begin together visit them from the last queries, those
-// that follow from the first; each begins with another head and row, so that few add to the same sum at once.
-struct GroupedWalk {
+// GroupedQueryTileIterator iterates over the same tiles in another order: ROWS tiles of all heads before the next ROWS,
+// because L2 does not hold the queries of all heads. Thread blocks that begin together visit them from the last
+// queries, those that follow from the first; each begins with another head and row, so that few add to the same sum at
+// once.
+struct GroupedQueryTileIterator {
   static constexpr int ROWS = 16;
   const Sequence& sequence;
   Blocks blocks;
   int head, end_head, heads;
-  int base, step;  // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
-  int left;        // how many such groups of tiles are left, without a window
-  int turned;      // the offset by which this block begins with another tile
+  int base, step;   // the first of the ROWS tiles that are visited for all heads, and how many steps of them are done
+  int left;         // how many such groups of tiles are left, without a window
+  int tile_offset;  // the offset by which this block begins with another tile
   bool backwards;
 
-  DEVICE GroupedWalk(const AttentionParams& p, const Work& work, u32 round)
+  DEVICE GroupedQueryTileIterator(const AttentionParams& p, const Work& work, u32 round)
       : sequence(work.sequence),
         blocks(blocks_of_queries(p, work.sequence, 0, work.tile / PAIR, BLOCK_M, PAIR * BLOCK_N)),
         heads(group_size(p)),
@@ -170,16 +174,16 @@ struct GroupedWalk {
     const bool shared = heads > 1;
     backwards = shared && round % 2 == 0;
     const int tile = work.tile / PAIR;
-    turned = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
+    tile_offset = shared ? tile / heads : HAS_WINDOW ? 0 : tile * (PAIR * BLOCK_N / BLOCK_M);
     head = work.head * heads + tile % heads;
     end_head = (work.head + 1) * heads;
     base = (backwards ? blocks.end - 1 : blocks.block) / ROWS * ROWS;
-    if (!HAS_WINDOW && !shared) base = turned % larger(blocks.end, 1) / ROWS * ROWS;
+    if (!HAS_WINDOW && !shared) base = tile_offset % larger(blocks.end, 1) / ROWS * ROWS;
     if (blocks.done()) base = blocks.end;
     left = ceil_div(blocks.end, ROWS);
     skip();
   }
-  DEVICE int block() const { return base + (step + turned) % ROWS; }
+  DEVICE int block() const { return base + (step + tile_offset) % ROWS; }
   DEVICE int first_row() const { return block() * BLOCK_M; }
   DEVICE int last_block() const { return blocks.end - 1; }
   DEVICE bool done() const { return HAS_WINDOW ? base >= blocks.end || base + ROWS <= blocks.block : left == 0; }
@@ -187,7 +191,7 @@ struct GroupedWalk {
     next();
     skip();
   }
-  DEVICE int turn() const { return 0; }
+  DEVICE int place_in_order() const { return 0; }
 
  private:
   DEVICE void next() {

@@ -15,9 +15,9 @@ constexpr int WARPS = WARPGROUP / WARP;
 constexpr int DK_BARRIER = 1;  // a named barrier of the warpgroup of dk
 // DK_REGISTERS is what the other warpgroups leave to the warpgroup of dk.
 constexpr int DK_REGISTERS = REGISTERS_OF_SM / WARPGROUP - CONSUMER_REGISTERS - DQ_REGISTERS - PRODUCER_REGISTERS;
-// TIGHT: there are options next to a dv that takes most registers. lse is then read from shared memory each time, so
-// that queries are released late.
-constexpr bool TIGHT = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
+// FEW_REGISTERS: there are options next to a dv that takes most registers. lse is then read from shared memory each
+// time, so that queries are released late.
+constexpr bool FEW_REGISTERS = HEAD_DIM > 128 && NUM_OPTIONS > HAS_ALIBI;
 
 struct SharedStorage {
   alignas(1024) unsigned char k[PAIR * K_BYTES];               // (PANELS, PAIR * BLOCK_N, 64)
@@ -39,7 +39,7 @@ struct SharedStorage {
   RingBarriers<DOUT_STAGES> dout_barriers;
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STEPS> dq_step_barriers;
-  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> turn_barriers, added_barriers;
+  RingBarriers<DETERMINISTIC ? DQ_STEPS : 1> order_barriers, added_barriers;
   u64 clearing;  // a barrier (Loader::clearing)
   Index index;
   GradientBias bias;
@@ -62,9 +62,9 @@ struct Rings {
   Ring<1, DS_PANEL_BYTES> sent;
   Ring<1, WEIGHT_BYTES> weights;
   Ring<DQ_STEPS, sizeof(DqStep)> dq_steps;
-  // The rings turns and added carry no data: they tell that a step's place in the order has come, and that its dq is on
-  // its way. Their buffers are those of the steps, and are free again with them.
-  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> turns, added;
+  // The rings `order` and `added` carry no data: they tell that a step's place in the order has come, and that its dq
+  // is on its way. Their buffers are those of the steps, and are free again with them.
+  Ring<DETERMINISTIC ? DQ_STEPS : 1, 0> order, added;
 
   DEVICE explicit Rings(const SharedStorage& shared)
       : work(shared.work, shared.work_barriers),
@@ -76,7 +76,7 @@ struct Rings {
         sent(shared.sent, shared.sent_barriers),
         weights(shared.weights, shared.weight_barriers),
         dq_steps(shared.dq_steps, shared.dq_step_barriers),
-        turns(shared.dq_steps, shared.turn_barriers),
+        order(shared.dq_steps, shared.order_barriers),
         added(shared.dq_steps, shared.added_barriers) {}
 };
 
@@ -124,13 +124,13 @@ struct Gradient {
 // own_warp() is the warp's number in its warpgroup.
 DEVICE int own_warp() { return threadIdx.x % WARPGROUP / WARP; }
 
-// weigh_queries() is the warpgroup of dv: it computes the weights P^T of a tile of keys, hands them to the warpgroup of
+// compute_dv() is the warpgroup of dv: it computes the weights P^T of a tile of keys, hands them to the warpgroup of
 // dk, and adds P^T dO to dv.
-DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
+DEVICE void compute_dv(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32&) {
   Gradient<HEAD_DIM_V> dv;
   float scale = static_cast<float>(p.softmax_scale);
   ptx::keep(scale);
-  if (!work.unseen) {
+  if (!work.is_hidden) {
     rings.k.wait();
     for (bool last = false; !last;) {
       float x[FRAGMENT];
@@ -142,7 +142,7 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
                                     scale);
       bool masked = step.masked != 0;
       last = step.last;
-      const LseValues<TIGHT> lse(shared.lse[rings.q.stage]);
+      const LseValues<FEW_REGISTERS> lse(shared.lse[rings.q.stage]);
       GradientFragment::Random<EARLY_DRAWS> random;
       scores.draw_ahead<HOLDS_DRAWS>(random);
       const BlockBits bits(p, step.slots, 0, masked);
@@ -151,13 +151,13 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
       keep(x);
       if (SHARED_FACTORS) rings.weights.acquire();
       SoftcapFactors<> factors(&shared.weights[own_warp()][0][lane()]);
-      cap(x, scores, factors);
+      apply_softcap(x, scores, factors);
       if constexpr (HAS_BIAS_TILES) masked |= add_bias(x, scores, bias_panel(shared.bias, rings.q.stage, 0));
-      weigh(x, scores, lse, masked, bits);
+      to_weights(x, scores, lse, masked, bits);
       mask.clear_hidden(x);
       GradientFragment same = scores;
       // Without this, draws and ALiBi's distances would be held all along.
-      if constexpr (TIGHT && (HAS_SOFTCAP || HAS_DROPOUT)) {
+      if constexpr (FEW_REGISTERS && (HAS_SOFTCAP || HAS_DROPOUT)) {
         u32 first_row = step.first_row;
         ptx::forget(first_row);
         same.row = first_row + fragment_column();
@@ -167,11 +167,12 @@ DEVICE void weigh_queries(const AttentionParams& p, SharedStorage& shared, Rings
         __syncwarp();
         rings.q.release();
       };
-      if (!TIGHT) release();
+      if (!FEW_REGISTERS) release();
       u32 packed_weights[FRAGMENT / 2];
       pack_kept(packed_weights, x);
-      uncap(x, x, lse, same, factors);  // softcap's derivative is a factor of the gradients, like the weights
-      if (TIGHT) release();
+      // Softcap's derivative is a factor of the gradients, like the weights.
+      apply_softcap_gradient(x, x, lse, same, factors);
+      if (FEW_REGISTERS) release();
       if (!SHARED_FACTORS) rings.weights.acquire();
 #pragma unroll
       for (int i = 0; i < WEIGHT_VECTORS; i++) {
@@ -221,12 +222,10 @@ DEVICE void send(Rings& rings, u32 step) {
   rings.sent.advance();
 }
 
-// differentiate_weights() is the warpgroup of dk: it computes dP^T and dS^T, hands dS to a warpgroup of dq, and adds
-// dS^T Q to dk.
-DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
-                                  u32& steps) {
+// compute_dk() is the warpgroup of dk: it computes dP^T and dS^T, hands dS to a warpgroup of dq, and adds dS^T Q to dk.
+DEVICE void compute_dk(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32& steps) {
   Gradient<HEAD_DIM> dk;
-  if (!work.unseen) {
+  if (!work.is_hidden) {
     rings.v.wait();
     for (bool last = false; !last;) {
       float dp[FRAGMENT];
@@ -287,16 +286,16 @@ DEVICE void differentiate_weights(const AttentionParams& p, SharedStorage& share
   ptx::barrier_sync(DK_BARRIER, WARPGROUP);  // all warps must have left the buffer of dS before it is used again
 }
 
-// add_parts() adds dq of a step to its sum; the FIRST is stored, so that nobody clears the sum.
+// accumulate_dq() adds dq of a step to its sum; the FIRST is stored, so that nobody clears the sum.
 template <bool FIRST>
-DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep& step) {
+DEVICE void accumulate_dq(const AttentionParams& p, const Rings& rings, const DqStep& step) {
 #pragma unroll 1
-  for (int part = 0; part < DQ_PARTS; part++) {
+  for (int piece = 0; piece < DQ_PARTS; piece++) {
     float dq[DQ_COLUMNS / 2];
-    multiply_by_columns<LOADED_KEYS, BLOCK_M>(dq, rings.ds.buffer(),
-                                              rings.k.buffer() + part * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
-    FourFloats* sum = dq_sum_at(p, step.sum, part);
-    if (DETERMINISTIC && part == 0) rings.turns.wait();  // all parts of a tile are added in one place of the order
+    multiply_by_columns<LOADED_KEYS, BLOCK_M>(
+        dq, rings.ds.buffer(), rings.k.buffer() + piece * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);
+    FourFloats* sum = dq_sum_at(p, step.sum, piece);
+    if (DETERMINISTIC && piece == 0) rings.order.wait();  // all pieces of a tile are added in one place of the order
     ptx::wgmma_wait_group<0>();
     keep(dq);
 #pragma unroll
@@ -310,26 +309,25 @@ DEVICE void add_parts(const AttentionParams& p, const Rings& rings, const DqStep
   }
 }
 
-// add_queries() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
-DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work,
-                        u32& steps) {
-  if (work.unseen) return;
+// compute_dq() is the warpgroup of dq: it computes dQ = dS K of every step that is its own, and adds it to the sums.
+DEVICE void compute_dq(const AttentionParams& p, SharedStorage& shared, Rings& rings, const KeyWork& work, u32& steps) {
+  if (work.is_hidden) return;
   rings.k.wait();
   for (bool last = false; !last;) {
     const DqStep step = DETERMINISTIC ? dq_step(shared, rings) : next_dq_step(shared, rings);
     last = step.last;
     if (DETERMINISTIC) {
-      rings.turns.follow(rings.dq_steps);
+      rings.order.follow(rings.dq_steps);
       rings.added.follow(rings.dq_steps);
     }
     if (!is_own(steps++)) continue;
     rings.ds.wait();
     if (p.dq_sum == nullptr) {
-      if (DETERMINISTIC) rings.turns.wait();
-    } else if (DETERMINISTIC && step.turn == 0) {
-      add_parts<true>(p, rings, step);
+      if (DETERMINISTIC) rings.order.wait();
+    } else if (DETERMINISTIC && step.place_in_order == 0) {
+      accumulate_dq<true>(p, rings, step);
     } else {
-      add_parts<false>(p, rings, step);
+      accumulate_dq<false>(p, rings, step);
     }
     __syncwarp();
     if (PAIR > 1 && lane() == 0) {
@@ -344,19 +342,19 @@ DEVICE void add_queries(const AttentionParams& p, SharedStorage& shared, Rings& 
   rings.k.release();
 }
 
-// watch_turns() is the warp that waits until a step's place in the order has come, ahead of its use.
-DEVICE void watch_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+// watch_order() is the warp that waits until a step's place in the order has come, ahead of its use.
+DEVICE void watch_order(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = next_dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
-    if (p.dq_sum != nullptr && lane() == 0) wait_for_turn(p, step.sum, 0, step.turn);
-    rings.turns.publish_written();
+    if (p.dq_sum != nullptr && lane() == 0) wait_for_earlier_additions(p, step.sum, 0, step.place_in_order);
+    rings.order.publish_written();
   }
 }
 
-// end_turns() is the warp that passes the order on: it waits for additions to arrive while the next products are
+// signal_additions() is the warp that passes the order on: it waits for additions to arrive while the next products are
 // computed.
-DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
+DEVICE void signal_additions(const AttentionParams& p, const SharedStorage& shared, Rings& rings) {
   while (true) {
     const DqStep step = dq_step(shared, rings);
     if (step.sum == NO_DQ) break;
@@ -364,7 +362,7 @@ DEVICE void end_turns(const AttentionParams& p, const SharedStorage& shared, Rin
     rings.added.advance();
     __syncwarp();
     rings.dq_steps.release();
-    if (p.dq_sum != nullptr && lane() == 0) end_turn(p, step.sum, 0);
+    if (p.dq_sum != nullptr && lane() == 0) signal_addition(p, step.sum, 0);
   }
 }
 
@@ -407,7 +405,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     shared.ds_barriers.init(WARPS, WARPS);
     shared.sent_barriers.init(WARPS);
     shared.dq_step_barriers.init(DETERMINISTIC ? WARPS + 2 : WARPS);
-    shared.turn_barriers.init(WARPS);
+    shared.order_barriers.init(WARPS);
     shared.added_barriers.init(1, WARPS);
     shared.index.barriers.init(1);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
@@ -419,22 +417,22 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   const int warpgroup = own_warpgroup();
   if (warpgroup == 0) {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    for_each_tile<weigh_queries>(p, shared, rings);
+    for_each_tile<compute_dv>(p, shared, rings);
   } else if (warpgroup == 1) {
     ptx::set_registers_more<DK_REGISTERS>();
-    for_each_tile<differentiate_weights>(p, shared, rings);
+    for_each_tile<compute_dk>(p, shared, rings);
   } else if (warpgroup == 2) {
     ptx::set_registers_fewer<DQ_REGISTERS>();
-    for_each_tile<add_queries>(p, shared, rings);
+    for_each_tile<compute_dq>(p, shared, rings);
   } else {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(ALL_LANES, own_warp(), 0);
     if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
     } else if (DETERMINISTIC && warp == 1) {
-      end_turns(p, shared, rings);
+      signal_additions(p, shared, rings);
     } else if (DETERMINISTIC && warp == 2) {
-      watch_turns(p, shared, rings);
+      watch_order(p, shared, rings);
     }
   }
   if (PAIR > 1) sync_pair();  // the other block may still send to this one

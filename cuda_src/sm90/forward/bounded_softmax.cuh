@@ -15,16 +15,16 @@ struct BoundedSoftmax {
   // FEWER and MORE are margins for roundings: apart from those a score is no larger than its product times the slope at
   // 0.
   static constexpr float FEWER = 0.999f, MORE = 1.001f;
-  // MORE_ROOM is added to the room that FragmentSoftmax gives a row. Products far below 0 are not quiet, either,
-  // because their magnitude is compared; with more room enough tiles are.
-  static constexpr float MORE_ROOM = 2;
-  // The value of `quiet` before the row's first tile has a sum: no product is quiet.
+  // EXTRA_SLACK is added to the slack that FragmentSoftmax gives a row. Products far below 0 do not count as small,
+  // either, because their magnitude is compared; with more slack those of enough tiles do.
+  static constexpr float EXTRA_SLACK = 2;
+  // The value of `largest_small` before the row's first tile has a sum: no product counts as small.
   static constexpr float UNSETTLED = -3e38f;
   const AttentionParams& p;
-  float quiet[2];        // the largest product of row r that is small and leaves the row's reference as it is
-  float linear, cubic;   // the polynomial's coefficients for small products
-  FragmentSoftmax rows;  // the state of the rows, whose scores are scaled to base 2
-  bool is_flat;          // every row of the warp has reference 0, so nothing is subtracted
+  float largest_small[2];  // the largest product of row r that is small and leaves the row's reference as it is
+  float linear, cubic;     // the polynomial's coefficients for small products
+  FragmentSoftmax rows;    // the state of the rows, whose scores are scaled to base 2
+  bool is_flat;            // every row of the warp has reference 0, so nothing is subtracted
 
   // Curve holds what is seldom needed; it is computed anew each time, because registers are scarce.
   struct Curve {
@@ -43,7 +43,7 @@ struct BoundedSoftmax {
 
   DEVICE explicit BoundedSoftmax(const AttentionParams& p) : p(p), rows(FragmentSoftmax::of_powers()) {
     const Curve curve(p);
-    quiet[0] = quiet[1] = UNSETTLED;
+    largest_small[0] = largest_small[1] = UNSETTLED;
     linear = curve.factor * curve.power;
     cubic = curve.factor * curve.factor * curve.factor * curve.power * CUBIC;
   }
@@ -59,8 +59,8 @@ struct BoundedSoftmax {
     return fabsf(argument) <= curve.small ? of_small(product, base) : curve.of_large(argument, base);
   }
 
-  // cap() turns the products of a masked tile into exponents, before the tile is masked.
-  DEVICE void cap(float (&x)[BLOCK_N / 2]) const {
+  // apply_softcap() turns the products of a masked tile into exponents, before the tile is masked.
+  DEVICE void apply_softcap(float (&x)[BLOCK_N / 2]) const {
     const Curve curve(p);
 #pragma unroll
     for (float& product : x) product = curve.of_large(product * curve.factor, 0);
@@ -78,7 +78,7 @@ struct BoundedSoftmax {
   DEVICE void begin(float (&x)[BLOCK_N / 2], const float (&)[2], int tiles) {
     float top[2], factor[2];
     FragmentSoftmax::find_tops(x, top);
-    weigh_by(x, [](float capped, int) { return capped; });
+    to_weights_by(x, [](float capped, int) { return capped; });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float maximum = max_of_row<4>(top[r]), share = ptx::ex2(-maximum);
@@ -87,36 +87,36 @@ struct BoundedSoftmax {
       rows.reference[r] = flat ? 0 : maximum;
       factor[r] = flat || maximum == -infinity() ? 1 : share;
       rows.sum[r] *= factor[r];
-      const float room = flat ? FragmentSoftmax::room_beside(in_largest, tiles) + MORE_ROOM : 0;
-      quiet[r] = maximum == -infinity() ? UNSETTLED : quiet_below(maximum + room);
+      const float slack = flat ? FragmentSoftmax::predicted_slack(in_largest, tiles) + EXTRA_SLACK : 0;
+      largest_small[r] = maximum == -infinity() ? UNSETTLED : largest_small_below(maximum + slack);
     }
     is_flat = __all_sync(ALL_LANES, factor[0] == 1 && factor[1] == 1);
     if (!is_flat) rescale_rows(x, factor);
   }
 
-  // weigh() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are to
-  // be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all quiet, and
-  // the others.
+  // to_weights() turns products, or a masked tile's capped scores, into weights; it returns whether earlier results are
+  // to be multiplied, row r with rescale[r]. Three ways lead there: masked tiles, tiles whose products are all small,
+  // and the others.
   template <int BEGIN, int END>
-  DEVICE bool weigh(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
+  DEVICE bool to_weights(float (&x)[BLOCK_N / 2], const float (&)[2], float (&rescale)[2], bool masked) {
     static_assert(BEGIN == 0 && END == BLOCK_N / 2, "all at once");
     if (masked) {
       float top[2];
       FragmentSoftmax::find_tops(x, top);
       const bool grown = follow(top, rescale);
       const float base[2] = {rows.base(0), rows.base(1)};
-      weigh_by(x, [&](float capped, int r) { return capped - base[r]; });
+      to_weights_by(x, [&](float capped, int r) { return capped - base[r]; });
       return grown;
     }
     float largest[2] = {};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) largest[e / 2 % 2] = larger(largest[e / 2 % 2], fabsf(x[e]));
-    if (__all_sync(ALL_LANES, largest[0] <= quiet[0] && largest[1] <= quiet[1])) {
+    if (__all_sync(ALL_LANES, largest[0] <= largest_small[0] && largest[1] <= largest_small[1])) {
       if (is_flat) {
-        weigh_by(x, [&](float product, int) { return of_small(product); });
+        to_weights_by(x, [&](float product, int) { return of_small(product); });
       } else {
         const float base[2] = {rows.base(0), rows.base(1)};
-        weigh_by(x, [&](float product, int r) { return of_small(product, base[r]); });
+        to_weights_by(x, [&](float product, int r) { return of_small(product, base[r]); });
       }
       return false;
     }
@@ -132,43 +132,43 @@ struct BoundedSoftmax {
     for (float& product : top) product = of_any(curve, sign * product);
     const bool grown = follow(top, rescale);
     const float base[2] = {rows.base(0), rows.base(1)};
-    weigh_by(x, [&](float product, int r) { return of_any(curve, product, base[r]); });
+    to_weights_by(x, [&](float product, int r) { return of_any(curve, product, base[r]); });
     return grown;
   }
 
   DEVICE void finish(float sink, float (&inverse)[2], float (&lse)[2]) const { rows.finish(sink, inverse, lse); }
 
  private:
-  // follow() makes a row's maximum its reference where it exceeds what is quiet, and finds the factor for earlier
-  // results.
+  // follow() makes a row's maximum its reference where it exceeds what largest_small allows, and finds the factor for
+  // earlier results.
   DEVICE bool follow(const float (&top)[2], float (&rescale)[2]) {
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float maximum = max_of_row<4>(top[r]), before = rows.reference[r];
       rescale[r] = 1;
-      if (!(maximum > larger(before, quiet[r] * fabsf(linear) * MORE))) continue;
+      if (!(maximum > larger(before, largest_small[r] * fabsf(linear) * MORE))) continue;
       grown = true;
       rescale[r] = ptx::ex2(before - maximum);
       rows.reference[r] = maximum;
       rows.sum[r] *= rescale[r];
-      quiet[r] = quiet_below(maximum);
+      largest_small[r] = largest_small_below(maximum);
     }
     grown = __any_sync(ALL_LANES, grown);
     is_flat &= !grown;
     return grown;
   }
 
-  // quiet_below() is the largest product that is small and whose score stays below `limit`.
-  DEVICE float quiet_below(float limit) const {
+  // largest_small_below() is the largest product that is small and whose score stays below `limit`.
+  DEVICE float largest_small_below(float limit) const {
     const Curve curve(p);
     return smaller(smaller(quotient(curve.small, fabsf(curve.factor)), 1e18f), quotient(limit, fabsf(linear))) * FEWER;
   }
 
-  // weigh_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that the
-  // additions hide behind its powers.
+  // to_weights_by() turns x into weights by power(x, row) and adds them to the sums. Each way has its own copy, so that
+  // the additions hide behind its powers.
   template <class Power>
-  DEVICE void weigh_by(float (&x)[BLOCK_N / 2], Power power) {
+  DEVICE void to_weights_by(float (&x)[BLOCK_N / 2], Power power) {
     float row_sum[2] = {0, 0};
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) {

@@ -6,12 +6,12 @@
 #include "bounded_softmax.cuh"
 #include "loader.cuh"
 
-// cap() and find_rooms() do for either kind of softmax what only the other needs, or nothing.
-DEVICE void cap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
-DEVICE void cap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.cap(x); }
+// apply_softcap() and find_slack() do for either kind of softmax what only the other needs, or nothing.
+DEVICE void apply_softcap(const FragmentSoftmax&, float (&)[BLOCK_N / 2]) {}
+DEVICE void apply_softcap(const BoundedSoftmax& softmax, float (&x)[BLOCK_N / 2]) { softmax.apply_softcap(x); }
 
-DEVICE void find_rooms(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
-DEVICE void find_rooms(const BoundedSoftmax&, int) {}
+DEVICE void find_slack(FragmentSoftmax& softmax, int tiles) { softmax.settle(tiles); }
+DEVICE void find_slack(const BoundedSoftmax&, int) {}
 
 // softmax_of() begins the softmax of a tile of queries.
 DEVICE auto softmax_of(const UnitFragment& scores) {
@@ -39,7 +39,7 @@ static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP),
 // of others: those before first_row() and behind a packed sequence must not be written.
 template <int N>
 DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, const ptx::TensorMap* row_map,
-                       const GivenWork& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
+                       const TileMessage& work, const float (&out)[N], const float (&factor)[2], u32 staging) {
   constexpr int CHUNK = sizeof(Vector), CHUNKS = ROW_BYTES / CHUNK;
   constexpr u32 PANEL_BYTES = BLOCK_M * ROW_BYTES;
   const Sequence& s = work.sequence;
@@ -86,12 +86,12 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
   }
 }
 
-// attend() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
+// consume() is a consumer warpgroup: it computes 64 rows of every tile that it is handed. Its loop over the keys issues
 // the next scores before the product of the last weights and values (FlashAttention-3, Algorithm 2), and the warpgroups
 // take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
-DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
-                   const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
-  const Turns turns(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
+                    const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
+  const ProductOrder order(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
   // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
   // for it.
@@ -100,7 +100,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
   while (true) {
     rings.work.wait();
     // Read again from shared memory where it is needed: registers are scarce.
-    const GivenWork& work = shared.work[rings.work.stage];
+    const TileMessage& work = shared.work[rings.work.stage];
     if (work.tile == NO_TILE) break;
     if (HIDES_ANYWHERE && work.tile == NO_WORK) {
       __syncwarp();
@@ -108,7 +108,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       continue;
     }
     const Sequence& s = work.sequence;
-    const int strip = warpgroup + work.first_strip();
+    const int row_group = warpgroup + work.first_row_group();
     const int first_row = work.first_of_rows() + warpgroup * ROWS_OF_WARPGROUP;
     const int row = first_row + warp_row() + fragment_row();
     const UnitFragment scores(p, s, work.head, SCALE_ONCE ? scale : static_cast<float>(p.softmax_scale));
@@ -121,78 +121,78 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
 #pragma unroll
     for (int e = 0; e < HEAD_DIM_V / 2; e++) out[e] = 0;
 
-    const float sink = p.sink == nullptr || work.part_of_keys() > 0 ? -infinity() : p.sink[work.head];
+    const float sink = p.sink == nullptr || work.split() > 0 ? -infinity() : p.sink[work.head];
     // `blocks` are the warpgroup's own tiles of keys; before and behind them may be some that only other warpgroups
     // see.
-    const GivenBlocks all(work, work.keys);
-    GivenBlocks blocks = all;
-    if constexpr (!HIDES_ANYWHERE) blocks = GivenBlocks(work, work.own_keys[warpgroup]);
-    // pass_over() releases tiles of keys that this warpgroup does not see. It still takes its place in the order, and
-    // helps to clear hidden values.
-    const auto pass_over = [&](int from, int to) {
-      for (int block = from; GivenBlocks::in_order(block, to); block += FROM_LAST ? -1 : 1) {
+    const ConsumerKeyIterator all(work, work.keys);
+    ConsumerKeyIterator blocks = all;
+    if constexpr (!HIDES_ANYWHERE) blocks = ConsumerKeyIterator(work, work.own_keys[warpgroup]);
+    // skip_key_tiles() releases tiles of keys that this warpgroup does not see. It still takes its place in the order,
+    // and helps to clear hidden values.
+    const auto skip_key_tiles = [&](int from, int to) {
+      for (int block = from; ConsumerKeyIterator::in_order(block, to); block += FROM_LAST ? -1 : 1) {
         rings.k.wait();
         rings.k.release();
-        turns.take();
-        turns.pass();
+        order.wait();
+        order.arrive();
         hidden.clear(rings.v, block * BLOCK_N, false);
         rings.v.wait();
         rings.v.release();
       }
     };
-    // pass_turn() uses up a place in the order without a product. A warpgroup with keys takes one place more than it
-    // has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever takes
-    // this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits for
-    // others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in use
-    // behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
-    const auto pass_turn = [&](bool before_keys) {
+    // use_extra_place() uses up a place in the order without a product. A warpgroup with keys takes one place more than
+    // it has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever
+    // takes this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits
+    // for others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in
+    // use behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
+    const auto use_extra_place = [&](bool before_keys) {
       const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
       if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
-      turns.take();
-      turns.pass();
+      order.wait();
+      order.arrive();
     };
     inverse[0] = inverse[1] = 0;
     lse[0] = lse[1] = sink;
     rings.q.wait();
-    pass_turn(true);
-    pass_over(all.next, blocks.done() ? all.end : blocks.next);
+    use_extra_place(true);
+    skip_key_tiles(all.next, blocks.done() ? all.end : blocks.next);
     if (blocks.done()) {
-      pass_turn(false);
+      use_extra_place(false);
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
       // The first HELD_STEPS steps of the queries are held in registers, because shared memory is busy.
-      u32 held[HELD_STEPS + 1][4];
+      u32 query_fragments[HELD_STEPS + 1][4];
       const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
 #pragma unroll
       for (int step = 0; step < HELD_STEPS; step++) {
-        ptx::ldmatrix_x4(held[step],
+        ptx::ldmatrix_x4(query_fragments[step],
                          own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
       }
-      const bool careful = HIDES_ANYWHERE && work.careful;
+      const bool recheck = HIDES_ANYWHERE && work.recheck;
       FragmentBits bits;
       bool last, next_masked;
       // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
-      // the rooms of the softmax are found behind the second tile.
+      // the slack of the softmax is found after the second tile.
       int unsettled = 0;
       // needs_mask() tells whether the current tile of keys takes the masked way.
       const auto needs_mask = [&] {
-        return careful || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
+        return recheck || !slope.has_parts() || scores.needs_mask(blocks, first_row, ROWS_OF_WARPGROUP);
       };
       const auto slots = [&]() -> const int (&)[BLOCKS_OF_ROW] {
-        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[strip];
+        return shared.slots[HAS_BLOCK_MASK ? rings.k.stage : 0].of[row_group];
       };
       // take() moves on to the next tile of keys; a recheck visits hidden ones as well.
       const auto take = [&] {
-        blocks.take(rings.k, shared.entries, strip);
-        if constexpr (TEAMS > 1) blocks.hidden &= !careful;
+        blocks.take(rings.k, shared.entries, row_group);
+        if constexpr (TEAMS > 1) blocks.hidden &= !recheck;
       };
       // multiply() starts S = Q K^T, and ALiBi's step of it.
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
         slope.find_left(left, first_key, masked);
         multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
-            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, held);
+            x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, query_fragments);
       };
       // tiles_left() counts the current tile of keys and those behind it.
       const auto tiles_left = [&] {
@@ -202,7 +202,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
       // settle() finds how far a row's maximum may grow before the row follows it; that is known behind the row's first
       // weights.
       const auto settle = [&] {
-        if constexpr (!EXACT_MAXIMA) find_rooms(softmax, tiles_left());
+        if constexpr (!EXACT_MAXIMA) find_slack(softmax, tiles_left());
       };
       // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
       // tile.
@@ -213,7 +213,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
         if (!HAS_BLOCK_MASK && !last) {
-          blocks.take(rings.k, shared.entries, strip);
+          blocks.take(rings.k, shared.entries, row_group);
           next_masked = needs_mask();
         }
       };
@@ -242,7 +242,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           __syncwarp();
           rings.mask.release();
         }
-        if (masked && careful) hidden.find(x);
+        if (masked && recheck) hidden.find(x);
         return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
       };
       const auto finish_values = [&] {
@@ -257,7 +257,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         // 1. Wait for the keys, and for this warpgroup's place in the order.
         if (masked) scores.fetch(bits, slots());
         if constexpr (!HAS_BLOCK_MASK) rings.k.wait();  // with a block mask, take() has waited already
-        turns.take();
+        order.wait();
         // 2. Start S = Q K^T of this tile.
         multiply(x, first_key, masked);
         // 3. Start O += P V of the tile before.
@@ -269,7 +269,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           add_product<BLOCK_N>(out, weights, rings.v.buffer());
         }
         // 4. Pass the order on; masks and random bits are prepared while the products are computed.
-        turns.pass();
+        order.arrive();
         prepare(first_key, masked);
         slope.leave_out(shift, first_key, masked);
         // 5. Wait for S, and release the keys.
@@ -277,13 +277,13 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         keep(x);
         release_keys();
         // 6. Products become scores, and the rows' references follow.
-        if (masked) cap(softmax, x);
+        if (masked) apply_softcap(softmax, x);
         bool grown = bound(x, shift, first_key, masked);
         // 7. Scores become weights P; O of the tile before arrives, is rescaled, and its values are released.
         if constexpr (EARLY_POWERS > 0) {
           // Some powers are computed while the product ends. They stand between branches, or the assembler would put
           // them behind the wait.
-          softmax.weigh<0, EARLY_POWERS>(x, shift, rescale, masked);
+          softmax.to_weights<0, EARLY_POWERS>(x, shift, rescale, masked);
 #pragma unroll
           for (int e = 0; e < EARLY_POWERS; e++) ptx::keep(x[e]);
           if (grown) {
@@ -292,12 +292,12 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           }
           finish_values();
           rings.v.release();
-          softmax.weigh<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
+          softmax.to_weights<EARLY_POWERS, BLOCK_N / 2>(x, shift, rescale, masked);
           pack(weights, x);
         } else {
           // This branch also keeps the powers before the wait.
           if (BOUNDED_SCORES && last) rings.q.release();
-          grown |= softmax.weigh<0, BLOCK_N / 2>(x, shift, rescale, masked);
+          grown |= softmax.to_weights<0, BLOCK_N / 2>(x, shift, rescale, masked);
           scores.drop(x, random, row, first_key);
           // This release is a branch because otherwise the wait would stand before powers and draws.
           if (LATE_WAIT && last) rings.q.release();
@@ -307,7 +307,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           if (grown) rescale_rows(out, rescale);
         }
         // 8. Values of hidden keys become 0.
-        if (masked) hidden.clear(rings.v, first_key, careful);
+        if (masked) hidden.clear(rings.v, first_key, recheck);
       };
 
       take();
@@ -340,21 +340,21 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
             }
           } while (!last);
         } else {
-          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' rooms.
+          // The first tile of keys of a run has no product with values before it, and its sums may set the rows' slack.
           float x[BLOCK_N / 2], shift[2] = {0, 0};
           const int first_key = blocks.block * BLOCK_N;
           const bool masked = needs_mask();
           if (masked) scores.fetch(bits, slots());
           if constexpr (!HAS_BLOCK_MASK) rings.k.wait();
-          turns.take();
+          order.wait();
           multiply(x, first_key, masked);
-          turns.pass();
+          order.arrive();
           prepare(first_key, masked);
           slope.leave_out(shift, first_key, masked);
           ptx::wgmma_wait_group<0>();
           keep(x);
           release_keys();
-          cap(softmax, x);  // capped as if masked, so that it is the same code either way
+          apply_softcap(softmax, x);  // capped as if masked, so that it is the same code either way
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
@@ -362,7 +362,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
           softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
           scores.drop(x, random, row, first_key);
           pack(weights, x);
-          if (masked) hidden.clear(rings.v, first_key, careful);
+          if (masked) hidden.clear(rings.v, first_key, recheck);
           // The other tiles of the run take step().
           while (!last) {
             if constexpr (HAS_BLOCK_MASK) {
@@ -382,25 +382,25 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
         }
         // The last weights meet their values, and the sums are completed meanwhile.
         rings.v.wait();
-        turns.take();
+        order.wait();
         add_product<BLOCK_N>(out, weights, rings.v.buffer());
-        turns.pass();
+        order.arrive();
         if (!EARLY_QUERIES && !BOUNDED_SCORES && !LATE_WAIT) rings.q.release();
         softmax.finish(sink, inverse, lse);
         ptx::wgmma_wait_group<0>();
         keep(out);
         rings.v.release();
       } while (TEAMS > 1 && blocks.hidden);
-      pass_over(blocks.end, all.end);
-      if (HIDES_ANYWHERE && !careful && HiddenValues::spoil(out, row, s.len_q)) {
-        shared.spoiled[rings.work.stage] = 1;
+      skip_key_tiles(blocks.end, all.end);
+      if (HIDES_ANYWHERE && !recheck && HiddenValues::is_non_finite(out, row, s.len_q)) {
+        shared.non_finite[rings.work.stage] = 1;
       }
     }
 
     // The epilogue normalises O and writes it with lse, or this split's part of both.
     rescale_kept(p, inverse);
     if constexpr (SPLITS_KEYS) {
-      write_part(p, work, row, out, inverse, lse);
+      write_split(p, work, row, out, inverse, lse);
     } else {
       const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
       if constexpr (STAGING_PANELS > 0) {
@@ -419,7 +419,7 @@ DEVICE void attend(const AttentionParams& p, SharedStorage& shared, Rings rings,
     __syncwarp();
     rings.work.release();
   }
-  turns.finish();
+  order.drain();
   // The block must not end before TMA has read its shared memory.
   if (STAGING_PANELS > 0) ptx::bulk_wait_group_read<0>();
 }
@@ -432,10 +432,13 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
                  const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap row_map) {
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES / TEAMS);
   VIEW_SHARED_STORAGE(all_shared);
-  const int behind = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;  // each team has two of the producer warps
-  const Team team = {TEAMS == 1 ? 0 : __shfl_sync(ALL_LANES, behind < 0 ? is_alone() : behind / (2 * WARP), 0)};
+  // Each team has two of the producer warps.
+  const int producer_thread = static_cast<int>(threadIdx.x) - CONSUMERS * WARPGROUP;
+  const Team team = {
+      TEAMS == 1 ? 0
+                 : __shfl_sync(ALL_LANES, producer_thread < 0 ? in_second_team() : producer_thread / (2 * WARP), 0)};
   SharedStorage& shared = (&all_shared)[team.number];
-  if (threadIdx.x == team.number * FIRST_ALONE) {
+  if (threadIdx.x == team.number * FIRST_THREAD_OF_SECOND_TEAM) {
     const int warps = threads_of_team() / WARP;
     shared.work_barriers.init(warps + 1);
     shared.q_barriers.init(warps);
@@ -444,8 +447,8 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
     if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
-    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded), 1);
-    for (int& spoiled : shared.spoiled) spoiled = 0;
+    ptx::mbarrier_init(ptx::shared_address(&shared.nearly_loaded_barrier), 1);
+    for (int& non_finite : shared.non_finite) non_finite = 0;
     ptx::fence_mbarrier_init();
   }
   shared.numbers.fill();
@@ -464,7 +467,7 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
-    attend(p, shared, rings, warpgroup - team.number * STRIPS, &out_map, &row_map);
+    consume(p, shared, rings, warpgroup - team.number * WARPGROUPS_PER_TILE, &out_map, &row_map);
   }
   if (PAIR > 1) sync_cluster();  // the other block of the pair may still send to this one
 }

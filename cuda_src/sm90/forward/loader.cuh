@@ -1,16 +1,16 @@
-// The producer side of Hopper's forward kernel (portable/forward.cu): its shared memory, what its warpgroups are handed
-// with a tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out
-// which tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers
-// (FlashAttention-3, Shah et al. 2024, section 3.1: warp specialisation).
+// The producer side of Hopper's forward kernel (forward.cu): its shared memory, what its warpgroups are handed with a
+// tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out which
+// tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers (FlashAttention-3,
+// Shah et al. 2024, section 3.1: warp specialisation).
 #include "../hidden_values.cuh"
 #include "scores.cuh"
 
-// A tile of queries consists of STRIPS times 64 rows, one warpgroup each. With a block mask there may be two teams of
-// warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the other computes
-// other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the other, so a
-// tile begins and ends while the other team multiplies.
-constexpr int STRIPS = BLOCK_M / ROWS_OF_WARPGROUP;
-static_assert(STRIPS + ALONE == CONSUMERS, "a warpgroup has 64 queries");
+// A tile of queries consists of WARPGROUPS_PER_TILE times 64 rows, one warpgroup each. With a block mask there may be
+// two teams of warpgroups, with shared memory and loading threads of their own: the first computes whole tiles, the
+// other computes other tiles or, if it is a single warpgroup, other tiles 64 rows at a time. Neither team waits for the
+// other, so a tile begins and ends while the other team multiplies.
+constexpr int WARPGROUPS_PER_TILE = BLOCK_M / ROWS_OF_WARPGROUP;
+static_assert(WARPGROUPS_PER_TILE + SECOND_TEAM_WARPGROUPS == CONSUMERS, "a warpgroup has 64 queries");
 
 // A pair of thread blocks (a cluster) has the two halves of a tile of queries; each loads half of the keys and values
 // for both.
@@ -29,54 +29,55 @@ struct Team {
   // units() is how many units of work the team has of `tiles`: whole tiles, or 64 rows of one. tile() is the tile of a
   // unit.
   DEVICE u32 units(u32 tiles) const {
-    if (ALONE > 1) return (tiles + 1 - number) / 2;
+    if (SECOND_TEAM_WARPGROUPS > 1) return (tiles + 1 - number) / 2;
     const u32 others = TEAMS == 1 ? 0 : tiles * OTHERS / TILES;
-    return number == 0 ? tiles - others : others * STRIPS;
+    return number == 0 ? tiles - others : others * WARPGROUPS_PER_TILE;
   }
   DEVICE u32 tile(u32 unit) const {
     if (TEAMS == 1) return unit;
-    if (ALONE > 1) return 2 * unit + number;
-    return number == 0 ? unit * TILES / (TILES - OTHERS) : unit / STRIPS * TILES / OTHERS + (TILES - 1) / OTHERS;
+    if (SECOND_TEAM_WARPGROUPS > 1) return 2 * unit + number;
+    return number == 0 ? unit * TILES / (TILES - OTHERS)
+                       : unit / WARPGROUPS_PER_TILE * TILES / OTHERS + (TILES - 1) / OTHERS;
   }
 };
 
-// PartialWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are
-// split (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
-struct PartialWork : Work {
-  int share;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
+// SplitWork is a tile and a share of its keys. Where tiles alone would leave some of the GPU idle, their keys are split
+// (split-KV, as in Flash-Decoding): each split is an attention of its own, and around/reduce.cu merges them.
+struct SplitWork : Work {
+  int split_or_row_group;  // which split of the tile's keys; with teams, which 64 rows of its queries come first
 
-  DEVICE int part_of_keys() const { return TEAMS == 1 ? share : 0; }
-  DEVICE int first_strip() const { return TEAMS == 1 ? 0 : share; }
+  DEVICE int split() const { return TEAMS == 1 ? split_or_row_group : 0; }
+  DEVICE int first_row_group() const { return TEAMS == 1 ? 0 : split_or_row_group; }
   // first_of_rows() is the first query of this thread block, counted in its sequence.
   DEVICE int first_of_rows() const {
-    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_strip() * ROWS_OF_WARPGROUP;
+    return tile * ROWS_OF_TILE + rank() * BLOCK_M + first_row_group() * ROWS_OF_WARPGROUP;
   }
 };
 
-DEVICE u32 number_of_parts(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
+DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
 
-// blocks_of_part() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
-DEVICE Blocks blocks_of_part(const AttentionParams& p, const PartialWork& work) {
+// blocks_of_split() iterates over the tiles of keys that some query of the tile sees, or over this split of them.
+DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work) {
   Blocks blocks = blocks_of_keys(p, work.sequence, work.head, work.tile, ROWS_OF_TILE, BLOCK_N);
   if constexpr (SPLITS_KEYS) {
-    const int first = blocks.block, number = larger(blocks.end - first, 0), part = work.part_of_keys();
-    blocks.block = first + number * part / p.splits;
-    blocks.end = first + number * (part + 1) / p.splits;
+    const int first = blocks.block, number = larger(blocks.end - first, 0), split = work.split();
+    blocks.block = first + number * split / p.splits;
+    blocks.end = first + number * (split + 1) / p.splits;
   }
   return blocks;
 }
 
-// write_part() writes the thread's rows `row` and row + 8 of a split's result, in float32.
-DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
-                       const float (&factor)[2], const float (&lse)[2]) {
-  const i64 part = static_cast<i64>(work.sequence.batch) * p.splits + work.part_of_keys();
+// write_split() writes the thread's rows `row` and row + 8 of a split's result, in float32.
+DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
+                        const float (&factor)[2], const float (&lse)[2]) {
+  const i64 split = static_cast<i64>(work.sequence.batch) * p.splits + work.split();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = row + 8 * r;
     if (i >= work.sequence.rows_q) continue;
     const bool used = i < work.sequence.len_q;
-    if (lane() % 4 == 0) *p.lse_parts.at(part, i, work.head) = used ? lse[r] : -infinity();
-    float* target = p.out_parts.at(part, i, work.head);
+    if (lane() % 4 == 0) *p.lse_parts.at(split, i, work.head) = used ? lse[r] : -infinity();
+    float* target = p.out_parts.at(split, i, work.head);
 #pragma unroll
     for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
 #pragma unroll
@@ -88,16 +89,16 @@ DEVICE void write_part(const AttentionParams& p, const PartialWork& work, int ro
   }
 }
 
-// GivenWork is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a block
-// mask); whether it is a recheck of a tile whose result was not finite (`careful`, hidden_values.cuh); and the tiles of
-// keys that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
+// TileMessage is what the scheduler hands to the warpgroups: a tile; whether no key is visible to it (known with a
+// block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
+// that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
-static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "of lists, and beside hidden values, in order");
+static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
   int begin, end;
 };
-struct GivenWork : PartialWork {
-  bool empty = true, careful = false;
+struct TileMessage : SplitWork {
+  bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
   KeyRange keys, own_keys[CONSUMERS];
 
@@ -117,14 +118,14 @@ struct GivenWork : PartialWork {
   // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
   DEVICE void find_keys(const AttentionParams& p) {
     if constexpr (SKIPS_ROWS) fill_last_tile();
-    const Blocks blocks = blocks_of_part(p, *this);
+    const Blocks blocks = blocks_of_split(p, *this);
     keys = {blocks.block, blocks.end};
     if constexpr (!HIDES_ANYWHERE) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < CONSUMERS; warpgroup++) {
-        const int strip = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
-        const Blocks own = blocks_of_keys(p, sequence, head, strip, ROWS_OF_WARPGROUP, BLOCK_N);
-        const bool skips_all = (strip + 1) * ROWS_OF_WARPGROUP <= skipped;
+        const int row_group = (tile * PAIR + rank()) * CONSUMERS + warpgroup;
+        const Blocks own = blocks_of_keys(p, sequence, head, row_group, ROWS_OF_WARPGROUP, BLOCK_N);
+        const bool skips_all = (row_group + 1) * ROWS_OF_WARPGROUP <= skipped;
         own_keys[warpgroup] = {larger(own.block, keys.begin), skips_all ? 0 : smaller(own.end, keys.end)};
       }
     }
@@ -132,15 +133,15 @@ struct GivenWork : PartialWork {
 };
 constexpr int NO_WORK = -2;  // in place of a tile's number: no tile, but the stages are looked at for rechecks
 
-// GivenBlocks iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread says
-// with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
+// ConsumerKeyIterator iterates over the tiles of keys as the warpgroups meet them. With a block mask the loading thread
+// says with each tile which one it is, whether it is the last, and what is hidden or to be masked for each 64 rows of
 // queries.
-constexpr int SAID_STRIPS = HAS_BLOCK_MASK ? STRIPS : 1;
-struct GivenBlocks {
+constexpr int ENTRIES_PER_STAGE = HAS_BLOCK_MASK ? WARPGROUPS_PER_TILE : 1;
+struct ConsumerKeyIterator {
   int block, next, end;  // the current tile, the next one, and the end, which is not a tile
   bool masked = false, hidden = false;
 
-  DEVICE GivenBlocks(const GivenWork& work, const KeyRange& keys)
+  DEVICE ConsumerKeyIterator(const TileMessage& work, const KeyRange& keys)
       : next(HAS_BLOCK_MASK ? 0
              : FROM_LAST    ? keys.end - 1
                             : keys.begin),
@@ -148,17 +149,17 @@ struct GivenBlocks {
             : FROM_LAST    ? keys.begin - 1
                            : keys.end) {}
 
-  // in_order() tells whether tile `before` is visited before tile `behind`.
-  static DEVICE bool in_order(int before, int behind) { return FROM_LAST ? before > behind : before < behind; }
+  // in_order() tells whether tile `earlier` is visited before tile `later`.
+  static DEVICE bool in_order(int earlier, int later) { return FROM_LAST ? earlier > later : earlier < later; }
   DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
 
   // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
   // thread says.
   template <class KeyRing>
-  DEVICE void take(const KeyRing& keys, const int (*entries)[SAID_STRIPS], int strip) {
+  DEVICE void take(const KeyRing& keys, const int (*entries)[ENTRIES_PER_STAGE], int row_group) {
     if constexpr (HAS_BLOCK_MASK) {
       keys.wait();
-      const int entry = entries[keys.stage][strip];
+      const int entry = entries[keys.stage][row_group];
       block = entry >> 3;
       next = entry >> 2 & 1;
       hidden = entry & 2;
@@ -169,24 +170,25 @@ struct GivenBlocks {
   }
 };
 
-// GivenSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (STRIPS, BLOCKS_OF_ROW). They
-// travel with the keys, so that no warp waits for one read to begin the next.
-struct GivenSlots {
-  alignas(16) int of[STRIPS][BLOCKS_OF_ROW];
+// StageSlots has the slots of the 64 x 64 blocks of a block mask in a tile of keys, (WARPGROUPS_PER_TILE,
+// BLOCKS_OF_ROW). They travel with the keys, so that no warp waits for one read to begin the next.
+struct StageSlots {
+  alignas(16) int of[WARPGROUPS_PER_TILE][BLOCKS_OF_ROW];
 
   // find() reads the slots of an entry of a tile's list. `slots` points to the slots of the tile's first row of blocks;
   // it stands in the place of the list, which is read ahead.
   DEVICE void find(const AttentionParams& p, const int* slots, int tile, int entry) {
 #pragma unroll
-    for (int i = 0; i < STRIPS * BLOCKS_OF_ROW; i++) of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
+    for (int i = 0; i < WARPGROUPS_PER_TILE * BLOCKS_OF_ROW; i++)
+      of[i / BLOCKS_OF_ROW][i % BLOCKS_OF_ROW] = VISIBLE_SLOT;
     if ((entry & 1) == 0) return;
 #pragma unroll
-    for (int strip = 0; strip < STRIPS; strip++) {
+    for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_ROW; i++) {
         const int column = (entry >> 1) * BLOCK_N / CANONICAL + i;
-        const bool inside = tile * STRIPS + strip < p.slot_rows && column < p.slot_columns;
-        of[strip][i] = inside ? slots[strip * p.slot_columns + column] : HIDDEN_SLOT;
+        const bool inside = tile * WARPGROUPS_PER_TILE + row_group < p.slot_rows && column < p.slot_columns;
+        of[row_group][i] = inside ? slots[row_group * p.slot_columns + column] : HIDDEN_SLOT;
       }
     }
   }
@@ -209,12 +211,12 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   alignas(1024) unsigned char bias_and_mask[HAS_BIAS_TILES || HAS_MASK_TILES
                                                 ? BIAS_STAGES * BIAS_BYTES + MASK_STAGES * MASK_BYTES
                                                 : 16];
-  GivenWork work[WORK_STAGES];
+  TileMessage work[WORK_STAGES];
   Blocks lists[WORK_STAGES];  // with a block mask, the tiles of keys of each tile handed on
-  // GivenBlocks: which tile of keys a stage holds, and what is hidden or to be masked
-  int entries[HAS_BLOCK_MASK ? STAGES : 1][SAID_STRIPS];
-  GivenSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
-  int spoiled[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
+  // ConsumerKeyIterator: which tile of keys a stage holds, and what is hidden or to be masked
+  int entries[HAS_BLOCK_MASK ? STAGES : 1][ENTRIES_PER_STAGE];
+  StageSlots slots[HAS_BLOCK_MASK ? STAGES : 1];
+  int non_finite[WORK_STAGES];  // 1 where a tile's result is not finite, so that hidden values may have come into it
   RingBarriers<WORK_STAGES> work_barriers;
   RingBarriers<QUERY_STAGES> q_barriers;
   RingBarriers<STAGES> k_barriers, v_barriers;
@@ -223,13 +225,13 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   ColumnNumbers<SLOPE_BY_PRODUCT> numbers;
   uint4 index;  // a pair's next tile, in x: a copy has 16 bytes
   RingBarriers<1> index_barriers;
-  u64 nearly_loaded;  // a barrier whose phases are tiles handed on
+  u64 nearly_loaded_barrier;  // its phases are tiles handed on
   RingBarriers<MASK_STAGES> mask_barriers;
 };
 
 // Rings are one thread's positions in all circular buffers of the kernel.
 struct Rings {
-  Ring<WORK_STAGES, sizeof(GivenWork), true> work;
+  Ring<WORK_STAGES, sizeof(TileMessage), true> work;
   Ring<QUERY_STAGES, Q_BYTES, true> q;
   Ring<STAGES, K_BYTES, true, PAIR> k;
   Ring<STAGES, V_BYTES, true, PAIR> v;
@@ -283,47 +285,49 @@ DEVICE void load(AnyRing& ring, const ptx::TensorMap* map, int row, int head, in
 // The scheduler takes the next tile when KEYS_LEFT tiles of keys of the one before are left to load, so that it goes to
 // whoever is ready first. With two teams of a warpgroup each no register is left to count them.
 constexpr int KEYS_LEFT = 4;
-constexpr bool COUNTS_LEFT = ALONE <= 1;
+constexpr bool COUNTS_LEFT = SECOND_TEAM_WARPGROUPS <= 1;
 
 // schedule_tiles() is the scheduler, a thread of its own so that nobody else waits for its divisions.
 DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Rings rings, Team team) {
   u32 phase = 0;
   // hand_on() hands on a tile. If the tile that was in this stage before needs a recheck, that goes first, and the loop
   // looks for a stage again.
-  const auto hand_on = [&](const PartialWork& work) {
-    bool careful;
+  const auto hand_on = [&](const SplitWork& work) {
+    bool recheck;
     do {
       rings.work.acquire();
-      careful = HIDES_ANYWHERE && shared.spoiled[rings.work.stage];
-      shared.spoiled[rings.work.stage] = 0;
-      GivenWork& given = shared.work[rings.work.stage];
-      if (!careful) given = {work};
-      given.careful = careful;
-      if (given.tile >= 0) {
+      recheck = HIDES_ANYWHERE && shared.non_finite[rings.work.stage];
+      shared.non_finite[rings.work.stage] = 0;
+      TileMessage& message = shared.work[rings.work.stage];
+      if (!recheck) message = {work};
+      message.recheck = recheck;
+      if (message.tile >= 0) {
         if constexpr (HAS_BLOCK_MASK) {
-          shared.lists[rings.work.stage] = blocks_of_part(p, given);
-          given.empty = shared.lists[rings.work.stage].done();
+          shared.lists[rings.work.stage] = blocks_of_split(p, message);
+          message.empty = shared.lists[rings.work.stage].done();
         } else {
-          given.find_keys(p);
+          message.find_keys(p);
         }
       }
       rings.work.publish();
-      if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded), phase);
+      if constexpr (COUNTS_LEFT) wait_for(ptx::shared_address(&shared.nearly_loaded_barrier), phase);
       phase ^= 1;
-    } while (careful);
+    } while (recheck);
   };
-  const u32 parts = number_of_parts(p), total = team.units(p.num_tiles * num_images(p) * parts);
+  const u32 num_splits = num_splits_of(p), total = team.units(p.num_tiles * num_batch_heads_q(p) * num_splits);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
-  int looks = HIDES_ANYWHERE ? WORK_STAGES : 0;
-  while (index < total || looks-- > 0) {
+  int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
+  while (index < total || rechecks_left-- > 0) {
     if (index >= total) {
       hand_on({{{}, 0, NO_WORK}, 0});
       continue;
     }
     const u32 tile = team.tile(index);
-    const PartialWork work = {work_at(p, tile / parts),
-                              static_cast<int>(ALONE == 1 && team.number > 0 ? index % STRIPS : tile % parts)};
+    const SplitWork work = {
+        work_at(p, tile / num_splits),
+        static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
+                                                                        : tile % num_splits)};
     if (PAIR > 1 || work.first_of_rows() < work.sequence.rows_q) hand_on(work);
     rings.work.acquire();
     if (rank() == 0) index = next_index(p, index, total, gridDim.x / PAIR, team.number);
@@ -349,12 +353,12 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
   rings.work.publish();
 }
 
-// Listed reads a block mask's list ahead of the tiles, so that no load waits for it.
-struct Listed {
-  const int* next;       // the entry to be read next
-  int left, end;         // the number of entries left, and the end of the range of tiles
-  int entry, following;  // the current entry, and the one behind it
-  GivenSlots slots;
+// ListPrefetch reads a block mask's list ahead of the tiles, so that no load waits for it.
+struct ListPrefetch {
+  const int* next;        // the entry to be read next
+  int left, end;          // the number of entries left, and the end of the range of tiles
+  int entry, next_entry;  // the current entry, and the one behind it
+  StageSlots slots;
 };
 
 // Loader is the loading thread: it brings all operands of all tiles by TMA.
@@ -363,34 +367,34 @@ struct Loader {
   SharedStorage& shared;
   Rings rings;
   const ptx::TensorMap *q_map, *k_map, *v_map, *bias_map, *mask_map;
-  Listed listed = {};
-  bool told;  // the scheduler was told that the current tile is nearly loaded
+  ListPrefetch prefetched = {};
+  bool signalled;  // the scheduler knows that the current tile is nearly loaded
 
   // load_all() loads tile after tile until the scheduler says that there are no more.
   DEVICE void load_all() {
     while (true) {
       rings.work.wait();
-      const GivenWork& work = shared.work[rings.work.stage];
+      const TileMessage& work = shared.work[rings.work.stage];
       if (work.tile == NO_TILE) break;
-      told = false;
+      signalled = false;
       if (!HIDES_ANYWHERE || work.tile != NO_WORK) load_tile(work);
-      tell(0);
+      signal_nearly_loaded(0);
       rings.work.release();
     }
   }
 
  private:
-  // tell() tells the scheduler once for each tile that few of its keys are left to load.
-  DEVICE void tell(int keys_left) {
-    if (!COUNTS_LEFT || told || keys_left > KEYS_LEFT) return;
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded));
-    told = true;
+  // signal_nearly_loaded() tells the scheduler once for each tile that few of its keys are left to load.
+  DEVICE void signal_nearly_loaded(int keys_left) {
+    if (!COUNTS_LEFT || signalled || keys_left > KEYS_LEFT) return;
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.nearly_loaded_barrier));
+    signalled = true;
   }
 
   // load_tile() loads the operands of one tile of queries in the order of their use: the next keys come before the
   // values of the current ones.
-  DEVICE void load_tile(const GivenWork& work) {
-    if constexpr (ALONE > 1) rings.forget(shared);
+  DEVICE void load_tile(const TileMessage& work) {
+    if constexpr (SECOND_TEAM_WARPGROUPS > 1) rings.forget(shared);
     const Sequence& s = work.sequence;
     Blocks blocks = HAS_BLOCK_MASK ? shared.lists[rings.work.stage]
                                    : Blocks(work.keys.begin, work.keys.end, p, s, work.head, work.tile);
@@ -400,20 +404,21 @@ struct Loader {
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      shared.lists[rings.work.stage].list = mask.slots + static_cast<i64>(work.tile) * STRIPS * p.slot_columns;
-      listed = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
+      shared.lists[rings.work.stage].list =
+          mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
+      prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
     int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch);
     load<BLOCK_M, PANELS>(rings.q, q_map, static_cast<int>(s.row_q) + work.first_of_rows(), work.head, batch);
     if (HAS_BLOCK_MASK && !last) look_ahead(work);
     while (!last) {
-      if constexpr (ALONE > 1) rings.forget(shared);
-      tell(HAS_BLOCK_MASK ? listed.left : blocks.end - blocks.block);
+      if constexpr (SECOND_TEAM_WARPGROUPS > 1) rings.forget(shared);
+      signal_nearly_loaded(HAS_BLOCK_MASK ? prefetched.left : blocks.end - blocks.block);
       if constexpr (HAS_BIAS_TILES) load_bias(work, block);
       if constexpr (HAS_MASK_TILES) load_mask(work, block);
       const int values = row_k + block * BLOCK_N;
-      last = HAS_BLOCK_MASK ? listed.left == 0 : blocks.done();
+      last = HAS_BLOCK_MASK ? prefetched.left == 0 : blocks.done();
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch);
       load<BLOCK_N, PANELS_V>(rings.v, v_map, values, head_kv, batch);
       if (HAS_BLOCK_MASK && !last) look_ahead(work);
@@ -422,34 +427,34 @@ struct Loader {
 
   // look_ahead() begins to read what the next tile of keys needs of the block mask.
   DEVICE void look_ahead(const Work& work) {
-    listed.entry = listed.following;
-    if (listed.left > 1) listed.following = *listed.next++;
-    listed.slots.find(p, shared.lists[rings.work.stage].list, work.tile, listed.entry);
+    prefetched.entry = prefetched.next_entry;
+    if (prefetched.left > 1) prefetched.next_entry = *prefetched.next++;
+    prefetched.slots.find(p, shared.lists[rings.work.stage].list, work.tile, prefetched.entry);
   }
 
   // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
   // warpgroups have to know of it.
-  DEVICE int load_keys(Blocks& blocks, const GivenWork& work, int row_k, int head_kv, int batch) {
+  DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch) {
     if constexpr (HAS_BLOCK_MASK) {
-      const int block = listed.entry >> 1;
-      const bool last = listed.left == 1 || listed.following >> 1 >= listed.end;
+      const int block = prefetched.entry >> 1;
+      const bool last = prefetched.left == 1 || prefetched.next_entry >> 1 >= prefetched.end;
       rings.k.acquire();
       load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       const bool masks_all = needs_mask(block, work);
 #pragma unroll
-      for (int strip = 0; strip < STRIPS; strip++) {
+      for (int row_group = 0; row_group < WARPGROUPS_PER_TILE; row_group++) {
         bool masked = masks_all, hidden = TEAMS > 1;
 #pragma unroll
-        for (int slot : listed.slots.of[strip]) {
+        for (int slot : prefetched.slots.of[row_group]) {
           masked |= slot != VISIBLE_SLOT;
           hidden &= slot == HIDDEN_SLOT;
         }
-        shared.entries[rings.k.stage][strip] = block << 3 | last << 2 | hidden << 1 | masked;
+        shared.entries[rings.k.stage][row_group] = block << 3 | last << 2 | hidden << 1 | masked;
       }
-      shared.slots[rings.k.stage] = listed.slots;
+      shared.slots[rings.k.stage] = prefetched.slots;
       rings.k.expect();
       rings.k.advance();
-      listed.left = last ? 0 : listed.left - 1;
+      prefetched.left = last ? 0 : prefetched.left - 1;
       return block;
     } else {
       const int block = FROM_LAST ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;

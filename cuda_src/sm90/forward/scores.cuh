@@ -195,7 +195,7 @@ struct UnitFragment : ScoreFragment {
   DEVICE void apply(float (&x)[BLOCK_N / 2], const FragmentBits& bits, int row, int first_key, bool masked,
                     AddBias add) const {
     const int column = first_key + fragment_column();
-    const UnitScore units = SCARCE ? UnitScore(Score(p, s, head)) : this->units;
+    const UnitScore units = FEW_REGISTERS ? UnitScore(Score(p, s, head)) : this->units;
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) x[e] = units.of_product(x[e]);
     if constexpr (HAS_BIAS) add(x, masked);
@@ -250,11 +250,11 @@ struct UnitFragment : ScoreFragment {
     return score;
   }
 
-  // SCARCE: registers are scarce, so nothing is held that can be computed anew.
-  static constexpr bool SCARCE = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
+  // FEW_REGISTERS: registers are scarce, so nothing is held that can be computed anew.
+  static constexpr bool FEW_REGISTERS = HEAD_DIM_V > 128 || NUM_OPTIONS > 2;
 
-  DEVICE Mask own_mask() const { return SCARCE ? Mask(p, s, head) : mask; }
-  DEVICE Dropout own_dropout() const { return SCARCE ? Dropout(p, s, head) : dropout; }
+  DEVICE Mask own_mask() const { return FEW_REGISTERS ? Mask(p, s, head) : mask; }
+  DEVICE Dropout own_dropout() const { return FEW_REGISTERS ? Dropout(p, s, head) : dropout; }
 
   using Range = Mask::Range;
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.cpu.threads import BLAS_THREADS
-from cuflash.tools.bench import peers, report
+from cuflash.tools.bench import peers, records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
 from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
 from cuflash.tools.bench.report import Result, Stopwatch
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile-jobs", type=int, default=8, help="cells whose kernels are compiled at once (default %(default)s)")
     add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
     add("--commit", help="to be recorded, where this is no checkout with git")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         results += measure(cell, xp, contenders, directions, stopwatch, args.rounds)
         _say(f"{cell.name} ({time.perf_counter() - start:.1f} s)")
         if args.json:  # after every cell: a run that is cut short leaves what it had
-            report.write_json(args.json, facts, results)
+            records.write(args.json, facts, (result.as_json() for result in results))
     for direction in args.direction:
         print(f"\n{direction}, {'ms' if args.unit == 'ms' else 'TFLOP/s'}\n")
         print(report.table((r for r in results if r.direction == direction), args.unit))

@@ -1,7 +1,6 @@
-"""Times, where they were measured, a table, JSON and a picture."""
+"""Times, where they were measured, a table and a picture."""
 
 import datetime
-import json
 import os
 import platform
 import subprocess
@@ -192,12 +191,6 @@ def table(results: Iterable[Result], unit: str) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-
-
-def write_json(path: Path, facts: dict[str, Any], results: Iterable[Result]) -> None:
-    """Write all figures."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, "results": [r.as_json() for r in results]}, indent=1) + "\n")
 
 
 def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:

@@ -230,11 +230,11 @@ def _barriers() -> list[Case]:
   if (t < 32) { ptx::barrier_arrive(1, 64); ptx::barrier_sync(2, 64); out[lane] = word[32 + lane]; }
   else { ptx::barrier_sync(1, 64); word[32 + lane] = word[31 - lane] + 1; ptx::barrier_arrive(2, 64); }"""
     named = Case("barrier_sync_arrive", "sm_80", body, random_words, threads=64)
-    body = """int* turn = reinterpret_cast<int*>(out + 64);
+    body = """int* counter = reinterpret_cast<int*>(out + 64);
   if (t % 32 == 0) {
-    while (ptx::load_acquire(turn) != t / 32) {}
+    while (ptx::load_acquire(counter) != t / 32) {}
     out[0] = out[0] * 3 + t;
-    ptx::add_release(turn, 1);
+    ptx::add_release(counter, 1);
   }"""
     return [named, Case("load_acquire_add_release", "sm_80", body, random_words, threads=128)]
 

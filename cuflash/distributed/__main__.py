@@ -1,0 +1,161 @@
+"""``python -m cuflash.distributed --selftest``: whether ranks reach each other, and compute what one device does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cuflash
+from cuflash.distributed import ring_attention_vjp, shard, threads, ulysses_attention_vjp, unshard
+from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.order import ORDERS
+
+Array = Any
+SCHEMES = {"ring": ring_attention_vjp, "heads": ulysses_attention_vjp}
+# Rows of this many bytes are passed around to measure the links.
+MESSAGE_BYTES = 64 << 20
+TOLERANCE = 1e-4  # of float32 on any device
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    scheme: str
+    order: str
+    error: float
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if every rank's results are those of one device, 1 if not, 2 for wrong use or something missing."""
+    parser = argparse.ArgumentParser(prog="python -m cuflash.distributed", description=__doc__)
+    parser.add_argument("--selftest", action="store_true", required=True, help="check links and results")
+    parser.add_argument("--world", type=int, help="ranks (default: the GPUs that are here, else 4 threads)")
+    parser.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there are two or more")
+    parser.add_argument("--seqlen", type=int, default=1024, help="tokens of all ranks (default %(default)s)")
+    args = parser.parse_args(argv)
+    gpus = _num_gpus()
+    if args.device == "gpu" and not gpus:
+        print("no GPU here: CuPy is not installed, or finds none; --device cpu runs ranks as threads", file=sys.stderr)
+        return 2
+    on_gpu = args.device == "gpu" or (args.device is None and gpus > 1)
+    world = args.world or (gpus if on_gpu else 4)
+    if world < 1 or (on_gpu and world > gpus):
+        print(f"--world: expected 1 to {gpus if on_gpu else 'any number of'} ranks, got {world}", file=sys.stderr)
+        return 2
+    print(f"{world} ranks, each {'a GPU' if on_gpu else 'a thread with NumPy arrays'}, {args.seqlen} tokens\n")
+    devices = range(world) if on_gpu else None
+    print(f"link from one rank to the next: {_link(world, devices):.1f} GB/s a rank, all at once\n")
+    print(f"{'scheme':8} {'order':8} {'largest error':>14} {'seconds':>9}")
+    rows = _results(world, devices, args.seqlen)
+    for row in rows:
+        print(f"{row.scheme:8} {row.order:8} {row.error:14.1e} {row.seconds:9.3f}")
+    is_good = all(row.error <= TOLERANCE for row in rows)
+    print("\nevery rank computes what one device does" if is_good else f"\nerrors above {TOLERANCE:g}")
+    return 0 if is_good else 1
+
+
+def run(world: int, devices: Sequence[int] | None, work: Callable[[Communicator], Any]) -> list[Any]:
+    """What `work` returns in each rank's thread, on its GPU; the first rank's error is raised."""
+    results: list[Any] = [None] * world
+    errors: list[BaseException] = []
+
+    def rank(comm: Communicator) -> None:
+        try:
+            if devices is not None:
+                import cupy
+
+                cupy.cuda.Device(devices[comm.rank]).use()
+            results[comm.rank] = work(comm)
+        except BaseException as error:
+            errors.append(error)
+
+    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in threads(world, devices=devices)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _num_gpus() -> int:
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount()) if cupy.cuda.is_available() else 0
+    except ImportError:
+        return 0
+
+
+def _link(world: int, devices: Sequence[int] | None) -> float:
+    """GB/s of a message that each rank sends to the next one, the best of five; NumPy's is handed over and copied."""
+
+    def work(comm: Communicator) -> float:
+        x = _namespace(devices).zeros(MESSAGE_BYTES, np.uint8)
+        best = np.inf
+        for _ in range(5):
+            comm.barrier()
+            _wait(devices)
+            start = time.perf_counter()
+            comm.send(x, (comm.rank + 1) % comm.world)
+            received = comm.receive((comm.rank - 1) % comm.world)
+            if devices is None:
+                received = received.copy()
+            _wait(devices)
+            best = min(best, time.perf_counter() - start)
+        return MESSAGE_BYTES / best / 1e9
+
+    return min(run(world, devices, work))
+
+
+def _results(world: int, devices: Sequence[int] | None, seqlen: int) -> list[Row]:
+    rng = np.random.default_rng(0)
+    heads, head_dim = 8, 64
+    host = [rng.standard_normal((1, seqlen, heads, head_dim), dtype=np.float32) for _ in range(4)]
+    out, backward = cuflash.attention_vjp(*host[:3], causal=True)
+    expected = [out, *backward(host[3])]
+    rows = []
+    for scheme, make in SCHEMES.items():
+        for order in ORDERS:
+
+            def work(comm: Communicator, make: Any = make, order: str = order) -> tuple[float, float]:
+                xp = _namespace(devices)
+                q, k, v, dout = (shard(xp.asarray(x), comm, order) for x in host)
+                comm.barrier()
+                start = time.perf_counter()
+                own, own_backward = make(q, k, v, comm, order=order, causal=True)
+                grads = own_backward(dout)
+                _wait(devices)
+                seconds = time.perf_counter() - start
+                whole = [unshard(x, comm, order) for x in (own, *grads)]
+                pairs = zip(whole, expected, strict=True)
+                return max(float(abs(xp.asarray(a) - xp.asarray(b)).max()) for a, b in pairs), seconds
+
+            found = run(world, devices, work)
+            rows.append(Row(scheme, order, max(error for error, _ in found), max(seconds for _, seconds in found)))
+    return rows
+
+
+def _namespace(devices: Sequence[int] | None) -> Any:
+    if devices is None:
+        return np
+    import cupy
+
+    return cupy
+
+
+def _wait(devices: Sequence[int] | None) -> None:
+    if devices is not None:
+        _namespace(devices).cuda.get_current_stream().synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Every rank must make the same call: arguments are compared before anything else travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from cuflash.distributed.communicators import Communicator
+from cuflash.problem.options import OPTION_NAMES, Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+T = TypeVar("T")
+Described = tuple[tuple[str, Any], ...]
+
+# These index the whole score matrix, of which no rank holds more than a part.
+NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask")
+
+
+def check_options(keywords: Mapping[str, Any]) -> Options:
+    """The options of a call; NotImplementedError for those that no rank could apply to its part."""
+    unknown = keywords.keys() - set(OPTION_NAMES)
+    if unknown:
+        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+    for name in NOT_SPREAD:
+        if keywords.get(name) is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, as no rank holds the whole of it; causal, window, softcap, alibi_slopes, "
+                "sink, dropout and cu_seqlens work over ranks"
+            )
+    return Options(**keywords)
+
+
+def describe(name: str, value: Any) -> tuple[str, Any]:
+    """What is compared of an argument: arrays on a device by shape and dtype, functions by name, others by value."""
+    if isinstance(value, np.ndarray) and name == "cu_seqlens":
+        return name, (value.dtype.name, value.shape, tuple(value.tolist()))
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return name, (tuple(value.shape), str(value.dtype))
+    if callable(value):
+        return name, f"{value.__module__}.{value.__qualname__}"
+    return name, repr(value)
+
+
+def agree(comm: Communicator, prepare: Callable[[], tuple[T, Described]]) -> tuple[T, list[Any]]:
+    """Check a call on every rank; where one finds it invalid, or two disagree, every rank raises.
+
+    Parameters
+    ----------
+    comm : Communicator
+    prepare : callable
+        Checks this rank's arguments and returns what the call goes on with, and what is to be the same on all ranks.
+        The entry called "length" is this rank's own.
+
+    Returns
+    -------
+    (what `prepare` returned, the lengths of all ranks)
+
+    Raises
+    ------
+    ValueError
+        On every rank, where only some find the call invalid, or where arguments differ; it names rank and argument.
+    Exception
+        What `prepare` raised, where it did so on every rank.
+    """
+    error: Exception | None = None
+    described: Described = ()
+    prepared = None
+    try:
+        prepared, described = prepare()
+    except Exception as raised:
+        if not comm.check:
+            raise
+        error = raised
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    told = comm.all_gather((own, described))
+    failures = [(rank, text) for rank, (text, _) in enumerate(told) if text is not None]
+    if len(failures) == comm.world and error is not None:
+        raise error
+    if failures:
+        rank, text = failures[0]
+        raise ValueError(f"rank {rank} of {comm.world} finds the call invalid: {text}") from error
+    if comm.check:
+        _compare(told)
+    assert prepared is not None
+    return prepared, [dict(entries)["length"] for _, entries in told]
+
+
+def _compare(told: list[tuple[str | None, Described]]) -> None:
+    first = dict(told[0][1])
+    for rank, (_, described) in enumerate(told):
+        its = dict(described)
+        for name in dict.fromkeys((*first, *its)):
+            if name != "length" and first.get(name) != its.get(name):
+                raise ValueError(
+                    f"{name}: expected the same on every rank, got {first.get(name)} on rank 0 and {its.get(name)} on "
+                    f"rank {rank}"
+                )
+
+
+@contextmanager
+def telling(comm: Communicator) -> Iterator[None]:
+    """While ranks depend on each other, a failure of this one ends the others' waiting."""
+    try:
+        yield
+    except BaseException as error:
+        comm.fail(error)
+        raise

@@ -1,0 +1,238 @@
+"""How ranks reach each other. A rank that waits longer than the time limit raises, so that nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = Any
+DEFAULT_TIME_LIMIT = 60.0
+
+
+class Communicator(ABC):
+    """One rank's way to the others.
+
+    Attributes
+    ----------
+    rank, world : int
+        This rank's number, and how many there are.
+    time_limit : float
+        Seconds after which a rank that waits for another one raises TimeoutError.
+    check : bool
+        Whether the arguments of every call are compared over the ranks.
+    """
+
+    def __init__(self, rank: int, world: int, time_limit: float, check: bool) -> None:
+        self.rank = rank
+        self.world = world
+        self.time_limit = time_limit
+        self.check = check
+
+    @abstractmethod
+    def send(self, message: Any, to: int) -> None:
+        """Hand arrays to another rank; they must not change before `barrier`."""
+
+    @abstractmethod
+    def receive(self, source: int) -> Any:
+        """The next message of another rank, on this rank's device."""
+
+    @abstractmethod
+    def all_gather(self, value: Any) -> list[Any]:
+        """Small values that are no arrays, of all ranks by their numbers."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on: whoever waits for it raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the communicator holds; it cannot be used again."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here: what was sent has been read."""
+        self.all_gather(None)
+
+    def sum(self, x: Array) -> Array:
+        """The sum of an array over all ranks, added in the order of their numbers: the same bits on each."""
+        total = None
+        for part in self.exchange([x] * self.world):
+            total = part.copy() if total is None else total + part
+        return total
+
+    def exchange(self, messages: Sequence[Any]) -> list[Any]:
+        """Send the n-th message to rank n, and return what each rank sent here."""
+        for distance in range(1, self.world):
+            to = (self.rank + distance) % self.world
+            self.send(messages[to], to)
+        received = [messages[self.rank]] * self.world
+        for distance in range(1, self.world):
+            source = (self.rank - distance) % self.world
+            received[source] = self.receive(source)
+        return received
+
+
+class _Board:
+    """What the threads of one group share: mailboxes, and the first failure."""
+
+    def __init__(self, world: int) -> None:
+        self.condition = threading.Condition()
+        self.mailboxes: dict[tuple[int, int], deque[Any]] = {
+            (source, to): deque() for source in range(world) for to in range(world)
+        }
+        self.failure: tuple[int, str] | None = None
+
+
+class ThreadCommunicator(Communicator):
+    """A rank that is a thread of this process, with arrays of NumPy or on a GPU of its own."""
+
+    def __init__(
+        self, board: _Board, rank: int, world: int, device: int | None, time_limit: float, check: bool
+    ) -> None:
+        super().__init__(rank, world, time_limit, check)
+        self.device = device  # the GPU's number; None for NumPy arrays
+        self._board = board
+        self._is_open = True
+
+    def send(self, message: Any, to: int) -> None:
+        """Hand over references: threads share memory."""
+        self._check_open()
+        event = _record(message)
+        with self._board.condition:
+            self._board.mailboxes[self.rank, to].append((message, event))
+            self._board.condition.notify_all()
+
+    def receive(self, source: int) -> Any:
+        """The next message of another thread; arrays of another GPU are copied to this one's."""
+        self._check_open()
+        board, mailbox = self._board, self._board.mailboxes[source, self.rank]
+        deadline = time.monotonic() + self.time_limit
+        with board.condition:
+            while not mailbox:
+                if board.failure is not None:
+                    rank, text = board.failure
+                    raise RuntimeError(f"rank {rank} failed: {text}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"rank {self.rank}: expected a message of rank {source} within {self.time_limit:g} s, got none"
+                    )
+                board.condition.wait(left)
+            message, event = mailbox.popleft()
+        return _brought_here(message, event, self.device)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Threads pass values as they are."""
+        return self.exchange([value] * self.world)
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure is the one that others hear of."""
+        with self._board.condition:
+            if self._board.failure is None:
+                self._board.failure = self.rank, f"{type(error).__name__}: {error}"
+            self._board.condition.notify_all()
+
+    def close(self) -> None:
+        """Forget what was not received."""
+        self._is_open = False
+        with self._board.condition:
+            for (source, _), mailbox in self._board.mailboxes.items():
+                if source == self.rank:
+                    mailbox.clear()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError(f"rank {self.rank}: expected an open communicator, got one that was closed")
+
+
+def threads(
+    world: int, *, devices: Sequence[int] | None = None, time_limit: float = DEFAULT_TIME_LIMIT, check: bool = True
+) -> list[Communicator]:
+    """Communicators for ranks that are threads of this process.
+
+    Parameters
+    ----------
+    world : int
+        How many ranks there are; each thread takes one of the communicators, and makes all its calls with it.
+    devices : sequence of int, optional
+        The GPU of each rank, whose arrays are CuPy's; by default arrays are NumPy's.
+    time_limit : float
+        Seconds that a rank waits for another one before it raises TimeoutError.
+    check : bool
+        Whether the arguments of every call are compared over the ranks. Without it a rank that disagrees is found by
+        the time limit, if at all.
+
+    Returns
+    -------
+    list of Communicator
+        By rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that are no such numbers.
+    """
+    if not isinstance(world, (int, np.integer)) or isinstance(world, bool):
+        raise TypeError(f"world: expected an integer, got {type(world).__name__}")
+    if world < 1:
+        raise ValueError(f"world: expected at least one rank, got {world}")
+    if devices is not None and len(devices) != world:
+        raise ValueError(f"devices: expected one for each of the {world} ranks, got {len(devices)}")
+    if not isinstance(time_limit, (int, float)) or isinstance(time_limit, bool):
+        raise TypeError(f"time_limit: expected seconds, got {type(time_limit).__name__}")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit: expected more than 0 seconds, got {time_limit}")
+    board = _Board(int(world))
+    return [
+        ThreadCommunicator(board, rank, int(world), None if devices is None else int(devices[rank]), time_limit, check)
+        for rank in range(world)
+    ]
+
+
+def _arrays(message: Any) -> list[Array]:
+    if isinstance(message, (tuple, list)):
+        return [x for part in message for x in _arrays(part)]
+    return [message] if type(message).__module__ == "cupy" else []
+
+
+def _record(message: Any) -> Any:
+    """An event behind the work that makes a message's arrays; None where they are not on a GPU."""
+    arrays = _arrays(message)
+    if not arrays:
+        return None
+    import cupy
+
+    with cupy.cuda.Device(arrays[0].device.id):
+        return cupy.cuda.get_current_stream().record()
+
+
+def _brought_here(message: Any, event: Any, device: int | None) -> Any:
+    """A message whose arrays lie on this rank's GPU, ready for its current stream."""
+    if event is None or device is None:
+        return message
+    import cupy
+
+    cupy.cuda.get_current_stream().wait_event(event)
+
+    def here(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(here(part) for part in x)
+        if type(x).__module__ != "cupy" or x.device.id == device:
+            return x
+        copy = cupy.empty(x.shape, x.dtype)
+        cupy.cuda.runtime.memcpyPeerAsync(
+            copy.data.ptr,
+            device,
+            cupy.ascontiguousarray(x).data.ptr,
+            x.device.id,
+            x.nbytes,
+            cupy.cuda.get_current_stream().ptr,
+        )
+        return copy
+
+    return here(message)

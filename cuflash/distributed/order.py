@@ -1,0 +1,60 @@
+"""Which tokens of a sequence each rank holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ORDERS = ("plain", "zigzag", "striped")
+
+
+class Stretch(NamedTuple):
+    """Rows of a rank that are tokens at equal distances."""
+
+    begin: int  # the rank's first row of it
+    length: int
+    first: int  # the token of that row
+    stride: int  # from one row's token to the next one's
+
+    def within(self, start: int, stop: int) -> Stretch:
+        """The rows of it whose tokens lie in [start, stop)."""
+        skipped = max(0, -(-(start - self.first) // self.stride))
+        end = min(self.length, max(0, -(-(stop - self.first) // self.stride)))
+        return Stretch(self.begin + skipped, max(0, end - skipped), self.first + skipped * self.stride, self.stride)
+
+    @property
+    def rows(self) -> slice:
+        """Its place among the rank's rows."""
+        return slice(self.begin, self.begin + self.length)
+
+
+def check_order(order: object) -> str:
+    """One of `ORDERS`."""
+    if not isinstance(order, str):
+        raise TypeError(f"order: expected one of {', '.join(ORDERS)}, got {type(order).__name__}")
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
+    return order
+
+
+def stretches_of(seqlen: int, rank: int, world: int, order: str) -> tuple[Stretch, ...]:
+    """A rank's rows in their order.
+
+    "plain": rank r has the r-th of `world` chunks. "zigzag": of 2 * world chunks rank r has chunks r and
+    2 * world - 1 - r, so that causal work is even. "striped": rank r has every token t with t % world == r.
+    Chunk c of C holds tokens ``seqlen * c // C`` to ``seqlen * (c + 1) // C - 1``.
+    """
+    if order == "striped":
+        return (Stretch(0, len(range(rank, seqlen, world)), rank, world),)
+    count = world if order == "plain" else 2 * world
+    chunks = (rank,) if order == "plain" else (rank, count - 1 - rank)
+    stretches, begin = [], 0
+    for chunk in chunks:
+        first, stop = seqlen * chunk // count, seqlen * (chunk + 1) // count
+        stretches.append(Stretch(begin, stop - first, first, 1))
+        begin += stop - first
+    return tuple(stretches)
+
+
+def length_of(seqlen: int, rank: int, world: int, order: str) -> int:
+    """How many rows a rank has."""
+    return sum(stretch.length for stretch in stretches_of(seqlen, rank, world, order))

@@ -1,0 +1,377 @@
+"""Attention over ranks that are threads with NumPy arrays: the results are those of one device on the whole arrays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import accum_dtype, gaussian
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cuflash
+from cuflash import distributed, reference
+from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.order import ORDERS, length_of, stretches_of
+
+Array = NDArray[Any]
+SCHEMES = {
+    "ring": (distributed.ring_attention_vjp, distributed.ring_attention_backward),
+    "ulysses": (distributed.ulysses_attention_vjp, distributed.ulysses_attention_backward),
+}
+
+
+def run(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+    """What every rank's thread returns; the first error of a rank is raised."""
+    results: list[Any] = [None] * world
+    errors: list[BaseException | None] = [None] * world
+
+    def rank(comm: Communicator) -> None:
+        try:
+            results[comm.rank] = work(comm)
+        except BaseException as error:
+            errors[comm.rank] = error
+
+    comms = distributed.threads(world, **{"time_limit": 60, **options})
+    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in comms]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:
+    """What every rank raised."""
+
+    def caught(comm: Communicator) -> BaseException | None:
+        try:
+            work(comm)
+        except Exception as error:
+            return error
+        return None
+
+    return run(world, caught, **options)
+
+
+def spread(
+    name: str, world: int, order: str, arrays: dict[str, Array], packed: bool, options: dict[str, Any]
+) -> dict[str, Array]:
+    """Whole results of a distributed call on whole arrays."""
+    make, _ = SCHEMES[name]
+    axis = 0 if packed else 1
+
+    def work(comm: Communicator) -> dict[str, Array]:
+        parts = {
+            key: distributed.shard(x, comm, order, axis) for key, x in arrays.items() if key in ("q", "k", "v", "dout")
+        }
+        dlse = distributed.shard(arrays["dlse"], comm, order, axis=-1)
+        (out, lse), backward = make(parts["q"], parts["k"], parts["v"], comm, order=order, return_lse=True, **options)
+        grads = backward(parts["dout"], dlse)
+        names = ("dq", "dk", "dv")
+        whole = {"out": distributed.unshard(out, comm, order, axis), "lse": distributed.unshard(lse, comm, order, -1)}
+        whole |= {n: distributed.unshard(x, comm, order, axis) for n, x in zip(names, grads, strict=False)}
+        return whole | {f"extra{i}": x for i, x in enumerate(grads[3:])}
+
+    results = run(world, work)
+    for other in results[1:]:
+        for key, x in results[0].items():
+            np.testing.assert_array_equal(x, other[key])
+    found: dict[str, Array] = results[0]
+    return found
+
+
+def alone(arrays: dict[str, Array], options: dict[str, Any], edges: Array | None) -> dict[str, Array]:
+    """The same on one device."""
+    q, k, v, dout, dlse = (arrays[key] for key in ("q", "k", "v", "dout", "dlse"))
+    if edges is None:
+        (out, lse), backward = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+    else:
+        (out, lse), backward = cuflash.attention_varlen_vjp(q, k, v, edges, edges, return_lse=True, **options)
+    grads = backward(dout, dlse)
+    names = ("dq", "dk", "dv", *(f"extra{i}" for i in range(len(grads) - 3)))
+    return {"out": out, "lse": lse, **dict(zip(names, grads, strict=True))}
+
+
+def make_arrays(
+    rng: np.random.Generator, seqlen: int, heads: tuple[int, int], batch: int | None, dtype: str, dims: tuple[int, int]
+) -> dict[str, Array]:
+    lead = () if batch is None else (batch,)
+    shapes = {
+        "q": (*lead, seqlen, heads[0], dims[0]),
+        "k": (*lead, seqlen, heads[1], dims[0]),
+        "v": (*lead, seqlen, heads[1], dims[1]),
+        "dout": (*lead, seqlen, heads[0], dims[1]),
+    }
+    arrays = {name: gaussian(rng, shape, dtype) for name, shape in shapes.items()}
+    return arrays | {"dlse": rng.standard_normal((*lead, heads[0], seqlen)).astype(accum_dtype(arrays["q"].dtype))}
+
+
+def assert_same(found: dict[str, Array], expected: dict[str, Array], rounding: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype
+        limit = rounding * max(1.0, float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0)))
+        np.testing.assert_array_equal(np.isneginf(found[name]), np.isneginf(x), err_msg=name)
+        shown = np.isfinite(x)
+        np.testing.assert_allclose(found[name][shown], x[shown], rtol=0, atol=limit, err_msg=name)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    world = draw(st.integers(1, 5))
+    packed = draw(st.booleans())
+    num_heads_kv = draw(st.sampled_from((1, 2, 3)))
+    heads = num_heads_kv * draw(st.sampled_from((1, 2, 3))), num_heads_kv
+    seqlen = draw(st.integers(0, 70))
+    batch = None if packed else draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    options: dict[str, Any] = {}
+    edges = None
+    if packed:
+        cuts = sorted(draw(st.lists(st.integers(0, seqlen), max_size=4)))
+        edges = np.array([0, *cuts, draw(st.sampled_from((seqlen, max([0, *cuts]))))], np.int32)
+    num_sequences = len(edges) - 1 if edges is not None else batch
+    if draw(st.booleans()):
+        options["causal"] = True
+    if draw(st.booleans()):
+        sides = st.none() | st.integers(0, 40)
+        options["window"] = draw(sides), draw(sides)
+    if draw(st.booleans()):
+        options["softcap"] = 3.0
+    if draw(st.booleans()):
+        options["sink"] = rng.standard_normal(heads[0])
+    if draw(st.booleans()):
+        rows = draw(st.sampled_from(((), (1,), (num_sequences,))))
+        options["alibi_slopes"] = rng.uniform(0.01, 0.3, (*rows, heads[0]))
+    if draw(st.booleans()):
+        options |= {"dropout_p": draw(st.sampled_from((0.1, 0.6))), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
+    return {
+        "world": world,
+        "order": draw(st.sampled_from(ORDERS)),
+        "arrays": make_arrays(rng, seqlen, heads, batch, "float64", (8, 5)),
+        "options": options,
+        "edges": edges,
+    }
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(problem=problems())
+def test_ranks_together_are_one_device(scheme: str, problem: dict[str, Any]) -> None:
+    arrays, options, edges = problem["arrays"], problem["options"], problem["edges"]
+    spread_options = options if edges is None else {**options, "cu_seqlens": edges}
+    found = spread(scheme, problem["world"], problem["order"], arrays, edges is not None, spread_options)
+    assert_same(found, alone(arrays, options, edges), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_partial_results_are_not_rounded(scheme: str, order: str, dtype: str) -> None:
+    """Only the last result has the inputs' dtype: it is as near to float64 as that of one device."""
+    rng = np.random.default_rng(7)
+    arrays = make_arrays(rng, 256, (4, 2), 1, dtype, (32, 32))
+    found = spread(scheme, 4, order, arrays, False, {"causal": True})
+    one = alone(arrays, {"causal": True}, None)
+    wide = {name: x.astype(np.float64) for name, x in arrays.items()}
+    q, k, v = wide["q"], wide["k"], wide["v"]
+    exact, exact_lse = reference.attention(q, k, v, causal=True)
+    grads = reference.attention_backward(wide["dout"], q, k, v, causal=True, dlse=wide["dlse"])
+    expected = {"out": exact, "lse": exact_lse, **{f"d{name}": grads[name] for name in ("q", "k", "v")}}
+    for name, x in expected.items():
+        mean, mean_of_one = (float(np.abs(y[name].astype(np.float64) - x).mean()) for y in (found, one))
+        assert mean <= 1.1 * mean_of_one + 1e-7, name
+
+
+@given(st.integers(0, 100), st.integers(1, 9), st.sampled_from(ORDERS))
+def test_every_token_is_on_one_rank(seqlen: int, world: int, order: str) -> None:
+    held: list[int] = []
+    for rank in range(world):
+        begin = 0
+        for stretch in stretches_of(seqlen, rank, world, order):
+            assert stretch.begin == begin
+            begin += stretch.length
+            held += [stretch.first + i * stretch.stride for i in range(stretch.length)]
+        assert begin == length_of(seqlen, rank, world, order)
+    assert sorted(held) == list(range(seqlen))
+
+
+def test_orders_by_example() -> None:
+    """Eight tokens on two ranks."""
+    comms = distributed.threads(2)
+    expected = {
+        "plain": ([0, 1, 2, 3], [4, 5, 6, 7]),
+        "zigzag": ([0, 1, 6, 7], [2, 3, 4, 5]),
+        "striped": ([0, 2, 4, 6], [1, 3, 5, 7]),
+    }
+    x = np.arange(8)
+    for order, parts in expected.items():
+        for comm, part in zip(comms, parts, strict=True):
+            assert distributed.positions(8, comm, order).tolist() == part
+            assert distributed.shard(x, comm, order, axis=0).tolist() == part
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_whole_arrays_come_back(order: str, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = gaussian(rng, (2, 11, 3), "float32").astype(gaussian(rng, (), dtype).dtype if dtype == "bfloat16" else dtype)
+    parts = run(3, lambda comm: distributed.unshard(distributed.shard(x, comm, order), comm, order))
+    for part in parts:
+        assert part.dtype == x.dtype
+        np.testing.assert_array_equal(part, x)
+
+
+def call(comm: Communicator, tokens: int = 4, **options: Any) -> Any:
+    x = ones(comm, tokens)
+    return distributed.ring_attention(x, x, x, comm, **options)
+
+
+def ones(comm: Communicator, tokens: int = 4, heads: int = 2) -> Array:
+    return np.ones((1, tokens, heads, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"causal": True}, "causal: expected the same on every rank, got False on rank 0 and True on rank 1"),
+        ({"softcap": -1.0}, "rank 1 of 3 finds the call invalid: ValueError: softcap"),
+        ({"softcap": "x"}, "rank 1 of 3 finds the call invalid: TypeError: softcap"),
+        ({"order": "plain"}, "order: expected the same on every rank, got striped on rank 0 and plain on rank 1"),
+        ({"sink": np.ones(2, np.float32)}, "sink: expected the same on every rank"),
+    ],
+)
+def test_one_rank_that_disagrees_is_an_error_on_all(wrong: dict[str, Any], message: str) -> None:
+    def work(comm: Communicator) -> Any:
+        return call(comm, **({"order": "striped"} | (wrong if comm.rank == 1 else {})))
+
+    start = time.monotonic()
+    errors = errors_of(3, work)
+    assert time.monotonic() - start < 30
+    for error in errors:
+        assert isinstance(error, ValueError), error
+        assert message in str(error)
+
+
+def test_wrong_on_every_rank_is_the_error_itself() -> None:
+    errors = errors_of(2, lambda comm: call(comm, softcap="x"))
+    assert all(isinstance(error, TypeError) and "softcap" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask"])
+def test_options_of_the_whole_matrix_are_refused(name: str) -> None:
+    errors = errors_of(2, lambda comm: call(comm, 4, **{name: np.ones(1)}))
+    assert all(isinstance(error, NotImplementedError) and str(error).startswith(name) for error in errors)
+
+
+def test_lengths_that_are_no_order() -> None:
+    errors = errors_of(2, lambda comm: call(comm, 3 + 2 * comm.rank))
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "q: expected 4 of the 8 tokens on rank 0 by order 'zigzag', got 3" in str(error)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    def work(comm: Communicator) -> Any:
+        if comm.rank == 1:
+            return None
+        return call(comm)
+
+    errors = errors_of(2, work, time_limit=0.3)
+    assert isinstance(errors[0], TimeoutError)
+    assert "rank 0: expected a message of rank 1 within 0.3 s, got none" in str(errors[0])
+
+
+def test_a_rank_that_dies_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the time limit."""
+    from cuflash.frontend import partial
+
+    own = partial.Part.forward
+
+    def dies(part: Any) -> Any:
+        if threading.current_thread().name == "dies":
+            raise MemoryError("no memory left")
+        return own(part)
+
+    monkeypatch.setattr(partial.Part, "forward", dies)
+
+    def work(comm: Communicator) -> Any:
+        if comm.rank == 1:
+            threading.current_thread().name = "dies"
+        return call(comm)
+
+    start = time.monotonic()
+    errors = errors_of(3, work, time_limit=60)
+    assert time.monotonic() - start < 30
+    assert isinstance(errors[1], MemoryError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], RuntimeError)
+        assert "rank 1 failed: MemoryError: no memory left" in str(errors[rank])
+
+
+def test_without_checks_ranks_do_not_compare() -> None:
+    def work(comm: Communicator) -> Any:
+        return call(comm, softmax_scale=1.0 + comm.rank)
+
+    run(2, work, check=False)
+    assert all(isinstance(error, ValueError) for error in errors_of(2, work))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"world": 0}, ValueError, "world: expected at least one rank, got 0"),
+        ({"world": 2.0}, TypeError, "world: expected an integer, got float"),
+        ({"world": 2, "devices": (0,)}, ValueError, "devices: expected one for each of the 2 ranks, got 1"),
+        ({"world": 2, "time_limit": 0}, ValueError, "time_limit: expected more than 0 seconds"),
+    ],
+)
+def test_arguments_of_threads(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        distributed.threads(**arguments)
+
+
+def test_gradients_that_are_wanted() -> None:
+    def work(comm: Communicator) -> Any:
+        x = ones(comm)
+        out, backward = distributed.ring_attention_vjp(x, x, x, comm, sink=np.zeros(2, np.float32))
+        return backward(out, grads=("k", "sink"))
+
+    for dq, dk, dv, dsink in run(2, work):
+        assert dq is None and dv is None
+        assert dk.shape == (1, 4, 2, 8)
+        assert dsink.shape == (2,)
+
+
+def test_the_package_knows_it_without_an_import() -> None:
+    assert cuflash.distributed is distributed
+    assert set(distributed.__all__) <= set(dir(distributed))
+
+
+def test_selftest(capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.distributed import __main__ as selftest
+
+    assert selftest.main(["--selftest", "--device", "cpu", "--world", "3", "--seqlen", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks, each a thread with NumPy arrays, 100 tokens" in printed
+    assert "every rank computes what one device does" in printed
+    for scheme in ("ring", "heads"):
+        for order in ORDERS:
+            assert any(line.split()[:2] == [scheme, order] for line in printed.splitlines())
+
+
+def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.distributed import __main__ as selftest
+    from cuflash.distributed import ring
+
+    monkeypatch.setattr(ring, "merge_into", lambda out, lse, part_out, part_lse: None)
+    assert selftest.main(["--selftest", "--device", "cpu", "--world", "2", "--seqlen", "64"]) == 1
+    assert "errors above" in capsys.readouterr().out

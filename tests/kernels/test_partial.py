@@ -1,0 +1,100 @@
+"""Parts of a longer problem: kernels compute what NumPy does, also where a window lies off the part's diagonal."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from cases import gaussian
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import CpuDevice
+
+from cuflash.frontend import partial
+from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
+from cuflash.gpu import backend as gpu_backend
+from cuflash.problem.attention_problem import Place
+from cuflash.problem.options import Options
+
+SEQLEN_Q, SEQLEN_K = 37, 29
+# (first query, first key, stride): below the diagonal, across it, above it, far from it, and striped.
+PLACES = ((40, 0, 1), (10, 12, 1), (0, 20, 1), (0, 200, 1), (200, 0, 1), (1, 2, 3), (2, 0, 3))
+WINDOWS = ((None, 0), (None, None), (5, 0), (20, 3), (0, 0), (None, 7), (30, None), (210, 0))
+
+
+def visible(window: tuple[int | None, int | None], place: Place) -> Any:
+    """Which keys each query of a part sees, by their positions in the whole."""
+    i = place.first_q + place.stride * np.arange(SEQLEN_Q)[:, None]
+    j = place.first_k + place.stride * np.arange(SEQLEN_K)
+    left, right = window
+    shown = np.ones((SEQLEN_Q, SEQLEN_K), bool)
+    if left is not None:
+        shown &= j >= i - left
+    if right is not None:
+        shown &= j <= i + right
+    return shown
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_window_of_a_part(window: tuple[int | None, int | None], where: tuple[int, int, int]) -> None:
+    place = Place(*where)
+    expected = visible(window, place)
+    left, right = own = window_of_part(window, SEQLEN_Q, SEQLEN_K, place)
+    distance = np.arange(SEQLEN_K) - np.arange(SEQLEN_Q)[:, None] - (SEQLEN_K - SEQLEN_Q)
+    shown = np.ones_like(expected)
+    if left is not None:
+        shown &= distance >= -left
+    if right is not None:
+        shown &= distance <= right
+    np.testing.assert_array_equal(shown, expected)
+    assert sees_anything(own, SEQLEN_Q, SEQLEN_K) == expected.any()
+    assert sees_everything(own, SEQLEN_Q, SEQLEN_K) == expected.all()
+
+
+def results(
+    dtype: str, window: tuple[int | None, int | None], place: Place, head_dim: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    q, dout = (gaussian(rng, (2, SEQLEN_Q, 4, head_dim), dtype) for _ in range(2))
+    k, v = (gaussian(rng, (2, SEQLEN_K, 2, head_dim), dtype) for _ in range(2))
+    part = Part(q, k, v, Options(window=window, **options), place)
+    out, lse = part.forward()
+    grads = part.backward(dout, out.astype(q.dtype), lse, None, frozenset(("q", "k", "v")))
+    return {"out": out, "lse": lse, **grads}
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("window", WINDOWS[::2])
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0)], ids=["sm_70", "sm_80", "sm_90"])
+def test_kernels_agree_with_numpy(
+    capability: tuple[int, int], window: tuple[int | None, int | None], where: tuple[int, int, int]
+) -> None:
+    place = Place(*where)
+    options = {"softcap": 5.0} if where[0] % 2 else {}
+    head_dim = 64 if where[2] == 1 else 40
+    expected = results("float32", window, place, head_dim, options)
+    with (
+        hook.kernels_on(CpuDevice(capability, 3)),
+        mock.patch.object(partial, "backend_of", return_value=gpu_backend),
+    ):
+        found = results("float32", window, place, head_dim, options)
+    for name, x in expected.items():
+        shown = np.isfinite(x)
+        np.testing.assert_array_equal(np.isfinite(found[name]), shown, err_msg=name)
+        np.testing.assert_allclose(found[name][shown], x[shown], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def test_options_that_need_positions_are_no_kernels_yet() -> None:
+    """On a GPU they are an error that names what is missing; NumPy computes them."""
+    slopes = {"alibi_slopes": np.full(4, 0.1, np.float32)}
+    results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
+    with (
+        hook.kernels_on(CpuDevice((9, 0), 3)),
+        mock.patch.object(partial, "backend_of", return_value=gpu_backend),
+        pytest.raises(NotImplementedError, match="no kernel takes these inputs with place"),
+    ):
+        results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
