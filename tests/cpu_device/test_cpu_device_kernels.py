@@ -115,14 +115,14 @@ def test_sums_over_rows_leave_out_those_of_no_sequence(dtype: str, shared_slopes
 
 
 @pytest.mark.usefixtures("plain")
-@examples(100)
+@examples(100, quick=8)
 @given(case=cases())
 def test_kernels_agree_with_reference(case: Case) -> None:
     assert_agrees(case)
 
 
 @pytest.mark.usefixtures("checked")
-@examples(30)
+@examples(30, quick=3)
 @given(case=cases(max_scores=20_000))
 def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     assert_agrees(case)
@@ -131,7 +131,7 @@ def test_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
 HOPPER = CpuDevice((9, 0), NUM_SMS, Check.SHARED)
 
 
-@examples(15)
+@examples(15, quick=3)
 @given(case=cases(dtypes=("float16", "bfloat16"), empty=False, strided=False, whole_vectors=True, max_scores=15_000))
 def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
     """Few problems of any strides take them; forward these all do that have scores, and most of them backward."""

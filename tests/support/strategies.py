@@ -66,11 +66,15 @@ SEQLENS = st.one_of(st.integers(1, 9), st.sampled_from([16, 15, 17, 31, 33, 63, 
 MAX_SCORES = 120_000
 
 
-def examples(whole: int) -> Callable[[Test], Test]:
-    """Settings of a property that is tried on `whole` examples in the whole suite."""
+def examples(whole: int, quick: int | None = None) -> Callable[[Test], Test]:
+    """Settings of a property that is tried on `whole` examples in the whole suite, in the quick tier on a share.
+
+    `quick` is for properties whose every example compiles kernels.
+    """
     long = PROFILE == "long"
+    in_quick_tier = quick or -(-whole // QUICK_SHARE)
     return settings(
-        max_examples=whole * LONG_FACTOR if long else whole if tiers.is_whole() else -(-whole // QUICK_SHARE),
+        max_examples=whole * LONG_FACTOR if long else whole if tiers.is_whole() else in_quick_tier,
         derandomize=not long,
         database=None,
         deadline=None,
