@@ -63,7 +63,6 @@ def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     row: Row = params["row"]
     yield row.config.entry, row.capability
     yield row.config.entry, row.dtype
-    yield row.config.entry, row.config.head_dim, row.config.head_dim_v
     yield from rows.options_of(row.config)
 
 

@@ -184,6 +184,7 @@ BESIDE_BLOCK_MASK: dict[str, dict[str, Any]] = {
 
 
 @needs_compiler
+@pytest.mark.whole
 @pytest.mark.parametrize("name", BESIDE_BLOCK_MASK)
 def test_a_block_mask_and_a_window_beside_one_option_and_two(name: str) -> None:
     others = list(BESIDE_BLOCK_MASK)[list(BESIDE_BLOCK_MASK).index(name) :]  # a pair is one test's, not two's

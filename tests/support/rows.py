@@ -53,9 +53,9 @@ def rows_of(*tables: Table) -> Iterator[Kernels]:
 
 def options_of(config: KernelConfig) -> Iterator[tuple[str, str, Any]]:
     """What tells a kernel's records apart beside the sizes of their tiles."""
-    for name, x in asdict(config).items():
-        if isinstance(x, bool | str) or name in ("head_dim", "head_dim_v"):
-            yield config.entry, name, x
+    of: dict[str, Any] = asdict(config)
+    yield config.entry, "head dims and parts", (config.head_dim, config.head_dim_v, of.get("parts"))
+    yield from ((config.entry, name, x) for name, x in of.items() if isinstance(x, bool | str))
 
 
 def name_of(arch: str, config: KernelConfig) -> str:
