@@ -130,7 +130,7 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
     capability = hardware.capability_of(arch)
     # The two 16-bit dtypes differ in one operand of one instruction.
     dtype = sm80_forward.dtypes(capability)[-1]
-    table: list[tuple[sm80_forward.Config | sm80_backward.Config, str]] = [
+    table: list[tuple[sm80_forward.Sm80QueryConfig | sm80_backward.Sm80BackwardConfig, str]] = [
         *sm80_forward.table(capability, limit),
         *sm80_backward.table(capability, limit),
     ]
@@ -144,7 +144,7 @@ def test_every_row_for_tensor_cores_compiles_without_spills(arch: str, entry: st
         assert_compiles_well(arch, config)
 
 
-def wide_configs(arch: str) -> list[sm80_wide.Config]:
+def wide_configs(arch: str) -> list[sm80_wide.WideConfig]:
     return [config for config, _ in sm80_wide.table(hardware.capability_of(arch), hardware.smem_limit(arch))]
 
 

@@ -68,9 +68,9 @@ class Kernel:
         config = self.config
         if self.of_keys:
             tiles = num_tiles(problem, problem.seqlen_k, config.block_n)
-            return tiles, tiles * images(problem, problem.num_heads_kv)
+            return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
         tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
-        return tiles, tiles * images(problem, problem.num_heads_q)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """The problem and the arrays as the kernel sees them."""
@@ -80,16 +80,18 @@ class Kernel:
         """Members of the parameter struct that are particular to the family."""
         return {}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> ExtraArguments:
         """What it takes behind the parameter struct, and the grid of its thread blocks."""
-        return Further((tiles,))
+        return ExtraArguments((tiles,))
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
         """The kernel itself."""
         return load_kernel(self.config, self.entry, device, self.smem_bytes)
 
 
-class Further:
+class ExtraArguments:
     """Arguments behind the parameter struct (here: none), and the grid of thread blocks."""
 
     def __init__(self, grid: tuple[int, ...], values: Sequence[np.ndarray[Any, Any]] = ()) -> None:
@@ -105,7 +107,7 @@ def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
     return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
 
 
-def images(problem: AttentionProblem, heads: int) -> int:
+def batch_heads(problem: AttentionProblem, heads: int) -> int:
     """Heads of all sequences; packed sequences are one."""
     return heads if problem.packed else heads * problem.batch
 
@@ -143,12 +145,12 @@ class Launch:
         self.params["num_tiles"], tiles = kernel.grid(problem, arrays)
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
-        self._further = kernel.further(problem, arrays, device, tiles)
+        self._extra = kernel.extra_arguments(problem, arrays, device, tiles)
         self.pointer_words = tuple([word_of(name) for name in arrays])
-        self._is_empty = 0 in self._further.grid
-        self._values = (self.params, *self._further.values)
+        self._is_empty = 0 in self._extra.grid
+        self._values = (self.params, *self._extra.values)
         self._launch = kernel.load(device).bound(
-            self._further.grid,
+            self._extra.grid,
             (kernel.threads,),
             [value.nbytes for value in self._values],
             kernel.smem_bytes,
@@ -172,7 +174,7 @@ class Launch:
             words[word] = addresses[place]
         if seed is not None:
             words[_SEED_WORD] = seed
-        self._further.fill(words, arguments.begins, stream)
+        self._extra.fill(words, arguments.begins, stream)
         self._launch(arguments.address, stream)
         self._free.append(arguments)
 

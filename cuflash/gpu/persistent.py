@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
-from cuflash.gpu.launch import Further, Words
+from cuflash.gpu.launch import ExtraArguments, Words
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
 from cuflash.kept import Kept
@@ -26,7 +26,7 @@ _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
 
-class Persistent(Further):
+class Persistent(ExtraArguments):
     """What a kernel takes whose thread blocks stay and take tile after tile.
 
     `tiles_of` are the maps' arrays, with the rows (and columns, where not a swizzle's) of their tiles.
@@ -56,7 +56,7 @@ class Persistent(Further):
         return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """`Further.fill`."""
+        """`ExtraArguments.fill`."""
         self._counter.put(words, stream)
         maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps

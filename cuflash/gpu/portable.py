@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_splits
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
@@ -84,7 +84,7 @@ class Rows(Sum):
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(blocks of one head, blocks in all)."""
         tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
-        return tiles, tiles * images(problem, problem.num_heads_q)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
 
 @dataclass(frozen=True)

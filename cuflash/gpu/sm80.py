@@ -8,9 +8,9 @@ import numpy as np
 
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
-from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
 from cuflash.plan.sm80_forward import Capability
 from cuflash.problem.attention_problem import AttentionProblem
@@ -37,7 +37,7 @@ def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability,
 
 
 def _pays(work: Work, gradients: bool) -> bool:
-    return sm80_wide.pays(work.problem, work.device.name, gradients)
+    return sm80_kinds.pays(work.problem, work.device.name, gradients)
 
 
 def forward(work: Work) -> bool:
@@ -60,7 +60,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
     if "q" in grads and (first.deterministic or not problem.deterministic):
-        tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
+        tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
         if tiles:  # else nobody clears the counter of turns
             of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
             if first.deterministic:

@@ -9,14 +9,14 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu.launch import Further, Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import SCORE_TENSORS, Arrays
 from cuflash.gpu.persistent import Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
 from cuflash.hardware import ALIGNMENT, WARP
-from cuflash.plan import sm90_backward, sm90_forward
+from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
-from cuflash.plan.sm90_forward import Config, Layout
+from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
@@ -41,12 +41,12 @@ def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionP
 class Forward(Kernel):
     """The forward kernel."""
 
-    config: Config
+    config: Sm90ForwardConfig
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(tiles of one head, tiles in all, each part of the keys by itself)."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
-        total = tiles * images(problem, problem.num_heads_q)
+        total = tiles * batch_heads(problem, problem.num_heads_q)
         return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
@@ -55,9 +55,11 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
-        return {"heads_together": sm90_forward.heads_together(problem, self.config.block_m)}
+        return {"heads_together": sm90_grid.heads_together(problem, self.config.block_m)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
         """Maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
         bias = ("v", n)  # a map that is not read
@@ -78,7 +80,7 @@ class Merge(Sum):
         """(blocks of one head, blocks in all)."""
         rows = SUM_ROWS if self.entry == "merge_rows" else 1
         blocks = math.ceil(problem.seqlen_q / rows)
-        return blocks, blocks * images(problem, problem.num_heads_q)
+        return blocks, blocks * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """As `Forward` does."""
@@ -93,13 +95,13 @@ def forward(work: Work) -> bool:
     config = sm90_forward.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
     if config is None:
         return False
-    config, number = sm90_forward.for_grid(work.problem, config, work.device.num_sms)
+    config, number = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
     parts = _results_of_parts(work, number)
     if parts or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(parts), staging_panels=0, pair=1)
     work.run(Forward(config.entry, config), work.arrays | parts)
     if parts:
-        entry = "merge_rows" if sm90_forward.merges_by_rows(work.problem, number) else "merge_parts"
+        entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, number) else "merge_parts"
         work.run(Merge(entry, types_of(work.problem)), work.arrays | parts)
     return True
 
@@ -131,7 +133,7 @@ def _results_of_parts(work: Work, parts: int) -> Arrays:
 class _OfQueries(WithoutTiles):
     """A kernel of the backward pass."""
 
-    config: sm90_backward.Config
+    config: sm90_backward.Sm90BackwardConfig
 
     @property
     def smem_bytes(self) -> int:
@@ -152,7 +154,9 @@ class _OfQueries(WithoutTiles):
 class BeforeGradients(_OfQueries):
     """The kernel before: what the gradients of scores load of each query."""
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
         """Maps of the arrays that TMA reads."""
         m, blocks = self.config.block_m, arrays["rows_done"].size if "rows_done" in arrays else device.num_sms
         return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
@@ -162,9 +166,11 @@ class BeforeGradients(_OfQueries):
 class Dq(_OfQueries):
     """The kernel behind: dq from its sum."""
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> ExtraArguments:
         """As many thread blocks as run at once."""
-        return Further((min(tiles, device.num_sms),))
+        return ExtraArguments((min(tiles, device.num_sms),))
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,11 @@ class Gradients(_OfQueries):
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(tiles of one head, tiles in all); those of a pair of thread blocks are one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * images(problem, problem.num_heads_kv)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
         """Maps of the arrays that TMA reads."""
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
@@ -204,12 +212,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     )
     if config is None:
         return None
-    tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
+    tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
     if config.stores_first and "q" in grads:
-        words = 2 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
+        words = 2 + tiles * config.dq_sums * config.dq_parts + batch_heads(problem, problem.num_heads_kv)
         rows["dq_turns"] = work.empty((words,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:

@@ -13,19 +13,19 @@ from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import Further, Kernel, Words, Work, images
+from cuflash.gpu.launch import ExtraArguments, Kernel, Words, Work, batch_heads
 from cuflash.gpu.params import Arrays, word_of
 from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
-from cuflash.plan import sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_wide, sm90_backward, sm90_grid
 from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 ROWS = "split_rows"
-Config = plan_split.Config | sm80_wide.Config
+PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
 # Of split/rows.cu: threads of a block, elements of a vector, most lanes of a row.
 _THREADS = 256
@@ -39,14 +39,14 @@ _FACTOR_ROWS = 128
 class WorkSpace:
     """Where the parts of the operands lie."""
 
-    def __init__(self, problem: AttentionProblem, config: Config, device: cuda_device.Device) -> None:
+    def __init__(self, problem: AttentionProblem, config: PartsConfig, device: cuda_device.Device) -> None:
         queries, keys = (problem.seqlen_q, problem.num_heads_q), (problem.seqlen_k, problem.num_heads_kv)
         tensors = [
             ("q", queries, config.head_dim, config.key_parts),
             ("k", keys, config.head_dim, config.key_parts),
             ("v", keys, config.head_dim_v, config.parts),
         ]
-        is_backward = isinstance(config, plan_split.GradientConfig | sm80_wide.GradientConfig)
+        is_backward = isinstance(config, plan_split.SplitGradientConfig | sm80_wide.WideGradientConfig)
         if is_backward:
             tensors.append(("dout", queries, config.head_dim_v, config.parts))
         rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
@@ -60,7 +60,7 @@ class WorkSpace:
                 # Sequences and the padding beside them begin at multiples: split_begin.
                 rows = (rows // ROW_ALIGNMENT + problem.batch + 3) * ROW_ALIGNMENT
             factor_rows = (math.ceil(rows / _FACTOR_ROWS) + 1) * _FACTOR_ROWS
-            count = images(problem, heads)
+            count = batch_heads(problem, heads)
             factors = size + whole_rows(count * parts * panels * rows * SWIZZLE_BYTES)
             operands[name] = (size, factors, rows, factor_rows, panels, parts)
             self._tensors.append((size, (PANEL, rows, parts * panels, count)))
@@ -86,7 +86,7 @@ class WorkSpace:
         return self._device.tensor_map(address, "float16", extents, strides, (PANEL, rows, extents[2], 1))
 
 
-class OnOperands(Further):
+class OnOperands(ExtraArguments):
     """The operands' places in a work space, its address if `with_space`, and maps for `boxes` rows of each operand."""
 
     def __init__(
@@ -102,7 +102,7 @@ class OnOperands(Further):
         self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """`Further.fill`."""
+        """`ExtraArguments.fill`."""
         address = words[_SPACE_WORD]
         if self._with_space:
             words[begins[1]] = address
@@ -117,10 +117,12 @@ class OnOperands(Further):
 class Split(WithoutTiles):
     """The kernel that fills the work space."""
 
-    config: Config
+    config: PartsConfig
     threads = _THREADS
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
         """The operands' places."""
         space = WorkSpace(problem, self.config, device)
         return OnOperands(space.grid, space, True)
@@ -138,13 +140,15 @@ class Split(WithoutTiles):
 class Forward(Kernel):
     """The forward kernel."""
 
-    config: plan_split.ForwardConfig
+    config: plan_split.SplitForwardConfig
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
-        return {"heads_together": sm90_forward.heads_together(problem)}
+        return {"heads_together": sm90_grid.heads_together(problem)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
         """Maps of q, k and v."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
@@ -156,15 +160,17 @@ class Forward(Kernel):
 class Gradient(Kernel):
     """A gradient kernel."""
 
-    config: plan_split.GradientConfig
+    config: plan_split.SplitGradientConfig
     orders_bits = False
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The order of tiles."""
-        heads_together = (sm90_backward if self.of_keys else sm90_forward).heads_together
+        heads_together = (sm90_backward if self.of_keys else sm90_grid).heads_together
         return {"heads_together": heads_together(problem)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
         """Maps of q, k, v and dout."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
@@ -214,5 +220,5 @@ def split(work: Work, config: Any) -> Arrays:
     return work.arrays
 
 
-def _columns(config: Config) -> int:
+def _columns(config: PartsConfig) -> int:
     return next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))
