@@ -54,8 +54,8 @@ class KernelConfig:
 
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
-# The condition under which a problem has each flag. A family's HANDLES lists the flags that its kernels know. They would
-# ignore any other one, so a problem with another one goes to the next family.
+# The condition under which a problem has each flag. A family's HANDLES lists the flags that its kernels know. They
+# would ignore any other one, so a problem with another one goes to the next family.
 WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_window": lambda problem: problem.window_left is not None or problem.window_right is not None,
     "has_softcap": lambda problem: problem.softcap != 0,
