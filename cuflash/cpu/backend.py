@@ -133,7 +133,7 @@ class _Main:
                     tasks.append(Task(sequence, heads, row, stop, is_last_of_kv and row == 0))
         return tasks
 
-    @np.errstate(all="ignore")  # of the sums' casts
+    @np.errstate(all="ignore")  # casts of the sums may overflow
     def run(self) -> None:
         run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
         for name, total in self.head_sums.items():

@@ -1,7 +1,7 @@
 """The forward pass of one block of rows on the CPU.
 
-The keys are walked with the online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018;
-Dao et al., "FlashAttention", 2022).
+It iterates over tiles of keys with the online softmax (Milakov & Gimelshein, "Online normalizer calculation for
+softmax", 2018; Dao et al., "FlashAttention", 2022).
 """
 
 from __future__ import annotations

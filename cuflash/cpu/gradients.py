@@ -58,9 +58,9 @@ class Rows(NamedTuple):
 class TileGradients(NamedTuple):
     """The gradients of a tile of scores, in scratch memory, and the operands of what follows, 0 where all is hidden."""
 
-    p: Array  # as v meets it: after dropout
-    ds: Array | None  # of the scores
-    dproducts: Array | None  # of scale * q.k, which softcap comes after
+    p: Array  # the weights that v is multiplied by, after dropout
+    ds: Array | None  # the gradient of the scores
+    dproducts: Array | None  # the gradient of scale * q.k, before softcap
     q: Array
     dout: Array
     k: Array

@@ -37,7 +37,7 @@ _THREAD_FUNCTIONS = (
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    # What the module links to is found through it, but not on Windows.
+    # The library that the module links to is found through the module, but not on Windows.
     found = [] if sys.platform == "win32" else [Path(extension)]
     for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
         try:
@@ -149,7 +149,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def worker() -> None:
         workspace = Workspace()
-        # Of hidden elements; it holds for one thread only.
+        # Hidden elements cause these errors. The setting holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
                 with lock:

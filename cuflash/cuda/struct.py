@@ -13,7 +13,7 @@ class Member(NamedTuple):
 
     name: str
     cpp_type: str
-    dtype: Any  # of the same size and alignment
+    dtype: Any  # the NumPy dtype of the same size and alignment
     comment: str = ""  # C++ shows it behind the member
 
 

@@ -1,6 +1,6 @@
 """The named sparsity patterns: constructors that `BlockMask` inherits.
 
-A pattern gives any strip of rows as words (see `masks.store`): no dense mask is ever made.
+A pattern gives any range of rows as words (see `masks.store`): no dense mask is ever made.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Patterns:
         global_blocks : int
             How many rows and columns of blocks, the first ones, are seen whole.
         random_blocks : int
-            How many blocks each row of blocks sees beside these, drawn without replacement (all, if fewer are left).
+            How many blocks each row of blocks sees besides these, drawn without replacement (all, if fewer are left).
         seed : int or whatever else `numpy.random.default_rng` takes
             The same seed gives the same mask.
         heads, block_size, causal
