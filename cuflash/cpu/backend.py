@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Share:
-    """What a task adds to sums over tasks."""
+    """The terms that a task adds to sums over tasks."""
 
     kv: dict[str, Array] = field(default_factory=dict)  # "k", "v": (KV heads, keys, dim)
     heads: dict[str, Array] = field(default_factory=dict)  # "sink", "alibi_slopes": (query heads,)

@@ -43,7 +43,7 @@ SHRINK = 2.0**-32
 
 @dataclass
 class _Sums:
-    """What a block's rows, (KV heads, query heads of each * rows), hold of the keys so far."""
+    """The state of a block's rows, (KV heads, query heads of each * rows), after the keys so far."""
 
     top: Array  # the largest score
     total: Array  # the sum of exp(score - top)

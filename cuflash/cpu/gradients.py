@@ -108,7 +108,7 @@ class Backward:
         return rows
 
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
-        """What makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
+        """The factor that makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
 
         A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
         """

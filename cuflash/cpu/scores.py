@@ -30,7 +30,7 @@ Visible = Array | Literal[True] | None
 
 
 class Cut(NamedTuple):
-    """What causal and a window leave of a tile."""
+    """The part of a tile that causal and a window leave."""
 
     visible: Visible  # (1, keys, 1, rows)
     rows: slice  # the rows in which something is hidden

@@ -103,7 +103,7 @@ class Workspace:
         self._remembered: dict[Any, Any] = {}
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when `key` was last met, or returns now; not to be written."""
+        """The value that `make` returned when `key` was last met, or returns now; nobody may change it."""
         if key not in self._remembered:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
@@ -177,7 +177,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
 
 def _start(worker: Callable[[], None], count: int) -> list[threading.Thread]:
-    """As many threads as the system and the interpreter grant."""
+    """Start as many threads as the system and the interpreter grant."""
     threads: list[threading.Thread] = []
     for _ in range(count):
         thread = threading.Thread(target=worker, name="cuflash")

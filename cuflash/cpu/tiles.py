@@ -115,7 +115,7 @@ class Tile(NamedTuple):
         return slice(self.key, self.key_stop)
 
     def rows_within(self, whole: Block) -> slice:
-        """Where the tile's rows are among those of the block that it was cut from."""
+        """The place of the tile's rows among those of the block that it was cut from."""
         if self.block is whole:
             return slice(None)  # the rows of several heads follow each other
         return slice(self.block.row - whole.row, self.block.row_stop - whole.row)
@@ -127,7 +127,7 @@ class Tile(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a call is cut into blocks: by its sizes alone, so that bits do not depend on the number of cores."""
+    """The cut of a call into blocks, by its sizes alone, so that bits do not depend on the number of cores."""
 
     sequences: list[Sequence]
     num_tasks: int  # as many tasks as pay
@@ -200,7 +200,7 @@ def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
-    """Where every sequence is the whole array."""
+    """The layout of a problem that is not packed: every sequence is the whole of its array."""
     sequences = [Sequence(batch, 0, 0, problem.seqlen_q, problem.seqlen_k) for batch in range(problem.batch)]
     return _lay_out(problem, sequences, together=together)
 

@@ -115,7 +115,7 @@ class Device:
         return memory.ptr, memory
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
+        """The address of so many bytes that are no pool's, and what keeps them; a stream may be captured meanwhile."""
         cuda = self.namespace.cuda
         mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -27,7 +27,7 @@ _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
 class _Checked(NamedTuple):
-    """What the checks found for one combination of metadata."""
+    """The result of the checks for one combination of metadata."""
 
     problem: AttentionProblem
     library: interop.Library

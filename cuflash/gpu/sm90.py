@@ -181,7 +181,7 @@ class Gradients(_OfQueries):
     visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """How sums of dq are laid out, and the number of heads whose tiles are mixed."""
+        """The number of query tiles, by which sums of dq are laid out, and of heads whose tiles are mixed."""
         return super().numbers(problem) | {"heads_together": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:

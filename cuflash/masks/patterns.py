@@ -341,7 +341,7 @@ def _causal(words_of: WordsOf, seqlen_q: int, seqlen_k: int) -> WordsOf:
 def _draw_others(
     rng: np.random.Generator, heads: int, count: int, num_global: int, start: Rows, stop: Rows, num_columns: int
 ) -> list[list[Rows]]:
-    """For each head and row of blocks, `count` columns outside [0, num_global) and the row's [start, stop)."""
+    """Columns for each head and row of blocks: `count` of those outside [0, num_global) and the row's [start, stop)."""
     start, stop = np.maximum(start, num_global), np.maximum(stop, num_global)
     num_others = num_columns - num_global - (stop - start)
 

@@ -34,7 +34,7 @@ CONSTANTS = {
 
 
 class Store(NamedTuple):
-    """What a mask consists of on the host.
+    """The data of a mask on the host.
 
     `slots` is int32 (batch, heads, blocks of rows, blocks of columns): `HIDDEN`, `VISIBLE` or the row of `table` with
     the block's bits, one uint64 per row. Its last two rows are ones and zeros, for `VISIBLE` and `HIDDEN`.
@@ -50,7 +50,7 @@ class Store(NamedTuple):
 
 
 def num_blocks(seqlen: int, size: int = CANONICAL) -> int:
-    """How many blocks of `size` cover `seqlen`."""
+    """The number of blocks of `size` that cover `seqlen`."""
     return -(-seqlen // size)
 
 
@@ -105,7 +105,7 @@ def intersect(a: Store, b: Store) -> Store:
 
 
 def count_visible(store: Store, seqlen_q: int, seqlen_k: int) -> int:
-    """How many elements the store sees."""
+    """The number of visible elements of a store."""
     rows, columns = (
         np.minimum(seqlen - CANONICAL * np.arange(num_blocks(seqlen)), CANONICAL) for seqlen in (seqlen_q, seqlen_k)
     )
@@ -134,7 +134,7 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
 
 
 def _rows_at_once(seqlen_k: int) -> int:
-    """How many rows, whole blocks, to look at in one go."""
+    """The number of rows, whole blocks of them, that are read in one go."""
     return CANONICAL * max(1, STRIP_ELEMENTS // (CANONICAL * max(seqlen_k, 1)))
 
 

@@ -50,7 +50,7 @@ def dtype_of(kind: str) -> str:
 
 
 def family_of(kind: str) -> str:
-    """How entries of kernels for this kind of products begin."""
+    """The beginning of the entries of kernels for this kind of products."""
     return "parts" if PARTS_OF[kind] else "wide"
 
 

@@ -229,7 +229,7 @@ def bias_config(
 
 
 def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given: Any) -> Any:
-    """What `make` makes of the first of `rows` that is wide enough; None where other kernels are faster or know more.
+    """The result of `make` for the first of `rows` that is wide enough; None where other kernels serve better.
 
     `place` is (aligned, capability, limit) as in `sm80_forward.forward`.
     """
@@ -263,7 +263,7 @@ def of_bias(problem: AttentionProblem, *place: Any) -> WideGradientConfig | None
 
 
 def reason(problem: AttentionProblem, gradients: bool) -> str:
-    """What a pass takes, in words; empty unless it is these kernels."""
+    """A sentence for users on the kernels of a pass; empty where it has none of these."""
     kind = kind_of(problem)
     if kind not in PARTS_OF or not _tiles(problem, False, "sm_80"):
         return ""

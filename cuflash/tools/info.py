@@ -25,7 +25,7 @@ _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``info``."""
+    """Add the arguments of ``info`` to its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     problem = parser.add_argument_group("a problem, to see which kernels it takes")
     problem.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -138,7 +138,7 @@ def _portable_reason(config: PortableConfig) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """What is missing, by name: what it is for and how to get it."""
+    """Names of what is missing, each with what it is for and how to get it."""
     lacks: dict[str, str] = {}
     if _absent("ml_dtypes"):
         lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'

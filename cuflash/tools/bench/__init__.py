@@ -28,7 +28,7 @@ GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the command's arguments to its parser."""
     grid = Grid()
     add = parser.add_argument
     add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")

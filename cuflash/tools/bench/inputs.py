@@ -160,7 +160,7 @@ def scores(
     rows: np.ndarray,
     keys: np.ndarray,
 ) -> Scores:
-    """With what `arguments` gave."""
+    """The scores of the inputs that `arguments` gave."""
     scale = default_scale(cell)
     values = scale * q @ k.T
     slopes: np.ndarray | float = scale
@@ -220,11 +220,11 @@ class Sample:
     dbias: np.ndarray  # (rows, all keys), of a bias of the scores' whole shape
 
     def forward_errors(self, out: Any) -> Errors:
-        """Of the sampled rows of out."""
+        """Errors of the sampled rows of out."""
         return {"out": _error(self._cut(out, self.head)[self.rows], self.out)}
 
     def backward_errors(self, gradients: tuple[Any, ...]) -> Errors:
-        """Of the sampled rows of dq and dbias, and keys of dk and dv."""
+        """Errors of the sampled rows of dq and dbias, and keys of dk and dv."""
         dq, dk, dv, *dbias = gradients
         kv_head = self.head * self.cell.num_heads_kv // self.cell.num_heads_q
         errors = {

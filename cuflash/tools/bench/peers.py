@@ -18,7 +18,7 @@ PLAIN = "plain"
 
 
 class Calls(NamedTuple):
-    """What is timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
+    """The calls that are timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
 
     forward: Callable[[], Any]  # -> out
     backward: Callable[[], tuple[Any, ...]]  # -> dq, dk, dv, and dbias if it is asked for

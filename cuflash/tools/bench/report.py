@@ -147,7 +147,7 @@ class Stopwatch:
 
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
-    """How and where a run is made."""
+    """The settings and the machine of a run."""
     facts: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
