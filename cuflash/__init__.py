@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# In a checkout cuda_src and examples lie beside the package: it need not be installed to be used.
+# A checkout has cuda_src and examples next to the package, which can be used so without being installed.
 if not os.path.isdir(os.path.join(__path__[0], "cuda_src")):
     __path__.append(os.path.dirname(__path__[0]))
 

@@ -12,7 +12,7 @@ from cuflash import __version__
 _COMMANDS = {
     "info": ("cuflash.tools.info", "versions, GPU, what is missing, and which kernel a problem takes and why"),
     "compile": ("cuflash.tools.compile", "compile kernels ahead of their first use, or for a GPU that is not here"),
-    "bench": ("cuflash.tools.bench", "time forward and backward beside the other libraries that are installed"),
+    "bench": ("cuflash.tools.bench", "time forward and backward next to the other libraries that are installed"),
     "demo": ("cuflash.tools.demo", "train a small character GPT, on the GPU if there is one"),
 }
 
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = module.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130  # as shells report Ctrl-C
+        return 130  # shells report Ctrl-C so
     except BrokenPipeError:  # the reader has seen enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output goes nowhere at exit
         return 0
     return status
 

@@ -1,4 +1,4 @@
-"""What keeps a child of `os.fork` in order: only the thread that forked runs on there, whatever the others were doing.
+"""Order in a child of `os.fork`, where only the thread that forked runs on, whatever the others were doing.
 
 State that all threads of the process share is changed under `LOCK`, which the thread that forks holds meanwhile: the
 child then finds it whole, and the lock free. What holds for the parent's threads alone is put right by `in_child`.

@@ -1,18 +1,18 @@
 """Properties of the hardware: each number stands here once, and kernels get the same ones as constants (`EMITTED`)."""
 
-WORD_BITS = 32
+WORD_BITS = 32  # bits of a word, in which masks are packed
 WARP = 32  # threads that execute together
 WARPGROUP = 4 * WARP  # threads that issue one wgmma
 ROWS_OF_WARPGROUP = 64  # the M of a wgmma
-ROWS_OF_WARP = ROWS_OF_WARPGROUP * WARP // WARPGROUP  # of these, and the M of an mma.sync
-HALF_BYTES, FLOAT_BYTES = 2, 4
+ROWS_OF_WARP = ROWS_OF_WARPGROUP * WARP // WARPGROUP  # rows of a wgmma that one warp has, and the M of an mma.sync
+HALF_BYTES, FLOAT_BYTES = 2, 4  # bytes of an element of 16 bits, and of a float32
 # The widest access of one thread, in bytes; TMA wants addresses and strides to be multiples of it.
 ALIGNMENT = 16
 # TMA and wgmma see a tile as panels: rows of this many bytes, swizzled in atoms of eight rows.
 SWIZZLE_BYTES = 128
-SMEM_ALIGNMENT = 8 * SWIZZLE_BYTES
+SMEM_ALIGNMENT = 8 * SWIZZLE_BYTES  # bytes that a swizzled tile's address in shared memory is a multiple of
 PANEL = SWIZZLE_BYTES // HALF_BYTES  # columns of a panel of 16-bit elements
-REGISTERS_OF_SM = 1 << 16  # of 32 bits
+REGISTERS_OF_SM = 1 << 16  # 32-bit registers of a multiprocessor
 # The part of Hopper's 50 MB of L2 that heads which are computed together may fill with what they share.
 L2_BYTES = 32 << 20
 
@@ -46,11 +46,11 @@ _SMEM_KILOBYTES = {
     "121": 99,
 }
 SMALLEST_SMEM = min(_SMEM_KILOBYTES.values()) * 1024
-SMEM_BYTES = _SMEM_KILOBYTES["90"] * 1024  # on Hopper
+SMEM_BYTES = _SMEM_KILOBYTES["90"] * 1024  # bytes that a thread block may use on Hopper
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """(9, 0) of ``"sm_90a"``."""
+    """The compute capability of an architecture's name: (9, 0) for ``"sm_90a"``."""
     digits = arch.removeprefix("sm_").rstrip("af")
     return int(digits[:-1]), int(digits[-1])
 
@@ -66,5 +66,5 @@ def smem_limit(arch: str) -> int:
 
 
 def whole_rows(size: int) -> int:
-    """`size` bytes, up to a multiple of `SWIZZLE_BYTES`."""
+    """`size` bytes, rounded up to a multiple of `SWIZZLE_BYTES`."""
     return -(-size // SWIZZLE_BYTES) * SWIZZLE_BYTES

@@ -1,4 +1,7 @@
-"""Any library's arrays in, NumPy or CuPy arrays inside, the caller's kind out, all without a copy."""
+"""Arrays of any library become NumPy or CuPy arrays, and results the caller's kind of array, without a copy.
+
+`library_of` finds the `Library` of an argument, which says how its arrays are adopted and results released.
+"""
 
 import contextlib
 import sys
@@ -15,9 +18,10 @@ Array = Any
 
 
 class Library(NamedTuple):
-    """How arrays of one library come in, and how results go out.
+    """The way of one library's arrays in, and of results out.
 
-    ``adopt(argument's name, array)`` is a NumPy or CuPy array over the same memory, `release` the way back.
+    ``adopt(argument's name, array)`` returns a NumPy or CuPy array over the same memory, and `release` returns the
+    library's array for one of those.
     """
 
     name: str
@@ -49,7 +53,7 @@ def library_of(name: str, x: Any) -> Library:
 
 
 def are_own(arrays: Iterable[Any]) -> bool:
-    """Whether all are NumPy's or CuPy's, which need no adoption."""
+    """Whether all arrays are NumPy's or CuPy's, which need no adoption."""
     for x in arrays:  # noqa: SIM110 - a generator costs twice as much, in every call
         if type(x).__module__ not in _OWN_MODULES:
             return False
@@ -57,8 +61,8 @@ def are_own(arrays: Iterable[Any]) -> bool:
 
 
 def refuse_masked(name: str, x: Any) -> None:
-    """TypeError for masked arrays of NumPy: what they hide would count."""
-    # By name: whoever asks NumPy for the class imports numpy.ma, which takes longer than a call.
+    """Raise TypeError for a masked array of NumPy, because the elements that it hides would count."""
+    # The class is found by name, as asking NumPy for it imports numpy.ma, which takes longer than a call.
     if any(base.__name__ == "MaskedArray" and base.__module__.startswith("numpy.ma") for base in type(x).__mro__):
         raise TypeError(
             f"{name}: expected an array that masks nothing, got {type(x).__name__} of numpy.ma, whose mask would be "
@@ -66,10 +70,10 @@ def refuse_masked(name: str, x: Any) -> None:
         )
 
 
-def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array | None = None) -> dict[str, Array]:
+def adopt_all(library: Library, names_and_arrays: dict[str, Any], reference: Array | None = None) -> dict[str, Array]:
     """The arguments as NumPy or CuPy arrays.
 
-    All must be of `library`, and on the device of `beside` (an adopted array), or else of the first one.
+    All must be of `library`, and on the device of `reference` (an adopted array), or else of the first one.
     """
     adopted: dict[str, Array] = {}
     for name, x in names_and_arrays.items():
@@ -77,19 +81,19 @@ def adopt_all(library: Library, names_and_arrays: dict[str, Any], beside: Array 
         if its.name != library.name:
             raise TypeError(f"{name}: expected an array of {library.name}, as the first one is, got one of {its.name}")
         adopted[name] = array = its.adopt(name, x)
-        if beside is None:
-            beside = array
-        elif _device_id(array) != _device_id(beside):
+        if reference is None:
+            reference = array
+        elif _device_id(array) != _device_id(reference):
             raise ValueError(
-                f"{name}: expected an array on {device_name(beside)}, as the first one is, "
+                f"{name}: expected an array on {device_name(reference)}, as the first one is, "
                 f"got one on {device_name(array)}"
             )
     return adopted
 
 
-def is_beside(library: Library, x: Any, beside: Array) -> bool:
+def is_adopted(library: Library, x: Any, reference: Array) -> bool:
     """Whether `x` is already what `adopt_all` would make of it."""
-    return library.adopt is _adopt_own and type(x) is type(beside) and _device_id(x) == _device_id(beside)
+    return library.adopt is _adopt_own and type(x) is type(reference) and _device_id(x) == _device_id(reference)
 
 
 def _device_id(x: Array) -> int:
@@ -102,7 +106,7 @@ def device_name(x: Array) -> str:
 
 
 def namespace_of(x: Array) -> ModuleType:
-    """numpy or cupy."""
+    """The module numpy or cupy that an array belongs to."""
     return np if isinstance(x, np.ndarray) else _gpu_namespace()
 
 
@@ -169,7 +173,7 @@ _ON_CPU, _ON_GPU = (1, 3), (2, 13)
 
 
 def _device_type(x: Any) -> int:
-    # NumPy does without the method, too.
+    # NumPy takes arrays without this method, too, and so does this library.
     return int(x.__dlpack_device__()[0]) if hasattr(x, "__dlpack_device__") else 1
 
 
@@ -195,7 +199,7 @@ def _adopt_any(name: str, x: Any) -> Array:
 
 
 def _any_releaser(x: Any) -> Callable[[Array], Any] | None:
-    """Back into x's library, through its `from_dlpack` or Numba's view of a CUDA array; None if it has no way back."""
+    """The way of results back into x's library, by its `from_dlpack` or Numba's view; None if it has none."""
     root = type(x).__module__.partition(".")[0]
     if root == "numba":
         from numba import cuda
@@ -238,7 +242,10 @@ def _adopt_torch(name: str, x: Any) -> Array:
 
 
 def _wrap_torch(cupy: Any, x: Any, dtype: np.dtype) -> Array:
-    """Not by DLPack, whose exporter makes CuPy's current stream wait for torch's, which breaks a graph's capture."""
+    """A CuPy array over a tensor's memory.
+
+    DLPack does not serve: its exporter makes CuPy's current stream wait for torch's, which breaks a graph's capture.
+    """
     strides = tuple(n * dtype.itemsize for n in x.stride())
     extent = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True) if n > 0) + dtype.itemsize
     memory = cupy.cuda.UnownedMemory(x.data_ptr(), extent if x.numel() else 0, x, x.device.index)
@@ -252,7 +259,7 @@ def _release_torch(x: Array) -> Any:
         return _release_torch(x.view(np.int16)).view(torch.bfloat16)
     if isinstance(x, np.ndarray):
         return torch.from_numpy(x)
-    # -1: the work is on torch's current stream, with nothing to wait for.
+    # The stream -1 says that there is nothing to wait for, as the work is on torch's current stream.
     return torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=-1))
 
 

@@ -85,7 +85,7 @@ def merge_backward(
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    adopted = interop.adopt_all(library, given, beside=parts[0])
+    adopted = interop.adopt_all(library, given, reference=parts[0])
     _check("out", adopted["out"], parts[0].shape, DTYPES, "outs[0]")
     _check("dout", adopted["dout"], parts[0].shape, (adopted["out"].dtype.name,), "out")
     for name in given.keys() & {"lse", "dlse"}:

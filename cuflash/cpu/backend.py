@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Share:
-    """What a task adds to sums over tasks."""
+    """The terms that a task adds to sums over tasks."""
 
     kv: dict[str, Array] = field(default_factory=dict)  # "k", "v": (KV heads, keys, dim)
     heads: dict[str, Array] = field(default_factory=dict)  # "sink", "alibi_slopes": (query heads,)
@@ -133,7 +133,7 @@ class _Main:
                     tasks.append(Task(sequence, heads, row, stop, is_last_of_kv and row == 0))
         return tasks
 
-    @np.errstate(all="ignore")  # of the sums' casts
+    @np.errstate(all="ignore")  # casts of the sums may overflow
     def run(self) -> None:
         run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
         for name, total in self.head_sums.items():

@@ -1,7 +1,7 @@
 """The forward pass of one block of rows on the CPU.
 
-The keys are walked with the online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018;
-Dao et al., "FlashAttention", 2022).
+It iterates over tiles of keys with the online softmax (Milakov & Gimelshein, "Online normalizer calculation for
+softmax", 2018; Dao et al., "FlashAttention", 2022).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHRINK = 2.0**-32
 
 @dataclass
 class _Sums:
-    """What a block's rows, (KV heads, query heads of each * rows), hold of the keys so far."""
+    """The state of a block's rows, (KV heads, query heads of each * rows), after the keys so far."""
 
     top: Array  # the largest score
     total: Array  # the sum of exp(score - top)

@@ -58,9 +58,9 @@ class Rows(NamedTuple):
 class TileGradients(NamedTuple):
     """The gradients of a tile of scores, in scratch memory, and the operands of what follows, 0 where all is hidden."""
 
-    p: Array  # as v meets it: after dropout
-    ds: Array | None  # of the scores
-    dproducts: Array | None  # of scale * q.k, which softcap comes after
+    p: Array  # the weights that v is multiplied by, after dropout
+    ds: Array | None  # the gradient of the scores
+    dproducts: Array | None  # the gradient of scale * q.k, before softcap
     q: Array
     dout: Array
     k: Array
@@ -108,7 +108,7 @@ class Backward:
         return rows
 
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
-        """What makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
+        """The factor that makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
 
         A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
         """

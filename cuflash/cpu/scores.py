@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 # NumPy's loops begin anew for every key: it takes several at once where rows of scores are shorter than this.
 WIDTH = 64
-# What is lower than every score but -inf.
+# The finite number that is no greater than any score but -inf.
 LOWEST = {dtype: np.finfo(dtype).min for dtype in ("float32", "float64")}
 
-# What of a tile is visible, as bool to go with `split_heads`; True if all of it, None if nothing.
+# The visible part of a tile as bools that fit `split_heads`; True if it is the whole tile, None if it is nothing.
 Visible = Array | Literal[True] | None
 
 
 class Cut(NamedTuple):
-    """What causal and a window leave of a tile."""
+    """The part of a tile that causal and a window leave."""
 
     visible: Visible  # (1, keys, 1, rows)
-    rows: slice  # where something is hidden
-    keep: Array  # of these rows, as integers of the scores' size: all bits set where visible
-    fill: Array  # likewise: the bits of -inf where hidden
+    rows: slice  # the rows in which something is hidden
+    keep: Array  # integers of the scores' size for these rows, with all bits set where an element is visible
+    fill: Array  # such integers with the bits of -inf where an element is hidden
 
 
 class Scores(NamedTuple):
@@ -107,7 +107,7 @@ def like_bias(x: Array, heads: Heads) -> Array:
 
 def column_sums(scores: Array) -> Array:
     """The sum over keys of (KV heads, keys, query heads of each * rows)."""
-    # As a product: faster, and more exact, than NumPy's sum over this axis.
+    # A product is faster, and more exact, than NumPy's sum over this axis.
     return np.matmul(_ones(scores.shape[1], scores.dtype), scores)[:, 0]
 
 
@@ -122,13 +122,13 @@ def column_tops(scores: Array) -> Array:
     if columns == 1 or columns >= WIDTH or heads * keys < WIDTH:
         return np.maximum.reduce(scores, axis=1)
     tops = scores if keys > 1 else scores.copy()
-    beside = WIDTH // columns
-    if keys >= 2 * beside:
-        whole = keys // beside * beside
+    keys_per_row = WIDTH // columns
+    if keys >= 2 * keys_per_row:
+        whole = keys // keys_per_row * keys_per_row
         # So many keys are one row of a view.
-        tops = np.maximum.reduce(scores[:, :whole].reshape(heads, -1, beside * columns), axis=1)
-        tops = tops.reshape(heads, beside, columns)
-        np.maximum(tops, scores[:, keys - beside :], out=tops)
+        tops = np.maximum.reduce(scores[:, :whole].reshape(heads, -1, keys_per_row * columns), axis=1)
+        tops = tops.reshape(heads, keys_per_row, columns)
+        np.maximum(tops, scores[:, keys - keys_per_row :], out=tops)
     while (keys := tops.shape[1]) > 1:
         half = -(-keys // 2)
         tops = np.maximum(tops[:, :half], tops[:, keys - half :])
@@ -138,11 +138,11 @@ def column_tops(scores: Array) -> Array:
 def subtract_tops(scores: Array, tops: Array) -> None:
     """Subtract (KV heads, columns) from the scores of every key, in place."""
     heads, keys, columns = scores.shape
-    beside = WIDTH // columns
-    if columns > 1 and keys >= 8 * beside > 8:
-        whole = keys // beside * beside
-        wide = scores[:, :whole].reshape(heads, -1, beside * columns)
-        wide -= np.tile(tops, (1, beside))[:, None]
+    keys_per_row = WIDTH // columns
+    if columns > 1 and keys >= 8 * keys_per_row > 8:
+        whole = keys // keys_per_row * keys_per_row
+        wide = scores[:, :whole].reshape(heads, -1, keys_per_row * columns)
+        wide -= np.tile(tops, (1, keys_per_row))[:, None]
         scores = scores[:, whole:]
     scores -= tops[:, None]
 
@@ -202,7 +202,7 @@ def load_columns(tiling: Tiling, x: Array, block: Block) -> Array:
     group = block.heads.counts[1]
     by_head = own.reshape(alike, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
     columns = by_head.reshape(alike, heads // group, group * rows, dim).swapaxes(2, 3)
-    if group * rows >= WIDTH:  # for few a copy costs more than it gains
+    if group * rows >= WIDTH:  # a copy of few costs more than it gains
         columns = np.ascontiguousarray(columns)
     return columns[0] if alike == 1 else columns
 

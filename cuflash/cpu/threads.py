@@ -37,7 +37,7 @@ _THREAD_FUNCTIONS = (
 @functools.cache
 def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__ or ""
-    # What the module links to is found through it, but not on Windows.
+    # The library that the module links to is found through the module, but not on Windows.
     found = [] if sys.platform == "win32" else [Path(extension)]
     for path in (*found, *sorted((Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"))):
         try:
@@ -103,7 +103,7 @@ class Workspace:
         self._remembered: dict[Any, Any] = {}
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned when `key` was last met, or returns now; not to be written."""
+        """The value that `make` returned when `key` was last met, or returns now; nobody may change it."""
         if key not in self._remembered:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
@@ -149,7 +149,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def worker() -> None:
         workspace = Workspace()
-        # Of hidden elements; it holds for one thread only.
+        # Hidden elements cause these errors. The setting holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
                 with lock:
@@ -177,7 +177,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
 
 def _start(worker: Callable[[], None], count: int) -> list[threading.Thread]:
-    """As many threads as the system and the interpreter grant."""
+    """Start as many threads as the system and the interpreter grant."""
     threads: list[threading.Thread] = []
     for _ in range(count):
         thread = threading.Thread(target=worker, name="cuflash")

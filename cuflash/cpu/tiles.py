@@ -24,7 +24,7 @@ BLOCK_KEYS = 768
 # Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this, those of 16 bits,
 # which are copied to be widened, no more than so many.
 TILE_NUMBERS, TILE_COPIED_NUMBERS = 1 << 20, 1 << 18
-# Of tiles that causal or a window cuts: they take only rows that see some of their keys.
+# Keys of a tile that causal or a window cuts; such a tile takes only rows that see some of its keys.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
 MIN_TASKS = 32
@@ -115,9 +115,9 @@ class Tile(NamedTuple):
         return slice(self.key, self.key_stop)
 
     def rows_within(self, whole: Block) -> slice:
-        """Where the tile's rows are among those of the block that it was cut from."""
+        """The place of the tile's rows among those of the block that it was cut from."""
         if self.block is whole:
-            return slice(None)  # with several heads the rows of each follow each other
+            return slice(None)  # the rows of several heads follow each other
         return slice(self.block.row - whole.row, self.block.row_stop - whole.row)
 
     def place_in(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -127,10 +127,10 @@ class Tile(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a call is cut into blocks: by its sizes alone, so that bits do not depend on the number of cores."""
+    """The cut of a call into blocks, by its sizes alone, so that bits do not depend on the number of cores."""
 
     sequences: list[Sequence]
-    num_tasks: int  # as many as are worth it
+    num_tasks: int  # as many tasks as pay
     block_rows: int
     head_blocks: list[Heads]  # the heads that are computed together
 
@@ -200,7 +200,7 @@ def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
-    """Where every sequence is the whole array."""
+    """The layout of a problem that is not packed: every sequence is the whole of its array."""
     sequences = [Sequence(batch, 0, 0, problem.seqlen_q, problem.seqlen_k) for batch in range(problem.batch)]
     return _lay_out(problem, sequences, together=together)
 

@@ -11,7 +11,7 @@ OPTIONS = ("--std=c++17",)
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler says of one kernel."""
+    """The assembler's report on one kernel."""
 
     registers: int
     spill_bytes: int

@@ -16,7 +16,7 @@ from cuflash.kept import Kept, kept
 Array = Any
 # The option of files whose path says that they use wgmma.
 _NEEDS_WGMMA, _OWN_ARCH = "sm90", ("-arch=sm_90a",)
-# Before, NVRTC takes CuPy's -arch beside ours for an error.
+# Older versions of NVRTC take CuPy's -arch next to ours for an error.
 OWN_ARCH_SINCE = (12, 9)
 # Set for tests: Hopper takes the kernels of other GPUs.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
@@ -45,7 +45,10 @@ class LoadedKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch with arguments of these sizes: call it with the address of their addresses, and a stream."""
+        """A function that launches the kernel on a grid, with the address of its arguments' addresses and a stream.
+
+        `sizes` are the arguments' bytes, `smem_bytes` the dynamic shared memory of a thread block.
+        """
         driver = self._cupy.cuda.driver
         launch: Callable[..., Any] = driver.launchKernel
         shape: tuple[int, ...] = (self._function.ptr, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], smem_bytes)
@@ -112,7 +115,7 @@ class Device:
         return memory.ptr, memory
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """As `scratch`, of memory that is no pool's, also while a stream is captured."""
+        """The address of so many bytes that are no pool's, and what keeps them; a stream may be captured meanwhile."""
         cuda = self.namespace.cuda
         mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

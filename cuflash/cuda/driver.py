@@ -12,7 +12,7 @@ import numpy as np
 
 from cuflash.hardware import SWIZZLE_BYTES
 
-# Of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
+# These are values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
 _DATA_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_128B, _L2_256B = 2, 3
@@ -37,8 +37,9 @@ def encode_tensor_map(
 ) -> np.ndarray[Any, Any]:
     """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
-    `extents` and `box` are of the array and of one copy, innermost axis first, `strides` in bytes without it. Boxes of
-    bytes have a swizzle if they are as wide. Of what is read `once` L2 fetches no more than it is asked for.
+    `extents` are the elements of the array along each axis and `box` those of one copy, innermost axis first; `strides`
+    are bytes, for all axes but the innermost. Boxes of bytes are swizzled if they are as wide as a swizzle. L2 fetches
+    no more than it is asked for where the array is read `once`.
     """
     rank = len(extents)
     buffer = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNMENT, np.uint8)

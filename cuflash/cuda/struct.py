@@ -13,7 +13,7 @@ class Member(NamedTuple):
 
     name: str
     cpp_type: str
-    dtype: Any  # of the same size and alignment
+    dtype: Any  # the NumPy dtype of the same size and alignment
     comment: str = ""  # C++ shows it behind the member
 
 
@@ -30,7 +30,7 @@ class Struct:
         self.dtype = np.dtype([(member.name, member.dtype) for member in members], align=True)
 
     def offset(self, member: str) -> int:
-        """Where a member begins, in bytes."""
+        """The offset of a member, in bytes."""
         assert self.dtype.fields is not None
         return int(self.dtype.fields[member][1])
 

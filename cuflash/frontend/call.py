@@ -27,7 +27,7 @@ _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
 class _Checked(NamedTuple):
-    """What the checks found for one combination of metadata."""
+    """The result of the checks for one combination of metadata."""
 
     problem: AttentionProblem
     library: interop.Library
@@ -76,9 +76,9 @@ class Call:
             if name == "dlse":
                 return None
             raise TypeError(f"{name}: expected an array, got None")
-        if interop.is_beside(self.library, x, self.inputs["q"]):
+        if interop.is_adopted(self.library, x, self.inputs["q"]):
             return x
-        return interop.adopt_all(self.library, {name: x}, beside=self.inputs["q"])[name]
+        return interop.adopt_all(self.library, {name: x}, reference=self.inputs["q"])[name]
 
     def release(self, x: Array) -> Any:
         """`x` as an array of the caller's library."""
@@ -218,7 +218,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
         raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
-    # Of an array that is copied the address is not all there is to know.
+    # The address of an array that has to be copied does not suffice to repeat the call.
     are_as_given = {"bias", "mask", "dropout_seed"}
     is_repeatable = all(name in are_as_given or with_contiguous_rows(x) is x for name, x in arrays.items())
     return _Checked(problem, library, is_repeatable)

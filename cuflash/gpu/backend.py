@@ -1,4 +1,4 @@
-"""The GPU path: the first family that takes a problem."""
+"""The GPU path: each pass is given to the first family of kernels that takes the problem."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cuflash.problem.operands import Operands
 
 
 def _by_halves(work: Work) -> bool:
-    """Write out by halves of its columns; False where no kernel takes these."""
+    """Write out in two runs, for half of v's columns each; False where no kernel takes them."""
     half = of_half(work.problem).head_dim_v
-    parts = work.of_values(slice(half)), work.of_values(slice(half, None))
-    return all(gpu_split.forward(part) or gpu_sm80.forward(part) for part in parts)
+    halves = work.of_values(slice(half)), work.of_values(slice(half, None))
+    return all(gpu_split.forward(own) or gpu_sm80.forward(own) for own in halves)
 
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
@@ -26,7 +26,7 @@ _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:
-    """Write the result of a problem, and lse if it is wanted; return how."""
+    """Write the result of a problem, and lse if it is wanted; return the recorded launches."""
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
@@ -45,7 +45,7 @@ def backward(
     dlse: Array | None,
     grads: dict[str, Array],
 ) -> Recording:
-    """Write the wanted gradients of a problem; return how."""
+    """Write the wanted gradients of a problem; return the recorded launches."""
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}

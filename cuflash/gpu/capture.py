@@ -1,4 +1,4 @@
-"""Scratch memory of calls that are captured into a graph."""
+"""Scratch memory of calls that are captured into a graph; `replay` takes it where no memory pool can serve."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any, NamedTuple
 
 
 class Block(NamedTuple):
-    """Memory of captured calls, which nobody else may have: the graph runs at any time."""
+    """Memory that belongs to captured calls for good, because their graph may run at any time."""
 
-    size: int
+    size: int  # bytes
     address: int
-    memory: Any  # keeps it
+    memory: Any  # keeps the memory alive
 
 
-# Calls of one capture on one stream come one after the other, and share it.
+# Free blocks by (capture, stream). Calls of one capture on one stream run one after the other, and share blocks.
 _free: dict[tuple[int, int], list[Block]] = {}
 
 
 def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
-    """A block of at least `size` bytes for a call that is captured: no pool has more than the call before it left."""
+    """A block of at least `size` bytes for a captured call: a free one, or a new one by `allocate`.
+
+    No memory pool serves, as it has no more than the call before the capture left.
+    """
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]
     if fitting:
@@ -30,5 +33,5 @@ def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[i
 
 
 def give_back(capture: int, stream: int, blocks: list[Block]) -> None:
-    """Let later calls of the same capture and stream have them."""
+    """Let later calls of the same capture and stream take these blocks."""
     _free.setdefault((capture, stream), []).extend(blocks)

@@ -1,4 +1,7 @@
-"""The kernels' source texts: constants of a configuration, numbers that host and kernels share, parameter structs."""
+"""The source texts of attention kernels: a configuration's constants, shared numbers and parameter structs.
+
+`cuda.source` joins them with the files of cuda_src, `cuda.device` compiles and loads the result.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import file_of, function_of
 from cuflash.plan.portable import SIDE
 
-# Numbers that are neither a tile's nor the hardware's.
+# Numbers that host and kernels share and that are neither a tile's nor the hardware's.
 _SHARED: Constants = {**store.CONSTANTS, "SIDE": SIDE, "ROW_ALIGNMENT": ROW_ALIGNMENT}
 _HEADERS = {**PARAMS.headers, **TENSOR.headers, **OPERANDS.headers}
 
@@ -30,19 +33,19 @@ def source_of(config: KernelConfig) -> str:
 
 
 def text_of(paths: str, constants: Constants) -> str:
-    """The text of some files of cuda_src that know AttentionParams, as `cuda.source.source_of` takes them."""
+    """The source text of files of cuda_src that know AttentionParams; `paths` are as in `cuda.source.source_of`."""
     return source_of_files(paths, {**_SHARED, **constants}, _HEADERS)
 
 
 def load(
     paths: str, function: str, constants: Constants, device: cuda_device.Device, smem_bytes: int = 0
 ) -> cuda_device.LoadedKernel:
-    """A function of such files, loaded once for each device."""
+    """A compiled function of such files (see `text_of`), loaded once for each device."""
     return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, _HEADERS)
 
 
 def load_kernel(
     config: KernelConfig, entry: str, device: cuda_device.Device, smem_bytes: int
 ) -> cuda_device.LoadedKernel:
-    """The kernel of a configuration; several entries may share one configuration."""
+    """The compiled kernel of a configuration; several entries may share one configuration."""
     return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes)

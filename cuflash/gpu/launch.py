@@ -1,4 +1,7 @@
-"""Launches of kernels of any family: their arguments, grids and scratch memory."""
+"""Launches of kernels of any family: their arguments, grids and scratch memory.
+
+The families' modules derive from `Kernel` and run kernels through a `Work`, which `replay` records for later calls.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from cuflash.problem.operands import Operands
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
 
-Words = memoryview  # of 8 bytes each
+Words = memoryview  # its items are words of 8 bytes
 _SEED_WORD = word_of("dropout_key")
 
 
@@ -34,79 +37,81 @@ _SEED_WORD = word_of("dropout_key")
 class Kernel:
     """One kernel and how it is launched; families derive theirs."""
 
-    entry: str  # one configuration may serve several
+    entry: str  # the kernel's name; several entries may share one configuration
     config: KernelConfig  # the constants of its source
-    orders_bits = True  # takes those of a block mask in the order of fragments
+    orders_bits = True  # the kernel reads a block mask's bits in the order of its fragments
 
     @property
     def begins_early(self) -> bool:
-        """Whether it may begin before the one before it has ended."""
+        """Whether the kernel may begin before the previous one has ended (programmatic stream serialization)."""
         return False
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether it goes through tiles of scores."""
+        """Whether the kernel iterates over tiles of scores, and so reads the lists of a block mask."""
         return True
 
     @property
     def of_keys(self) -> bool:
-        """Whether its tiles stay with keys and walk queries."""
+        """Whether a thread block stays with a tile of keys and iterates over queries."""
         return getattr(self.config, "of_keys", bool(key_results(self.entry)))
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return self.config.threads
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory of a thread block, in bytes."""
         return self.config.smem_bytes if self.visits_tiles else 0
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(tiles of one head, tiles in all)."""
+        """Numbers of tiles: (of one head, in all)."""
         config = self.config
         if self.of_keys:
             tiles = num_tiles(problem, problem.seqlen_k, config.block_n)
-            return tiles, tiles * images(problem, problem.num_heads_kv)
+            return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
         tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
-        return tiles, tiles * images(problem, problem.num_heads_q)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """The problem and the arrays as the kernel sees them."""
+        """The problem and the views of the arrays that the kernel is launched with."""
         return problem, arrays
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """Members of the parameter struct that are particular to the family."""
+        """Values of members of the parameter struct that only this family sets."""
         return {}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
-        """What it takes behind the parameter struct, and the grid of its thread blocks."""
-        return Further((tiles,))
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> ExtraArguments:
+        """The arguments behind the parameter struct and the grid of thread blocks, for so many `tiles`."""
+        return ExtraArguments((tiles,))
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The kernel itself."""
+        """The compiled kernel."""
         return load_kernel(self.config, self.entry, device, self.smem_bytes)
 
 
-class Further:
+class ExtraArguments:
     """Arguments behind the parameter struct (here: none), and the grid of thread blocks."""
 
     def __init__(self, grid: tuple[int, ...], values: Sequence[np.ndarray[Any, Any]] = ()) -> None:
         self.grid = grid
-        self.values = tuple(values)  # as they are at first
+        self.values = tuple(values)  # initial values; `fill` brings a launch's copy up to date
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Bring those at `begins`, and members of the struct, up to date."""
+        """Write what changes between launches into `words`, which hold the struct and, at `begins`, these arguments."""
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Tiles of one head; packed: tile slots (work_of in params.cuh)."""
+    """The number of tiles of one head; of packed problems, the number of tile slots (work_of in params.cuh)."""
     return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
 
 
-def images(problem: AttentionProblem, heads: int) -> int:
-    """Heads of all sequences; packed sequences are one."""
+def batch_heads(problem: AttentionProblem, heads: int) -> int:
+    """The number of (batch, head) pairs; packed sequences count as one."""
     return heads if problem.packed else heads * problem.batch
 
 
@@ -116,7 +121,7 @@ class _Arguments:
     __slots__ = ("address", "begins", "words")
 
     def __init__(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-        # Each begins a line.
+        # Each argument begins a cache line.
         sizes = [_LINE * math.ceil(value.nbytes / _LINE) for value in values]
         begins = [sum(sizes[:i]) for i in range(len(values) + 1)]
         buffer = np.zeros(begins[-1] + 8 * len(values) + _LINE, np.uint8)
@@ -126,11 +131,11 @@ class _Arguments:
         pointers = aligned[begins[-1] :].view(np.uint64)
         pointers[:] = [aligned.ctypes.data + begin for begin in begins[:-1]]
         self.words: Words = aligned.view(np.uint64).data
-        self.begins = tuple([begin // 8 for begin in begins[1:-1]])  # words of those behind the first
+        self.begins = tuple([begin // 8 for begin in begins[1:-1]])  # first words of the arguments behind the struct
         self.address: int = pointers.ctypes.data
 
 
-_LINE = 64
+_LINE = 64  # bytes of a cache line
 
 
 class Launch:
@@ -143,24 +148,24 @@ class Launch:
         self.params["num_tiles"], tiles = kernel.grid(problem, arrays)
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
-        self._further = kernel.further(problem, arrays, device, tiles)
+        self._extra = kernel.extra_arguments(problem, arrays, device, tiles)
         self.pointer_words = tuple([word_of(name) for name in arrays])
-        self._is_empty = 0 in self._further.grid
-        self._values = (self.params, *self._further.values)
+        self._is_empty = 0 in self._extra.grid
+        self._values = (self.params, *self._extra.values)
         self._launch = kernel.load(device).bound(
-            self._further.grid,
+            self._extra.grid,
             (kernel.threads,),
             [value.nbytes for value in self._values],
             kernel.smem_bytes,
             kernel.begins_early,
         )
-        # A thread that launches takes one and puts it back, each at once.
+        # Arguments that no thread uses. A thread takes one for a launch and puts it back, each in one atomic step.
         self._free: list[_Arguments] = []
 
     def enqueue(
         self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
     ) -> None:
-        """Enqueue it: `replay.Launch`."""
+        """Enqueue the kernel: see `replay.Launch`."""
         if self._is_empty:
             return
         try:
@@ -172,7 +177,7 @@ class Launch:
             words[word] = addresses[place]
         if seed is not None:
             words[_SEED_WORD] = seed
-        self._further.fill(words, arguments.begins, stream)
+        self._extra.fill(words, arguments.begins, stream)
         self._launch(arguments.address, stream)
         self._free.append(arguments)
 
@@ -181,9 +186,12 @@ _launches: Kept[Any, Launch] = Kept()
 
 
 class Work:
-    """One pass: `arrays` are given to every kernel beside the operands, `others` to some."""
+    """One pass over a problem, which runs its kernels and records them.
 
-    # The operands that are plain arrays stand first.
+    Every kernel gets the operands and `arrays`; some get arrays of `others`, too.
+    """
+
+    # The operands that are plain arrays stand before the seed.
     _INPUTS = Operands._fields[: Operands._fields.index("dropout_seed")]
 
     def __init__(
@@ -206,31 +214,31 @@ class Work:
         self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
 
     def of_values(self, columns: slice) -> Work:
-        """The same work on some columns of values and results alone; it is not recorded."""
+        """The same work on some columns of v and out alone; no call can repeat it, as these are views."""
         part = copy(self)
         part.arrays = {name: x[..., columns] if name in ("v", "out") else x for name, x in self.arrays.items()}
         part.problem = replace(self.problem, head_dim_v=part.arrays["v"].shape[-1])
         return part
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory; it holds anything at first."""
+        """Scratch memory, which is uninitialised."""
         return self.recording.empty(shape, dtype)
 
     def is_aligned(self, names: Sequence[str]) -> bool:
-        """Whether addresses and strides are multiples of `ALIGNMENT`."""
+        """Whether addresses and strides of the arrays are multiples of `ALIGNMENT`."""
         tensors = [self.arrays[name] for name in names]
         places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
         return not any(place % ALIGNMENT for place in places)
 
     def layouts(self, names: Sequence[str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
-        """Strides and shapes of arrays for the plan; None if an address forbids tensor maps."""
+        """Strides (in bytes) and shapes of arrays for the plan; None if an address forbids tensor maps."""
         tensors = [self.arrays[name] for name in names]
         if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
             return None
         return tuple([(x.strides, x.shape) for x in tensors])
 
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
-        """Enqueue a kernel on arrays by name."""
+        """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""
         arrays = arrays | self._seed_array
         if self._block_mask is not None and kernel.visits_tiles:
             arrays |= self._block_arrays(kernel, self._block_mask)

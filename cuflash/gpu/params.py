@@ -1,4 +1,7 @@
-"""The parameter struct of a launch, AttentionParams: its members, and their values for a problem."""
+"""The parameter struct of a launch, AttentionParams: its members, and their values for a problem.
+
+This is its only description: `cuda.struct` makes the C++ members and the NumPy dtype from it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from cuflash.problem.attention_problem import Array, AttentionProblem
 
 Arrays = dict[str, Array]
 
-# Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
+# These are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
 _SCORE_TENSOR = np.dtype(
     [
@@ -170,20 +173,20 @@ TENSORS = tuple(member.name for member in _TENSORS)
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
 POINTERS = tuple(member.name for member in _POINTERS)
 
-# Beyond every index; adding one does not overflow.
+# A bound beyond every index, to which an index can be added without overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
-_BOTH_HALVES = 0x10001  # times a half word: that in either half of a word
+_BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of a word
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
 
 
 def word_of(name: str) -> int:
-    """Where the pointer (or seed) `name` stands in the struct, in `launch.Words`."""
+    """The index in `launch.Words` of the pointer (or seed) `name` in the struct."""
     return PARAMS.offset(name) // 8
 
 
 def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
-    """The struct of a launch, without pointers and seed."""
+    """The struct of a launch, in which pointers and the seed are still 0."""
     params = np.zeros(1, PARAMS.dtype)
     p = params[0]
     for name in TENSORS:
@@ -199,7 +202,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
     p["dropout_rescale"] = problem.dropout_rescale
-    # A thread has a kept weight twice, which costs no selection.
+    # The kernel doubles a kept weight, which costs no selection, so that the unit is half of the factor.
     p["ds_unit"] = problem.dropout_rescale / 2 if problem.dropout_p else 1.0
     p["dropout_limits"] = problem.dropout_threshold * _BOTH_HALVES
     for name in _SIZES:
@@ -222,7 +225,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
 
 
 def num_splits(arrays: Arrays) -> int:
-    """Parts of each sum of dbias."""
+    """The number of splits whose partial sums make dbias."""
     return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
 
 
@@ -231,7 +234,7 @@ def _batch_stride(slopes: Array | None) -> int:
 
 
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
-    """(batch, row, head) strides in elements; 0 on axes of size 1."""
+    """Strides (batch, row, head) in elements; 0 on axes of size 1."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
     if name in _PER_ROW:
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])

@@ -1,4 +1,4 @@
-"""What kernels take whose thread blocks stay and take tile after tile: tensor maps and a counter of tiles."""
+"""Arguments of persistent kernels, whose thread blocks take tile after tile: tensor maps and a counter of tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
-from cuflash.gpu.launch import Further, Words
+from cuflash.gpu.launch import ExtraArguments, Words
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
 from cuflash.kept import Kept
@@ -19,17 +19,20 @@ from cuflash.plan import sm90_forward
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _COUNTER_WORD = word_of("tile_counter")
-# A program that reuses its arrays meets few addresses.
+# Most sets of maps that a launch keeps: a program that reuses its arrays meets few addresses.
 MAX_MAPS = 256
-# Launches take counters in turn: one is met again long after its launch. A captured one, run at any time, has its own.
+# Launches take counters one after the other, so that one is met again long after its launch has ended. A captured
+# launch may run at any time and has a counter of its own.
 _NUM_COUNTERS = 1 << 16
 _NUM_CAPTURED = 1 << 12
 
 
-class Persistent(Further):
-    """What a kernel takes whose thread blocks stay and take tile after tile.
+class Persistent(ExtraArguments):
+    """The tensor maps and the tile counter of a persistent kernel.
 
-    `tiles_of` are the maps' arrays, with the rows (and columns, where not a swizzle's) of their tiles.
+    `tiles_of` are the names of the maps' arrays, each with the rows of its tiles, and their columns where these are not
+    as wide as a swizzle. Thread blocks come in clusters of `cluster`. With `takers` there are so many thread blocks and
+    no counter.
     """
 
     def __init__(
@@ -56,14 +59,14 @@ class Persistent(Further):
         return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """`Further.fill`."""
+        """Write the maps and a free counter: see `ExtraArguments.fill`."""
         self._counter.put(words, stream)
         maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps
 
 
 class KeptMaps(Kept[Any, Words]):
-    """The tensor maps of a launch, by what `make` makes them of; at most `MAX_MAPS`."""
+    """The tensor maps of a launch, which `make` makes from a key; at most `MAX_MAPS` sets."""
 
     def __init__(self, make: Callable[[Any], Sequence[Array]]) -> None:
         super().__init__(MAX_MAPS)
@@ -75,25 +78,25 @@ class KeptMaps(Kept[Any, Words]):
 
 
 class _Tiled(NamedTuple):
-    """What a tensor map says of an array beside its address; the innermost axis comes first."""
+    """The description of an array in a tensor map but for its address; the innermost axis comes first."""
 
     dtype: str
-    extents: tuple[int, ...]
-    strides: tuple[int, ...]  # of all axes but the first
-    box: tuple[int, ...]
+    extents: tuple[int, ...]  # elements along each axis
+    strides: tuple[int, ...]  # bytes between elements of each axis but the first
+    box: tuple[int, ...]  # elements of one copy along each axis
 
 
 def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: int = 0) -> _Tiled:
     shape, strides = ((1, *x.shape), (0, *x.strides)) if x.ndim == 3 else (x.shape, x.strides)
-    if name in SCORE_TENSORS:  # (batch, heads, rows, columns), of which broadcast axes have one element
+    if name in SCORE_TENSORS:  # the shape is (batch, heads, rows, columns), and broadcast axes have one element
         dtype, order = "uint8" if name == "mask" else problem.bias_dtype or problem.dtype, (3, 2, 1, 0)
         shape = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
-        if shape[2] == 1:  # every query's row is that one
+        if shape[2] == 1:  # every query has the same row
             shape, strides = (*shape[:2], problem.seqlen_q, shape[3]), (*strides[:2], 0, strides[3])
-    else:  # (batch, seqlen, num_heads, head_dim)
+    else:  # the shape is (batch, seqlen, num_heads, head_dim)
         dtype, order = problem.dtype, (3, 1, 2, 0)
     axes = list(zip(shape[:-1], strides[:-1], strict=True))
-    # Of an axis of size 1 TMA wants the stride of a contiguous outermost axis.
+    # TMA wants an axis of size 1 to have the stride of a contiguous outermost axis.
     row_bytes = math.ceil(shape[-1] * x.dtype.itemsize / ALIGNMENT) * ALIGNMENT
     filler = max([row_bytes, *(n * s for n, s in axes if n > 1)])
     formed = [filler if n == 1 else s for n, s in axes]
@@ -102,13 +105,13 @@ def _tiled(problem: AttentionProblem, name: str, x: Array, rows: int, columns: i
 
 
 class TileCounter:
-    """Of tiles, by which thread blocks take them if there are more than these."""
+    """The counter by which thread blocks take tiles, where there are more tiles than thread blocks."""
 
     def __init__(self, device: cuda_device.Device, needed: bool) -> None:
         self._counters = _counters_of(device) if needed else None
 
     def put(self, words: Words, stream: int) -> None:
-        """Write a free counter's address into the struct `words` of a launch on a stream."""
+        """Write the address of a free counter into the parameters `words` of a launch on a stream."""
         if self._counters is not None:
             words[_COUNTER_WORD] = self._counters.next(stream)
 
@@ -120,7 +123,7 @@ class _Counters:
         xp = device.namespace
         self._array = xp.zeros(_NUM_COUNTERS + _NUM_CAPTURED, np.uint64)
         if xp is not np:
-            # Once per process and device: other streams may use the zeros, too.
+            # Other streams use the zeros, too. This wait comes once for each process and device.
             xp.cuda.get_current_stream().synchronize()
         self._capture = device.capture
         self._address = device.pointer(self._array)
@@ -128,7 +131,7 @@ class _Counters:
         self._captured = count()
 
     def next(self, stream: int) -> int:
-        """Address of a free counter; 0 if there is none: tiles are dealt."""
+        """The address of a free counter, or 0 where there is none and thread blocks take tiles by a fixed stride."""
         if self._capture(stream):
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 8 * (_NUM_COUNTERS + number)

@@ -1,4 +1,4 @@
-"""Launches of the portable kernels, and of the sums that all families share."""
+"""Launches of the portable kernels, and of the sums in around/reduce.cu that all families share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_splits
+from cuflash.hardware import WARP
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
 from cuflash.plan.portable import key_kernels, plan, types_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
-# Of a block of around/reduce.cu, and rows where a warp has one.
 _FILE = "around/reduce"
-_SUM_THREADS = 256
-SUM_ROWS = _SUM_THREADS // 32
+_SUM_THREADS = 256  # threads of a thread block of its kernels
+SUM_ROWS = _SUM_THREADS // WARP  # rows of a thread block where a warp has one
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Tiles(Kernel):
 
 @dataclass(frozen=True)
 class Bias(Kernel):
-    """The gradient of a bias."""
+    """The kernel for the gradient of a bias."""
 
     orders_bits = False
 
     def axes(self, problem: AttentionProblem) -> list[tuple[int, int]]:
-        """(tiles, tiles of scores behind each) of every axis of dbias, as Axis of around/bias_range.cuh counts them."""
+        """(tiles, tiles of scores that each of them sums) for each axis of dbias: see Axis of around/bias_range.cuh."""
         assert problem.bias is not None
         scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
         blocks = (1, 1, self.config.block_m, self.config.block_n)
@@ -44,24 +44,24 @@ class Bias(Kernel):
         ]
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(no tiles of heads, tiles in all)."""
+        """Numbers of tiles: (0, as they are no head's, and in all)."""
         return 0, math.prod(tiles for tiles, _ in self.axes(problem)) * num_splits(arrays)
 
     def splits(self, problem: AttentionProblem, at_once: int) -> int:
-        """Parts of each sum, so that a small dbias fills a GPU."""
-        tiles, scores = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
-        return min(max(2 * at_once // max(tiles, 1), 1), max(scores, 1))
+        """The number of splits of each sum, so that a small dbias fills a GPU that runs `at_once` thread blocks."""
+        tiles, summed = (math.prod(counts) for counts in zip(*self.axes(problem), strict=True))
+        return min(max(2 * at_once // max(tiles, 1), 1), max(summed, 1))
 
 
 @dataclass(frozen=True)
 class WithoutTiles(Kernel):
-    """A kernel that has nothing to do with scores."""
+    """A kernel that visits no tiles of scores."""
 
     visits_tiles = False
 
 
 def constants_of_sums(config: KernelConfig) -> dict[str, str | int]:
-    """The constants of around/reduce.cu, whose kernels know of no options."""
+    """The constants of around/reduce.cu, whose kernels know no options."""
     types = {name: getattr(config, name) for name in ("element", "accum", "bias_element")}
     return types | {"threads": _SUM_THREADS}
 
@@ -73,7 +73,7 @@ class Sum(WithoutTiles):
     threads = _SUM_THREADS
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The kernel itself, one for all configurations of the same types."""
+        """The compiled kernel, which all configurations of the same types share."""
         return load(_FILE, self.entry, constants_of_sums(self.config), device)
 
 
@@ -82,35 +82,35 @@ class Rows(Sum):
     """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(blocks of one head, blocks in all)."""
+        """Numbers of thread blocks: (of one head, in all)."""
         tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
-        return tiles, tiles * images(problem, problem.num_heads_q)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
 
 @dataclass(frozen=True)
 class Reduce(Sum):
-    """A sum over rows, sequences or parts."""
+    """A kernel that sums over rows, sequences or splits."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(no tiles of heads, blocks)."""
+        """Numbers of thread blocks: (0, as they are no head's, and in all)."""
         if "dbias" in arrays:
             return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; True."""
+    """Write out and lse; always True, as the portable kernels take every problem."""
     work.run(Tiles("forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
     return True
 
 
 def delta(work: Work, arrays: Arrays) -> None:
-    """Write delta, of arrays that have dlse where there is one."""
+    """Write delta; `arrays` have dlse where the call gave one."""
     work.run(Rows("delta", types_of(work.problem)), arrays)
 
 
 def gradients(work: Work, grads: Arrays) -> None:
-    """Write `grads`."""
+    """Write the gradients `grads`, by name."""
     problem, arrays, limit = work.problem, work.arrays, work.device.smem_limit
     by_rows = rows_of_slopes(work, grads) if "dslope_rows" not in arrays else {}
     if "q" in grads:
@@ -131,7 +131,7 @@ def gradients(work: Work, grads: Arrays) -> None:
 
 
 def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) -> None:
-    """Write it; a multiprocessor holds so many `blocks`."""
+    """Write the gradient of a bias to `array`; a multiprocessor holds so many `blocks` of the kernel."""
     dbias = {"dbias": array}
     splits = kernel.splits(work.problem, work.device.num_sms * blocks)
     if splits > 1:
@@ -142,7 +142,7 @@ def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) ->
 
 
 def rows_of_slopes(work: Work, grads: Arrays) -> Arrays:
-    """Room for each row's part of the slopes' gradient, if wanted."""
+    """Scratch memory for each row's share of the slopes' gradient, if that is wanted."""
     if "alibi_slopes" not in grads:
         return {}
     return {"dslope_rows": work.empty(work.problem.lse_shape, work.problem.accum_dtype)}

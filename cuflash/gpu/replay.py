@@ -1,4 +1,7 @@
-"""A call's launches on a GPU, kept for later calls with the same metadata."""
+"""A call's launches on a GPU, recorded so that later calls with the same metadata repeat them.
+
+`launch.Work` records, `frontend.metadata` keeps the repetitions by metadata.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,31 @@ Array = Any
 
 
 class Launch(Protocol):
-    """What does not change of a kernel's launch from call to call."""
+    """The part of a kernel's launch that does not change from call to call."""
 
-    pointer_words: tuple[int, ...]
+    pointer_words: tuple[int, ...]  # where the arrays' pointers stand in the parameter struct, in words
 
     def enqueue(self, addresses: Addresses, places: Iterable[tuple[int, int]], seed: int | None, stream: int) -> None:
-        """`places` are pairs: where a pointer stands among the parameters, and in `addresses`."""
+        """Enqueue the kernel; `places` are pairs (word of the parameters, index of the pointer in `addresses`)."""
 
 
 class Recorded(NamedTuple):
-    """What a repetition does; arrays are places in the list of all addresses.
+    """The steps of a repetition, in which an array is an index in the list of all addresses.
 
-    Behind the arguments' come those of new results, of the block mask's store and lists, and of scratch memory.
+    The list has the arguments' addresses, then those of new results, of the block mask's store and lists, and of
+    scratch memory.
     """
 
-    # (shape, dtype) of a new array, the index of a target, None for what is not wanted
+    # A result is the (shape, dtype) of a new array, the index of a target, or None where it is not wanted.
     results: tuple[tuple[tuple[int, ...], Any] | int | None, ...]
-    tiles: tuple[tuple[int, int, bool | None], ...]  # of the lists, with an order of bits
-    scratch_sizes: tuple[int, ...]  # in bytes
+    tiles: tuple[tuple[int, int, bool | None], ...]  # tiles of the block mask's lists: block_m, block_n, order of bits
+    scratch_sizes: tuple[int, ...]  # bytes of each piece of scratch memory
     steps: tuple[tuple[Launch, tuple[tuple[int, int], ...]], ...]
-    apart: tuple[tuple[int, int, Distances], ...]  # targets, and what they must have no memory in common with
+    apart: tuple[tuple[int, int, Distances], ...]  # targets, and the arrays whose memory they must not share
 
 
 class Repeat(NamedTuple):
-    """The launches again, with new results and scratch memory."""
+    """A call that repeats recorded launches, with new results and scratch memory."""
 
     device: Device
     recorded: Recorded
@@ -73,7 +77,7 @@ class Repeat(NamedTuple):
         if tiles:
             addresses += cast("BlockMask", metadata.block_mask).addresses(tiles, device)
         stream = device.stream()
-        # One by one, as recorded: for a capture the pool only gives what it has given before.
+        # Scratch memory is taken piece by piece as recorded: in a capture the pool only gives what it has given before.
         scratch = []
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:
@@ -93,7 +97,7 @@ class Repeat(NamedTuple):
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """Whether all are multiples of `ALIGNMENT`, by which kernels are chosen."""
+    """Whether all addresses are multiples of `ALIGNMENT`, by which kernels are chosen."""
     bits = 0
     for address in addresses:
         bits |= address
@@ -101,7 +105,7 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 
 class Recording:
-    """Watches the launches of a call on arrays, which they know by these names."""
+    """The launches of a call so far; `arrays` are the call's arrays by their names in the parameter struct."""
 
     def __init__(self, device: Device, arrays: dict[str, Array], stream: int) -> None:
         self._device = device
@@ -115,7 +119,7 @@ class Recording:
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory of the call; it holds anything at first, at each repetition too."""
+        """Scratch memory of the call, which is uninitialised in each repetition too."""
         if self._capture:
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self._blocks.append(take(self._capture, self._stream, size, self._device.lasting))
@@ -126,12 +130,12 @@ class Recording:
         return scratch
 
     def end(self) -> None:
-        """Every launch is enqueued: others may have the scratch memory."""
+        """Note that every launch is enqueued, so that other calls may take the scratch memory."""
         if self._capture:
             give_back(self._capture, self._stream, self._blocks)
 
     def use_lists(self, tile: tuple[int, int, bool | None], store: Sequence[Array], lists: Sequence[Array]) -> None:
-        """Note that a launch reads them."""
+        """Note that a launch reads a block mask's store and its lists for a tile."""
         if tile not in self._tiles:
             self._tiles.append(tile)
         begin = len(store) + len(lists) * self._tiles.index(tile)
@@ -153,7 +157,7 @@ class Recording:
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]
-        # By name first: two arrays of this call may be one, and of the next not.
+        # Arrays are found by name first: two of this call may be one array, and those of the next call not.
         places = {(name, id(self._arrays[name])): i for i, name in enumerate(order) if name in self._arrays}
         begin = len(order) + len(dict(self._of_mask))
         others = {id(x): len(order) + i for i, x in self._of_mask} | {

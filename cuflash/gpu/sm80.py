@@ -1,4 +1,4 @@
-"""Launches of the kernels by mma.sync."""
+"""Launches of the kernels by mma.sync: both passes on 16 bits (`plan.sm80_*`) and on wide elements."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
-from cuflash.gpu.launch import Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide
+from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
 from cuflash.plan.sm80_forward import Capability
 from cuflash.problem.attention_problem import AttentionProblem
@@ -18,17 +18,17 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 @dataclass(frozen=True)
 class _Gradient(Kernel):
-    """A kernel of the backward pass on 16 bits."""
+    """A kernel of the backward pass on 16 bits, or the one before or behind it."""
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether it is the main one."""
+        """Whether this is the main kernel."""
         return self.entry == MAIN
 
     of_keys = visits_tiles
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """How sums of dq are laid out."""
+        """The number of query tiles, by which sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
@@ -37,11 +37,11 @@ def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability,
 
 
 def _pays(work: Work, gradients: bool) -> bool:
-    return sm80_wide.pays(work.problem, work.device.name, gradients)
+    return sm80_kinds.pays(work.problem, work.device.name, gradients)
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False where others run."""
+    """Write out and lse; False where another family runs."""
     place = _place(work, "q", "k", "v")
     config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
     if config is None or not _pays(work, gradients=False):
@@ -51,7 +51,10 @@ def forward(work: Work) -> bool:
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dk, dv, delta, dq unless beside a block mask its bits must repeat; return the others, None if nothing."""
+    """Write dk, dv and delta, and dq unless there is a block mask and its bits must repeat.
+
+    The result are the gradients that are left, or None where another family runs.
+    """
     problem, arrays = work.problem, work.arrays
     configs = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
     if not configs:
@@ -60,8 +63,8 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
     if "q" in grads and (first.deterministic or not problem.deterministic):
-        tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
-        if tiles:  # else nobody clears the counter of turns
+        tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, first.block_m)
+        if tiles:  # without tiles no thread block would clear the counters of the order
             of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
             if first.deterministic:
                 of_queries["dq_turns"] = work.empty((1 + tiles * first.turns,), np.int32)
@@ -80,7 +83,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
 
 
 def of_queries(work: Work, grads: Arrays) -> Arrays:
-    """Write dq and each row's part of the slopes' gradient where families left them; return the other gradients."""
+    """Write dq and each row's share of the slopes' gradient where a family left them; return the other gradients."""
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
     if (config := sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
@@ -92,7 +95,7 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
 
 
 def of_bias(work: Work, grads: Arrays) -> Arrays:
-    """Write the gradient of a bias where families left it; return the other gradients."""
+    """Write the gradient of a bias where a family left it; return the other gradients."""
     if "bias" not in grads:
         return grads
     config = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
@@ -104,7 +107,10 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
 
 
 def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dq, dk, dv, delta and each row's part of the slopes' gradient; return the others, None if nothing."""
+    """Write dq, dk, dv, delta and each row's share of the slopes' gradient by kernels on wide elements.
+
+    The result are the gradients that are left, or None where another family runs.
+    """
     if not _pays(work, gradients=True):
         return None
     configs = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))

@@ -1,4 +1,4 @@
-"""Launches of both passes on Hopper."""
+"""Launches of both passes on 16 bits on Hopper (`plan.sm90_*`)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu.launch import Further, Kernel, Work, images, num_tiles
+from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import SCORE_TENSORS, Arrays
 from cuflash.gpu.persistent import Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
 from cuflash.hardware import ALIGNMENT, WARP
-from cuflash.plan import sm90_backward, sm90_forward
+from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
-from cuflash.plan.sm90_forward import Config, Layout
+from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
-_FEW_TILES = 1024  # the kernel before is over sooner on all multiprocessors
+# Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
+_FEW_TILES = 1024
 
 
 def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
@@ -41,26 +42,28 @@ def heads_as_rows(problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionP
 class Forward(Kernel):
     """The forward kernel."""
 
-    config: Config
+    config: Sm90ForwardConfig
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(tiles of one head, tiles in all, each part of the keys by itself)."""
+        """Numbers of tiles: (of one head, in all); each split of the keys has its own."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
-        total = tiles * images(problem, problem.num_heads_q)
+        total = tiles * batch_heads(problem, problem.num_heads_q)
         return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """Single queries of the heads of a group are rows of a tile."""
+        """The query heads of a group as rows of a tile, where each has one query."""
         return heads_as_rows(problem, arrays)
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The order of tiles."""
-        return {"heads_together": sm90_forward.heads_together(problem, self.config.block_m)}
+        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        return {"heads_together": sm90_grid.heads_together(problem, self.config.block_m)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
-        """Maps of the arrays that TMA reads and writes."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
+        """Tensor maps of the arrays that TMA reads and writes."""
         m, n = self.config.block_m, self.config.block_n
-        bias = ("v", n)  # a map that is not read
+        bias = ("v", n)  # the kernel does not read this map
         mask = ("mask", m, self.config.mask_row_bytes) if self.config.has_mask_tiles else bias
         if self.config.has_bias_tiles:
             x = arrays["bias"]
@@ -72,55 +75,55 @@ class Forward(Kernel):
 
 @dataclass(frozen=True)
 class Merge(Sum):
-    """The results over parts of the keys become one: a thread block a row, or a warp where rows are many."""
+    """The kernel that merges partial results over splits of the keys: a row has a thread block, or a warp."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """(blocks of one head, blocks in all)."""
         rows = SUM_ROWS if self.entry == "merge_rows" else 1
         blocks = math.ceil(problem.seqlen_q / rows)
-        return blocks, blocks * images(problem, problem.num_heads_q)
+        return blocks, blocks * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """As `Forward` does."""
+        """The views that `Forward` was launched with."""
         return heads_as_rows(problem, arrays)
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False where others run."""
+    """Write out and lse; False where another family runs."""
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
     if layouts is None:
         return False
     config = sm90_forward.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
     if config is None:
         return False
-    config, number = sm90_forward.for_grid(work.problem, config, work.device.num_sms)
-    parts = _results_of_parts(work, number)
-    if parts or not _is_out_expressible(work):
-        config = replace(config, splits_keys=bool(parts), staging_panels=0, pair=1)
-    work.run(Forward(config.entry, config), work.arrays | parts)
-    if parts:
-        entry = "merge_rows" if sm90_forward.merges_by_rows(work.problem, number) else "merge_parts"
-        work.run(Merge(entry, types_of(work.problem)), work.arrays | parts)
+    config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
+    partials = _partial_results(work, num_splits)
+    if partials or not _is_out_expressible(work):
+        config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
+    work.run(Forward(config.entry, config), work.arrays | partials)
+    if partials:
+        entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_parts"
+        work.run(Merge(entry, types_of(work.problem)), work.arrays | partials)
     return True
 
 
 def _is_out_expressible(work: Work) -> bool:
-    """Whether TMA can write the result."""
+    """Whether a tensor map can describe the result, so that TMA writes it."""
     layouts = work.layouts(("out",))
     return layouts is not None and sm90_forward.expressible(*layouts[0])
 
 
 def _layout(work: Work, x: Array | None) -> Layout | None:
-    """Strides and shape, unless TMA cannot take the address."""
+    """Strides and shape of an array; None where there is none, or where TMA cannot take its address."""
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
 
 
-def _results_of_parts(work: Work, parts: int) -> Arrays:
-    """Room for the results over parts of the keys; nothing where keys stay whole."""
-    if parts == 1:
+def _partial_results(work: Work, num_splits: int) -> Arrays:
+    """Scratch memory for the partial results over splits of the keys; none where keys stay whole."""
+    if num_splits == 1:
         return {}
     seen = sm90_forward.heads_as_rows(work.problem)
-    batch, rows, heads = parts * seen.batch, seen.seqlen_q, seen.num_heads_q
+    batch, rows, heads = num_splits * seen.batch, seen.seqlen_q, seen.num_heads_q
     return {
         "out_parts": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
         "lse_parts": work.empty((batch, heads, rows), np.float32),
@@ -129,64 +132,70 @@ def _results_of_parts(work: Work, parts: int) -> Arrays:
 
 @dataclass(frozen=True)
 class _OfQueries(WithoutTiles):
-    """A kernel of the backward pass."""
+    """A kernel of the backward pass whose tiles are queries."""
 
-    config: sm90_backward.Config
+    config: sm90_backward.Sm90BackwardConfig
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory of a thread block, in bytes."""
         return self.config.smem_bytes
 
     @property
     def begins_early(self) -> bool:
-        """Where dq of one head is written while others are under way."""
+        """Whether the kernel begins early: dq of one head is written while other heads are under way."""
         return self.config.ping_pong and self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """How sums of dq are laid out."""
+        """The number of query tiles, by which sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
 @dataclass(frozen=True)
 class BeforeGradients(_OfQueries):
-    """The kernel before: what the gradients of scores load of each query."""
+    """The kernel ROWS, which prepares what `Gradients` loads of each query."""
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
-        """Maps of the arrays that TMA reads."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
+        """Tensor maps of the arrays that TMA reads."""
         m, blocks = self.config.block_m, arrays["rows_done"].size if "rows_done" in arrays else device.num_sms
         return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
 
 
 @dataclass(frozen=True)
 class Dq(_OfQueries):
-    """The kernel behind: dq from its sum."""
+    """The kernel DQ, which writes dq from its sum."""
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Further:
-        """As many thread blocks as run at once."""
-        return Further((min(tiles, device.num_sms),))
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> ExtraArguments:
+        """No arguments, and as many thread blocks as run at once."""
+        return ExtraArguments((min(tiles, device.num_sms),))
 
 
 @dataclass(frozen=True)
 class Gradients(_OfQueries):
-    """The gradients of scores, and all that is multiplied with them."""
+    """The main kernel: the gradients of scores, and what they are multiplied to: dq, dk, dv."""
 
     visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """How sums of dq are laid out, the order of tiles."""
+        """The number of query tiles, by which sums of dq are laid out, and of heads whose tiles are mixed."""
         return super().numbers(problem) | {"heads_together": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(tiles of one head, tiles in all); those of a pair of thread blocks are one."""
+        """Numbers of tiles: (of one head, in all); those of a pair of thread blocks count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * images(problem, problem.num_heads_kv)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> Persistent:
-        """Maps of the arrays that TMA reads."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> Persistent:
+        """Tensor maps of the arrays that TMA reads."""
         m, n = self.config.block_m, self.config.block_n
         pair = self.config.pair
-        # Used or not.
+        # A map of v stands where the kernel does not read one.
         bias = ("bias", m) if self.config.has_bias_tiles else ("v", n)
         dbias = ("dbias", m) if self.config.writes_dbias else ("v", n)
         maps = (("q", m), ("k", n * pair), ("v", n), ("dout", m), bias, dbias)
@@ -194,7 +203,7 @@ class Gradients(_OfQueries):
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dq, dk, dv and delta; return the other gradients, None if nothing is done."""
+    """Write dq, dk, dv and delta; return the gradients that are left, None where another family runs."""
     problem, arrays = work.problem, work.arrays
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
@@ -204,20 +213,20 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     )
     if config is None:
         return None
-    tiles = images(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
+    tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
     if config.stores_first and "q" in grads:
-        words = 2 + tiles * config.dq_sums * config.dq_parts + images(problem, problem.num_heads_kv)
+        words = 2 + tiles * config.dq_sums * config.dq_parts + batch_heads(problem, problem.num_heads_kv)
         rows["dq_turns"] = work.empty((words,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
-        # One lane of the warp that waits asks for each thread block that prepares rows.
+        # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_done"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
-    of_keys = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | of_keys | dbias)
+    key_grads = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_turns"))
         work.run(Dq(sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})

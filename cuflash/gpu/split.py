@@ -1,4 +1,7 @@
-"""Float32 in float16 parts: the work space that has them, and Hopper's kernels; passes of a kernel a gradient."""
+"""Launches on float32 operands as float16 parts: the work space that holds the parts, and Hopper's kernels.
+
+`sm80` uses the same work space for its kernels on parts, and `run_passes` for all that have a kernel for each gradient.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,40 @@ from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import Further, Kernel, Words, Work, images
+from cuflash.gpu.launch import ExtraArguments, Kernel, Words, Work, batch_heads
 from cuflash.gpu.params import Arrays, word_of
 from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
-from cuflash.plan import sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_wide, sm90_backward, sm90_grid
 from cuflash.plan import split as plan_split
 from cuflash.plan.entries import file_of, key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 ROWS = "split_rows"
-Config = plan_split.Config | sm80_wide.Config
+PartsConfig = plan_split.SplitConfig | sm80_wide.WideConfig
 _SPACE_WORD = word_of("work_space")
-# Of split/rows.cu: threads of a block, elements of a vector, most lanes of a row.
-_THREADS = 256
-_VECTOR = 4
-_LANES = 32
+# These are numbers of split/rows.cu.
+_THREADS = 256  # threads of a thread block
+_VECTOR = 4  # elements of a vector
+_LANES = 32  # most lanes of a row
 _COLUMN_CLASSES = (64, 128, 256)
-# Factors of whole tiles of keys are copied.
+# The factors of a tile of keys are copied as a whole, so that their rows are padded to a multiple of this.
 _FACTOR_ROWS = 128
 
 
 class WorkSpace:
-    """Where the parts of the operands lie."""
+    """The places of the operands' parts in work space, its size, and tensor maps of it."""
 
-    def __init__(self, problem: AttentionProblem, config: Config, device: cuda_device.Device) -> None:
+    def __init__(self, problem: AttentionProblem, config: PartsConfig, device: cuda_device.Device) -> None:
         queries, keys = (problem.seqlen_q, problem.num_heads_q), (problem.seqlen_k, problem.num_heads_kv)
         tensors = [
             ("q", queries, config.head_dim, config.key_parts),
             ("k", keys, config.head_dim, config.key_parts),
             ("v", keys, config.head_dim_v, config.parts),
         ]
-        is_backward = isinstance(config, plan_split.GradientConfig | sm80_wide.GradientConfig)
+        is_backward = isinstance(config, plan_split.SplitGradientConfig | sm80_wide.WideGradientConfig)
         if is_backward:
             tensors.append(("dout", queries, config.head_dim_v, config.parts))
         rows_of_block = _THREADS // min(_columns(config) // _VECTOR, _LANES)
@@ -57,10 +60,10 @@ class WorkSpace:
         for name, (rows, heads), head_dim, parts in tensors:
             panels = math.ceil(head_dim / PANEL)
             if problem.packed:
-                # Sequences and the padding beside them begin at multiples: split_begin.
+                # Sequences, and the padding between them, begin at multiples of rows: split_begin.
                 rows = (rows // ROW_ALIGNMENT + problem.batch + 3) * ROW_ALIGNMENT
             factor_rows = (math.ceil(rows / _FACTOR_ROWS) + 1) * _FACTOR_ROWS
-            count = images(problem, heads)
+            count = batch_heads(problem, heads)
             factors = size + whole_rows(count * parts * panels * rows * SWIZZLE_BYTES)
             operands[name] = (size, factors, rows, factor_rows, panels, parts)
             self._tensors.append((size, (PANEL, rows, parts * panels, count)))
@@ -73,7 +76,7 @@ class WorkSpace:
         self.size = size
         self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
         self.grid = (blocks, len(tensors))
-        # By the work space's address and `OnOperands.boxes`.
+        # Keys are the work space's address and the boxes of `OnOperands`.
         self.maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, address_and_boxes: tuple[int, Sequence[int]]) -> list[Array]:
@@ -86,8 +89,11 @@ class WorkSpace:
         return self._device.tensor_map(address, "float16", extents, strides, (PANEL, rows, extents[2], 1))
 
 
-class OnOperands(Further):
-    """The operands' places in a work space, its address if `with_space`, and maps for `boxes` rows of each operand."""
+class OnOperands(ExtraArguments):
+    """Arguments: the operands' places in a work space, its address if `with_space`, and tensor maps.
+
+    `boxes` are the rows of a copy of each operand; without them there are no maps.
+    """
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class OnOperands(Further):
         self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """`Further.fill`."""
+        """Write the address, the maps and a free counter: see `ExtraArguments.fill`."""
         address = words[_SPACE_WORD]
         if self._with_space:
             words[begins[1]] = address
@@ -115,18 +121,20 @@ class OnOperands(Further):
 
 @dataclass(frozen=True)
 class Split(WithoutTiles):
-    """The kernel that fills the work space."""
+    """The kernel that splits operands into parts and fills the work space."""
 
-    config: Config
+    config: PartsConfig
     threads = _THREADS
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
-        """The operands' places."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
+        """The operands' places in work space."""
         space = WorkSpace(problem, self.config, device)
         return OnOperands(space.grid, space, True)
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The kernel itself, one for many configurations."""
+        """The compiled kernel, which many configurations share."""
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
             "threads": _THREADS,
@@ -138,14 +146,16 @@ class Split(WithoutTiles):
 class Forward(Kernel):
     """The forward kernel."""
 
-    config: plan_split.ForwardConfig
+    config: plan_split.SplitForwardConfig
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The order of tiles."""
-        return {"heads_together": sm90_forward.heads_together(problem)}
+        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        return {"heads_together": sm90_grid.heads_together(problem)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
-        """Maps of q, k and v."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
+        """Tensor maps of q, k and v."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
         space = WorkSpace(problem, self.config, device)
@@ -156,16 +166,18 @@ class Forward(Kernel):
 class Gradient(Kernel):
     """A gradient kernel."""
 
-    config: plan_split.GradientConfig
+    config: plan_split.SplitGradientConfig
     orders_bits = False
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The order of tiles."""
-        heads_together = (sm90_backward if self.of_keys else sm90_forward).heads_together
+        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        heads_together = (sm90_backward if self.of_keys else sm90_grid).heads_together
         return {"heads_together": heads_together(problem)}
 
-    def further(self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int) -> OnOperands:
-        """Maps of q, k, v and dout."""
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> OnOperands:
+        """Tensor maps of q, k, v and dout."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
         space = WorkSpace(problem, self.config, device)
@@ -173,7 +185,7 @@ class Gradient(Kernel):
 
 
 def forward(work: Work) -> bool:
-    """Write out and lse; False where others run."""
+    """Write out and lse; False where another family runs."""
     config = plan_split.forward(work.problem) if work.device.has_wgmma else None
     if config is None:
         return False
@@ -182,13 +194,13 @@ def forward(work: Work) -> bool:
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dq, dk, dv, delta and the slopes' rows; return the other gradients, None if nothing is done."""
+    """Write dq, dk, dv, delta and the slopes' rows; return the gradients left, None where another family runs."""
     configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
     return run_passes(work, with_dlse, grads, [Gradient(config.entry, config) for config in configs])
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:
-    """`backward` by these kernels, that for dq first."""
+    """Do as `backward` does, by these kernels, of which that for dq is the first."""
     if not kernels:
         return None
     gpu_portable.delta(work, with_dlse)
@@ -204,15 +216,17 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
 
 
 def split(work: Work, config: Any) -> Arrays:
-    """The arrays for a kernel, with the operands' parts if it takes those."""
+    """The arrays for a kernel; where it takes the operands' parts, the work space is filled first."""
     if not getattr(config, "parts", 0):
         return work.arrays
     size = WorkSpace(work.problem, config, work.device).size
-    if "work_space" not in work.arrays or work.arrays["work_space"].size != size:  # of as many columns
+    if (
+        "work_space" not in work.arrays or work.arrays["work_space"].size != size
+    ):  # parts of as many columns serve again
         work.arrays["work_space"] = work.empty((size,), np.uint8)
         work.run(Split(ROWS, config), work.arrays)
     return work.arrays
 
 
-def _columns(config: Config) -> int:
+def _columns(config: PartsConfig) -> int:
     return next(c for c in _COLUMN_CLASSES if c >= max(config.head_dim, config.head_dim_v))

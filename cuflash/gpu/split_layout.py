@@ -1,4 +1,4 @@
-"""How float32 operands lie in work space as float16 parts: the structs of cuda_src/split/layout.cuh."""
+"""The layout of float32 operands as float16 parts in work space: the structs of cuda_src/split/layout.cuh."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64
 
 # Elements for one call of a user's function: its temporaries then stay in a core's cache.
 FUNCTION_ELEMENTS = 1 << 17
-_HOST = -1  # in place of a device's number
+_HOST = -1  # this stands for the host where others are numbers of devices
 _serials = count()
 
 
@@ -282,7 +282,10 @@ class BlockMask(MaskMetadata, Patterns):
         return dense if self._release is None else self._release(dense)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks see. Batch and heads broadcast; a block of the result divides those of both masks."""
+        """The mask of the elements that both masks see.
+
+        Batch and heads broadcast; a block of the result divides those of both masks.
+        """
         if not isinstance(other, BlockMask):
             raise TypeError(f"&: expected two of BlockMask (from_dense takes a bool array), got {type(other).__name__}")
         if self.shape[2:] != other.shape[2:] or any(
@@ -326,7 +329,7 @@ class BlockMask(MaskMetadata, Patterns):
         made = self._on_device.get(device)
         if made is None:
             slots, bits = self._store.slots, self._store.bits
-            # Threads that come at once use the same, or one's would be freed while others read.
+            # Threads that come at once use the same arrays, or one's would be freed while others read.
             made = self._on_device.setdefault(device, OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits))))
         return made.get()
 
@@ -346,11 +349,11 @@ class BlockMask(MaskMetadata, Patterns):
             made = OnDevice(
                 xp, lambda: list_tiles(xp, get_kernel, slots, bits, *self.shape[2:], block_m, block_n, of_keys)
             )
-            lists = self._lists.setdefault(key, made)  # as above
+            lists = self._lists.setdefault(key, made)  # threads that come at once use the same lists
         return lists.get()
 
     def addresses(self, tiles: tuple[tuple[int, int, bool | None], ...], device: Device) -> list[int]:
-        """Where the store and the lists for `tiles` lie on the current device, ready on this stream."""
+        """Addresses of the store and of the lists for `tiles` on the current device, ready on this stream."""
         known = self._addresses.get((device, tiles))
         if known is None:
             xp = device.namespace
@@ -364,7 +367,7 @@ class BlockMask(MaskMetadata, Patterns):
         return known
 
     def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
-        """What rows [i0, i1) see of columns [j0, j1), of the call's `b` and `h`: None, True (everything) or bools."""
+        """The part of columns [j0, j1) that rows [i0, i1) see, in the call's `b` and `h`: None, True (all) or bools."""
         slots, table = self._store
         top, left = i0 // CANONICAL, j0 // CANONICAL
         covered = slots[

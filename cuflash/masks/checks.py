@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Array = Any
 # Sizes are int32 on a GPU.
 MAX_SIZE = 2**31 - 1
-# No position is that far from another, and int64 holds its sum with one.
+# A distance beyond that between any two positions; int64 holds its sum with a position.
 MAX_REACH = 1 << 40
 
 
@@ -34,7 +34,7 @@ def check_count(name: str, value: Any, least: int = 0, most: int | None = MAX_SI
 
 
 def check_reach(name: str, value: Any, least: int = 0) -> int:
-    """A distance or a number of blocks: an integer of any size, cut where larger ones reach everything, too."""
+    """A distance or a number of blocks: an integer of any size, lowered to `MAX_REACH`, which reaches everything."""
     return min(check_count(name, value, least, None), MAX_REACH)
 
 
@@ -121,7 +121,7 @@ def adopt_bools(name: str, x: Any) -> tuple[interop.Library, Array]:
 
 
 def bools_of_rule(result: Any, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """What a user's function returned, as host bools of `shape`."""
+    """The result of a user's function as host bools of `shape`."""
     if isinstance(result, (bool, np.bool_)):
         return np.full(shape, result)
     library = interop.library_of("function's result", result)

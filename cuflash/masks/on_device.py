@@ -14,13 +14,13 @@ Made = TypeVar("Made")
 GetKernel = Callable[[str, str, dict[str, int]], Callable[..., Any]]
 
 _SOURCE = "around/block_sparse"
-_WARPS = 8  # of a thread block; nothing depends on it
+_WARPS = 8  # warps of a thread block; nothing depends on their number
 _SCAN_THREADS = 1024
 _CONSTANTS = CONSTANTS | {"SCAN_THREADS": _SCAN_THREADS}
 
 
 class Device(Protocol):
-    """What a mask asks of a device."""
+    """The members of a device that a mask uses."""
 
     namespace: Any  # its array module
 
@@ -63,7 +63,7 @@ class OnDevice(Generic[Made]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no stream needs to wait for them any longer."""
+        """Whether the arrays are complete, so that no stream needs to wait for them."""
         return self._complete is None
 
     def get(self) -> Made:
@@ -71,7 +71,7 @@ class OnDevice(Generic[Made]):
         complete = self._complete  # another thread may find it done meanwhile
         if complete is not None:
             stream = self._stream_of()
-            # A capture can ask for nothing outside of it.
+            # A captured stream cannot ask about an event outside of the capture.
             if not stream.is_capturing():
                 if complete.done:
                     self._complete = None
@@ -119,19 +119,19 @@ def list_tiles(
     block_n: int,
     of_keys: bool | None,
 ) -> TileLists:
-    """The lists, each with room for all tiles; never waits for the device."""
-    images = slots.shape[:2]
+    """The lists of visited tiles, each with room for all tiles; never waits for the device."""
+    batch_heads = slots.shape[:2]
     num_m, num_n = num_blocks(seqlen_q, block_m), num_blocks(seqlen_k, block_n)
 
     def empty(*shape: int) -> Array:
-        return xp.empty((*images, *shape), np.int32)
+        return xp.empty((*batch_heads, *shape), np.int32)
 
     ordered = bits if of_keys is None else order_bits(xp, get_kernel, bits, of_keys)
     lists = TileLists(empty(num_m, num_n), empty(num_m), empty(num_n, num_m), empty(num_n), ordered)
-    num_images = images[0] * images[1]
-    num_lists = num_images * (num_m + num_n)
+    num_batch_heads = batch_heads[0] * batch_heads[1]
+    num_lists = num_batch_heads * (num_m + num_n)
     if num_lists:
-        sizes = (num_images, seqlen_q, seqlen_k, block_m, block_n, num_m, num_n)
+        sizes = (num_batch_heads, seqlen_q, seqlen_k, block_m, block_n, num_m, num_n)
         args = (slots, bits, *(np.int32(size) for size in sizes), *lists[:-1])
         grid, block = (num_blocks(num_lists, _WARPS),), (_WARPS * WARP,)
         get_kernel(_SOURCE, "list_tiles", _CONSTANTS)(grid, block, args)

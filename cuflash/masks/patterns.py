@@ -1,6 +1,6 @@
 """The named sparsity patterns: constructors that `BlockMask` inherits.
 
-A pattern gives any strip of rows as words (see `masks.store`): no dense mask is ever made.
+A pattern gives any range of rows as words (see `masks.store`): no dense mask is ever made.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Patterns:
         global_blocks : int
             How many rows and columns of blocks, the first ones, are seen whole.
         random_blocks : int
-            How many blocks each row of blocks sees beside these, drawn without replacement (all, if fewer are left).
+            How many blocks each row of blocks sees besides these, drawn without replacement (all, if fewer are left).
         seed : int or whatever else `numpy.random.default_rng` takes
             The same seed gives the same mask.
         heads, block_size, causal
@@ -341,7 +341,7 @@ def _causal(words_of: WordsOf, seqlen_q: int, seqlen_k: int) -> WordsOf:
 def _draw_others(
     rng: np.random.Generator, heads: int, count: int, num_global: int, start: Rows, stop: Rows, num_columns: int
 ) -> list[list[Rows]]:
-    """For each head and row of blocks, `count` columns outside [0, num_global) and the row's [start, stop)."""
+    """Columns for each head and row of blocks: `count` of those outside [0, num_global) and the row's [start, stop)."""
     start, stop = np.maximum(start, num_global), np.maximum(stop, num_global)
     num_others = num_columns - num_global - (stop - start)
 

@@ -26,11 +26,15 @@ STRIP_ELEMENTS = 1 << 22  # looked at in one go: their words stay in a core's ca
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
 _ONES = np.uint64(2**64 - 1)
-CONSTANTS = {"CANONICAL": CANONICAL, "HIDDEN": HIDDEN, "VISIBLE": VISIBLE}  # of every kernel that reads a store
+CONSTANTS = {
+    "CANONICAL": CANONICAL,
+    "HIDDEN": HIDDEN,
+    "VISIBLE": VISIBLE,
+}  # constants of every kernel that reads a store
 
 
 class Store(NamedTuple):
-    """What a mask consists of on the host.
+    """The data of a mask on the host.
 
     `slots` is int32 (batch, heads, blocks of rows, blocks of columns): `HIDDEN`, `VISIBLE` or the row of `table` with
     the block's bits, one uint64 per row. Its last two rows are ones and zeros, for `VISIBLE` and `HIDDEN`.
@@ -46,7 +50,7 @@ class Store(NamedTuple):
 
 
 def num_blocks(seqlen: int, size: int = CANONICAL) -> int:
-    """How many blocks of `size` cover `seqlen`."""
+    """The number of blocks of `size` that cover `seqlen`."""
     return -(-seqlen // size)
 
 
@@ -58,7 +62,7 @@ def make_store(slots: NDArray[np.int32], partial: list[Words]) -> Store:
 
 
 def pack(shape: Shape, words_of: WordsOf) -> Store:
-    """Sort every block into hidden, visible and partial, strip by strip."""
+    """Sort every block into hidden, visible and partial, some rows at a time."""
     batch, heads, seqlen_q, seqlen_k = shape
     columns = num_blocks(seqlen_k)
     slots = np.full((batch, heads, num_blocks(seqlen_q), columns), HIDDEN, np.int32)
@@ -67,9 +71,9 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
     in_array = words_below(np.array([seqlen_k]), seqlen_k)
     partial: list[Words] = []
     count = 0
-    strip = _strip_rows(seqlen_k)
-    for b, h, first in product(range(batch), range(heads), range(0, seqlen_q, strip)):
-        last = min(first + strip, seqlen_q)
+    step = _rows_at_once(seqlen_k)
+    for b, h, first in product(range(batch), range(heads), range(0, seqlen_q, step)):
+        last = min(first + step, seqlen_q)
         blocks = np.zeros((num_blocks(last - first), CANONICAL, columns), np.uint64)
         rows = blocks.reshape(-1, columns)
         np.bitwise_and(words_of(b, h, first, last), in_array, out=rows[: last - first])
@@ -101,7 +105,7 @@ def intersect(a: Store, b: Store) -> Store:
 
 
 def count_visible(store: Store, seqlen_q: int, seqlen_k: int) -> int:
-    """How many elements the store sees."""
+    """The number of visible elements of a store."""
     rows, columns = (
         np.minimum(seqlen - CANONICAL * np.arange(num_blocks(seqlen)), CANONICAL) for seqlen in (seqlen_q, seqlen_k)
     )
@@ -120,17 +124,17 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
     constants = xp.zeros((2, CANONICAL), xp.uint64)
     constants[VISIBLE] = _ONES
     table = xp.concatenate([bits.reshape(len(bits), 2 * CANONICAL).view(xp.uint64), constants])
-    strip = _strip_rows(seqlen_k) // CANONICAL
-    for b, h, block in product(range(batch), range(heads), range(0, slots.shape[2], strip)):
-        words = xp.ascontiguousarray(table[slots[b, h, block : block + strip]].transpose(0, 2, 1))
+    step = _rows_at_once(seqlen_k) // CANONICAL
+    for b, h, block in product(range(batch), range(heads), range(0, slots.shape[2], step)):
+        words = xp.ascontiguousarray(table[slots[b, h, block : block + step]].transpose(0, 2, 1))
         rows = xp.unpackbits(words.view(xp.uint8).ravel(), bitorder="little").reshape(-1, slots.shape[3] * CANONICAL)
         here = dense[b, h, block * CANONICAL :][: len(rows)]
         here[...] = rows[: len(here), :seqlen_k]
     return dense
 
 
-def _strip_rows(seqlen_k: int) -> int:
-    """How many rows, whole blocks, to look at in one go."""
+def _rows_at_once(seqlen_k: int) -> int:
+    """The number of rows, whole blocks of them, that are read in one go."""
     return CANONICAL * max(1, STRIP_ELEMENTS // (CANONICAL * max(seqlen_k, 1)))
 
 

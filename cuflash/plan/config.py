@@ -1,4 +1,8 @@
-"""What every family's configuration of a kernel has, and which options a problem compiles in."""
+"""The base of every family's kernel configuration, and the options of a problem that are compiled into a kernel.
+
+The families' tables (the other modules of this folder) derive their configurations from `KernelConfig`; `gpu.kernels`
+turns every field of one into a constant of the kernel's source.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +18,44 @@ HEAD_DIM_CLASSES = (32, 64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """One kernel: every field but `entry` is a constant of its source (`block_m` -> `BLOCK_M`). Families add fields."""
+    """One kernel: each field but `entry` is a constant of its source (`block_m`: `BLOCK_M`). Families add fields."""
 
-    entry: str
-    element: str  # C++ type of q, k, v
-    accum: str
-    bias_element: str
-    head_dim: int  # class; 0 where it does not matter
-    head_dim_v: int
+    entry: str  # the kernel's name, by which `plan.entries` finds its files and function
+    element: str  # C++ type of q, k, v and of the results
+    accum: str  # C++ type of the arithmetic, of lse and delta
+    bias_element: str  # C++ type of the bias and of its gradient
+    head_dim: int  # columns of q and k that the kernel has room for; 0 where they do not matter
+    head_dim_v: int  # columns of v that the kernel has room for; 0 where they do not matter
     block_m: int  # queries of a tile
-    block_n: int  # keys
-    smem_bytes: int
-    has_window: bool
-    has_softcap: bool
-    has_bias: bool
-    has_mask: bool
-    has_alibi: bool
-    has_dropout: bool
-    has_block_mask: bool
+    block_n: int  # keys of a tile
+    smem_bytes: int  # dynamic shared memory of a thread block, in bytes
+    has_window: bool  # causal or a window is compiled in
+    has_softcap: bool  # the bound of the scores, c * tanh(s / c), is compiled in
+    has_bias: bool  # the bias is compiled in
+    has_mask: bool  # the element-wise mask is compiled in
+    has_alibi: bool  # the slopes are compiled in
+    has_dropout: bool  # dropout is compiled in
+    has_block_mask: bool  # the lists of visited tiles are compiled in
 
     @property
     def flags(self) -> str:
-        """The options that are compiled in, in words."""
+        """Names of the options that are compiled in, separated by commas."""
         return ", ".join(f.removeprefix("has_") for f in FLAGS if getattr(self, f)) or "plain"
 
     @property
     def tile(self) -> str:
-        """Queries and keys of a tile."""
+        """Size of a tile, as ``"queries x keys"`` without blanks."""
         return f"{self.block_m}x{self.block_n}"
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         raise NotImplementedError
 
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))
-# When a problem has each flag. A family's HANDLES has those that its kernels know: they would ignore any other one, so
-# that a problem with another one is for the next family.
+# The condition under which a problem has each flag. A family's HANDLES lists the flags that its kernels know. They
+# would ignore any other one, so a problem with another one goes to the next family.
 WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_window": lambda problem: problem.window_left is not None or problem.window_right is not None,
     "has_softcap": lambda problem: problem.softcap != 0,
@@ -75,14 +79,17 @@ KNOWN_TO_ALL = (
 
 
 def head_dim_class(head_dim: int) -> int:
-    """The smallest class that holds `head_dim`."""
+    """The smallest of `HEAD_DIM_CLASSES` that is no smaller than `head_dim`."""
     return next(c for c in HEAD_DIM_CLASSES if head_dim <= c)
 
 
 def common(
     family: type[KernelConfig], dtype: str, bias_dtype: str | None, flags: tuple[str, ...], *rows: Any
 ) -> dict[str, Any]:
-    """A family's fields: types, flags, and what rows and tiles have by that name."""
+    """Values for the fields of a `family`: the C++ types, the flags, and each field that one of `rows` has by its name.
+
+    `rows` are the table's row and tile, as dataclasses.
+    """
     accum = accum_of(dtype)
     names = {f.name for f in fields(family)}
     return {
@@ -95,30 +102,30 @@ def common(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """Whether the scale may join the conversion to base 2."""
+    """Whether the scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
-def beside_window(flags: tuple[str, ...]) -> set[str]:
-    """The options that choose a tile: a window takes that of plain scores, or one of its own."""
+def without_window(flags: tuple[str, ...]) -> set[str]:
+    """The flags but the window's, which choose a tile: a window takes the tile of plain scores, or one of its own."""
     return set(flags) - {"has_window"}
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Whether scores are products of q and k times the scale."""
+    """Whether scores are products of q and k times the scale, and nothing is added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
 
 
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
-    """The options of a problem that are compiled in."""
+    """Flags of the options of a problem, which are compiled into its kernels."""
     return tuple(flag for flag, wanted in WANTED.items() if wanted(problem))
 
 
 def unknown(handled: tuple[str, ...], problem: AttentionProblem) -> str:
-    """The options of a problem, in words, that kernels do not know which handle these; empty if they know all."""
+    """Names of a problem's options that are missing from the flags `handled`; an empty string if none is."""
     return ", ".join(flag.removeprefix("has_") for flag in flags_of(problem) if flag not in handled)
 
 
 def table_flags(handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Options with which the kernels of a family that handles these are listed."""
+    """Combinations of flags with which a family that handles these lists its kernels, for compiling and checks."""
     return (), ("has_window",), ("has_window", "has_block_mask"), handled

@@ -1,8 +1,8 @@
-"""The kernels' files and functions in cuda_src, by their entries."""
+"""The files and functions of cuda_src in which kernels stand, by the kernels' entries (`KernelConfig.entry`)."""
 
 from __future__ import annotations
 
-# Some files stand behind the header that says how to multiply.
+# A value names one file, or several that are joined: a header that says how to multiply stands before some kernels.
 _FILES = {
     "forward": "portable/forward",
     "backward_dq": "portable/backward_dq",
@@ -30,7 +30,7 @@ _FILES = {
     "split_forward": "split/sm90_forward",
     **{f"split_{name}": "split/sm90_backward" for name in ("dq", "dkv", "dk", "dv")},
 }
-# The functions of files that several entries share.
+# Files whose function is not named like the entry, because several entries share it.
 _FUNCTIONS = {
     "portable/backward_dkv": "backward_dkv",
     "sm80/bias.cuh": "backward_bias",
@@ -39,12 +39,12 @@ _FUNCTIONS = {
     "split/sm90_backward": "split_backward",
 }
 
-# What kernels whose tiles are keys compute, by how their names end.
+# Gradients that a kernel computes whose thread blocks stay with keys, by the end of its name.
 _KEY_RESULTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}
 
 
 def file_of(entry: str) -> str:
-    """The files of cuda_src in which a kernel stands, as `cuda.source.source_of` takes them."""
+    """Paths of the files in cuda_src in which a kernel stands, as `cuda.source.source_of` takes them."""
     return _FILES[entry]
 
 
@@ -54,5 +54,5 @@ def function_of(entry: str) -> str:
 
 
 def key_results(entry: str) -> tuple[str, ...]:
-    """Which of dk and dv a kernel computes; its tiles are keys if there is one."""
+    """Names of the results dk and dv that a kernel computes; its thread blocks stay with keys if it computes any."""
     return _KEY_RESULTS.get(entry.rpartition("_")[2], ())

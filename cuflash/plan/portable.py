@@ -1,4 +1,7 @@
-"""The portable kernels' table: which tile a problem takes on any GPU."""
+"""The table of the portable kernels (plain CUDA C++): the tile that a problem takes on any GPU.
+
+They take what no other family does, and `gpu.portable` launches them.
+"""
 
 from __future__ import annotations
 
@@ -13,102 +16,109 @@ from cuflash.plan.config import (
     HEAD_DIM_CLASSES,
     KNOWN_TO_ALL,
     KernelConfig,
-    beside_window,
     common,
     flags_of,
     head_dim_class,
     table_flags,
     unknown,
+    without_window,
 )
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import MAX_HEAD_DIM, AttentionProblem, accum_of
 
 _SIZES = {"float32": 4, "float64": 8}
-# Threads along either side of a tile.
-SIDE = 16
-HANDLES = KNOWN_TO_ALL  # of the portable kernels
+SIDE = 16  # threads along either side of a tile
+HANDLES = KNOWN_TO_ALL  # the flags that the portable kernels know
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a tile, depth of a chunk in shared memory, and how far it is unrolled."""
+class PortableTile:
+    """The tile of a portable kernel."""
 
-    block_m: int
-    block_n: int
-    block_k: int
-    unroll: int
-    sum_columns: int = 128  # of results whose sums over a tile are in registers at once; 0: no such sums
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
+    block_k: int  # columns of a chunk of q, k, v or dout in shared memory
+    unroll: int  # steps of the loop over a chunk that are unrolled
+    # Columns of a result whose sums over one tile are in registers at once; with 0 no tile is summed by itself.
+    sum_columns: int = 128
 
 
 @dataclass(frozen=True)
-class Row:
+class PortableRow:
     """One row of the table; no kernel of it spills registers on any architecture."""
 
-    tiles: tuple[Tile, ...]  # plain or with a window: the first whose shared memory the GPU has; the last fits all
-    with_options: Tile  # any other, as they take registers
+    # Tiles without options but a window; the first whose shared memory the GPU has is taken, and the last fits all.
+    tiles: tuple[PortableTile, ...]
+    with_options: PortableTile  # the smaller tile with any other option, as options take registers
 
 
-# (kernel, accumulator, head-dim class of the widest result) -> tiles, by measurement on an H200.
-PORTABLE: dict[tuple[str, str, int], Row] = {
-    ("forward", "float32", 32): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
-    ("forward", "float32", 64): Row((Tile(128, 128, 16, 16), Tile(128, 64, 16, 16)), Tile(64, 64, 16, 16)),
-    ("forward", "float32", 128): Row((Tile(128, 128, 8, 4), Tile(128, 64, 16, 16, 64)), Tile(64, 64, 16, 16)),
-    ("forward", "float32", 256): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
-    ("forward", "float64", 32): Row((Tile(128, 32, 8, 8),), Tile(64, 32, 8, 4)),
-    ("forward", "float64", 64): Row((Tile(128, 32, 8, 8, 0),), Tile(64, 32, 8, 4)),
-    ("forward", "float64", 128): Row((Tile(64, 32, 8, 4, 64),), Tile(32, 32, 16, 4)),
-    ("forward", "float64", 256): Row((Tile(32, 64, 8, 1, 64),), Tile(32, 32, 8, 2, 64)),
-    ("backward_dq", "float32", 32): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
-    ("backward_dq", "float32", 64): Row((Tile(128, 64, 16, 16),), Tile(64, 64, 16, 16)),
-    ("backward_dq", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(64, 64, 8, 8)),
-    ("backward_dq", "float32", 256): Row((Tile(64, 64, 16, 16, 64),), Tile(32, 64, 16, 16)),
-    ("backward_dq", "float64", 32): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
-    ("backward_dq", "float64", 64): Row((Tile(64, 32, 16, 16),), Tile(64, 32, 8, 4)),
-    ("backward_dq", "float64", 128): Row((Tile(64, 32, 8, 4, 64),), Tile(32, 32, 16, 4)),
-    ("backward_dq", "float64", 256): Row((Tile(32, 64, 8, 2, 64),), Tile(32, 32, 4, 4, 64)),
-    ("backward_dkv", "float32", 32): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
-    ("backward_dkv", "float32", 64): Row((Tile(64, 128, 8, 8),), Tile(64, 64, 16, 16)),
-    ("backward_dkv", "float32", 128): Row((Tile(64, 64, 16, 16),), Tile(32, 64, 16, 16, 0)),
-    ("backward_dkv", "float32", 256): Row((Tile(64, 32, 16, 4, 0),), Tile(32, 32, 16, 4)),
-    ("backward_dkv", "float64", 32): Row((Tile(32, 64, 16, 2),), Tile(32, 64, 8, 4)),
-    ("backward_dkv", "float64", 64): Row((Tile(32, 64, 16, 2, 0),), Tile(32, 64, 4, 4, 0)),
-    ("backward_dkv", "float64", 128): Row((Tile(64, 32, 8, 2, 64),), Tile(32, 32, 8, 2, 64)),
-    # dk and dv by themselves: where both together do not fit the registers.
-    ("backward_dk", "float64", 256): Row((Tile(32, 32, 8, 4, 64),), Tile(32, 32, 8, 4, 64)),
-    ("backward_dv", "float64", 256): Row((Tile(32, 32, 8, 4, 64),), Tile(32, 32, 8, 4, 64)),
-    ("backward_bias", "float32", 0): Row((), Tile(64, 64, 16, 16)),
-    ("backward_bias", "float64", 0): Row((), Tile(64, 32, 8, 4)),
+# Keys are (entry, accumulator, head-dim class of the widest result). The tiles were chosen by measurement on an H200.
+PORTABLE: dict[tuple[str, str, int], PortableRow] = {
+    ("forward", "float32", 32): PortableRow(
+        (PortableTile(128, 128, 16, 16), PortableTile(128, 64, 16, 16)), PortableTile(64, 64, 16, 16)
+    ),
+    ("forward", "float32", 64): PortableRow(
+        (PortableTile(128, 128, 16, 16), PortableTile(128, 64, 16, 16)), PortableTile(64, 64, 16, 16)
+    ),
+    ("forward", "float32", 128): PortableRow(
+        (PortableTile(128, 128, 8, 4), PortableTile(128, 64, 16, 16, 64)), PortableTile(64, 64, 16, 16)
+    ),
+    ("forward", "float32", 256): PortableRow((PortableTile(64, 64, 16, 16),), PortableTile(64, 64, 8, 8)),
+    ("forward", "float64", 32): PortableRow((PortableTile(128, 32, 8, 8),), PortableTile(64, 32, 8, 4)),
+    ("forward", "float64", 64): PortableRow((PortableTile(128, 32, 8, 8, 0),), PortableTile(64, 32, 8, 4)),
+    ("forward", "float64", 128): PortableRow((PortableTile(64, 32, 8, 4, 64),), PortableTile(32, 32, 16, 4)),
+    ("forward", "float64", 256): PortableRow((PortableTile(32, 64, 8, 1, 64),), PortableTile(32, 32, 8, 2, 64)),
+    ("backward_dq", "float32", 32): PortableRow((PortableTile(128, 64, 16, 16),), PortableTile(64, 64, 16, 16)),
+    ("backward_dq", "float32", 64): PortableRow((PortableTile(128, 64, 16, 16),), PortableTile(64, 64, 16, 16)),
+    ("backward_dq", "float32", 128): PortableRow((PortableTile(64, 64, 16, 16),), PortableTile(64, 64, 8, 8)),
+    ("backward_dq", "float32", 256): PortableRow((PortableTile(64, 64, 16, 16, 64),), PortableTile(32, 64, 16, 16)),
+    ("backward_dq", "float64", 32): PortableRow((PortableTile(64, 32, 16, 16),), PortableTile(64, 32, 8, 4)),
+    ("backward_dq", "float64", 64): PortableRow((PortableTile(64, 32, 16, 16),), PortableTile(64, 32, 8, 4)),
+    ("backward_dq", "float64", 128): PortableRow((PortableTile(64, 32, 8, 4, 64),), PortableTile(32, 32, 16, 4)),
+    ("backward_dq", "float64", 256): PortableRow((PortableTile(32, 64, 8, 2, 64),), PortableTile(32, 32, 4, 4, 64)),
+    ("backward_dkv", "float32", 32): PortableRow((PortableTile(64, 128, 8, 8),), PortableTile(64, 64, 16, 16)),
+    ("backward_dkv", "float32", 64): PortableRow((PortableTile(64, 128, 8, 8),), PortableTile(64, 64, 16, 16)),
+    ("backward_dkv", "float32", 128): PortableRow((PortableTile(64, 64, 16, 16),), PortableTile(32, 64, 16, 16, 0)),
+    ("backward_dkv", "float32", 256): PortableRow((PortableTile(64, 32, 16, 4, 0),), PortableTile(32, 32, 16, 4)),
+    ("backward_dkv", "float64", 32): PortableRow((PortableTile(32, 64, 16, 2),), PortableTile(32, 64, 8, 4)),
+    ("backward_dkv", "float64", 64): PortableRow((PortableTile(32, 64, 16, 2, 0),), PortableTile(32, 64, 4, 4, 0)),
+    ("backward_dkv", "float64", 128): PortableRow((PortableTile(64, 32, 8, 2, 64),), PortableTile(32, 32, 8, 2, 64)),
+    # dk and dv have a kernel each where both together do not fit the registers.
+    ("backward_dk", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
+    ("backward_dv", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
+    ("backward_bias", "float32", 0): PortableRow((), PortableTile(64, 64, 16, 16)),
+    ("backward_bias", "float64", 0): PortableRow((), PortableTile(64, 32, 8, 4)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(KernelConfig):
-    """A portable kernel."""
+class PortableConfig(KernelConfig):
+    """The configuration of a portable kernel."""
 
-    block_k: int
+    block_k: int  # see `PortableTile`
     unroll: int
     sum_columns: int
 
     @property
     def tile(self) -> str:
-        """Queries, keys and depth of a tile."""
+        """Queries, keys and columns of a chunk."""
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return SIDE * SIDE
 
 
 def key_kernels(problem: AttentionProblem) -> tuple[str, ...]:
-    """The kernels that compute dk and dv, together or by themselves."""
+    """Entries of the kernels that compute dk and dv: one for both, or one each."""
     widest = head_dim_class(max(problem.head_dim, problem.head_dim_v))
     together = ("backward_dkv", problem.accum_dtype, widest) in PORTABLE
     return ("backward_dkv",) if together else ("backward_dk", "backward_dv")
 
 
-def _smem_bytes(entry: str, tile: Tile, accum: str, head_dim: int, head_dim_v: int) -> int:
-    """Size of SharedStorage in cuda_src/<entry>.cu, which asserts that it is enough."""
+def _smem_bytes(entry: str, tile: PortableTile, accum: str, head_dim: int, head_dim_v: int) -> int:
+    """Bytes of SharedStorage in cuda_src/<entry>.cu, which asserts that they are enough."""
     size = _SIZES[accum]
     pad = ALIGNMENT // size
     widest = max(head_dim, head_dim_v)
@@ -131,32 +141,35 @@ def config_of(
     head_dim_v: int,
     flags: tuple[str, ...],
     smem_limit: int = SMALLEST_SMEM,
-) -> Config:
-    """The configuration of a portable kernel; head dims are classes, `flags` a subset of `FLAGS`."""
+) -> PortableConfig:
+    """The configuration of a portable kernel.
+
+    Head dims are classes, `flags` a subset of `FLAGS`, and `smem_limit` the bytes that a thread block may use.
+    """
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
-    tiles = (row.with_options,) if beside_window(flags) else row.tiles
+    tiles = (row.with_options,) if without_window(flags) else row.tiles
     fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
     tile = next(fitting, row.with_options)
-    return Config(
+    return PortableConfig(
         entry=entry,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
-        **common(Config, dtype, bias_dtype, flags, tile),
+        **common(PortableConfig, dtype, bias_dtype, flags, tile),
     )
 
 
 def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head-dim classes of the results that the kernel accumulates; 0 for the others."""
+    """Head-dim classes (of q, of v) where the kernel accumulates results of these widths; 0 where it does not."""
     of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
     of_v = entry in ("forward", "backward_dkv", "backward_dv")
     return head_dim if of_k else 0, head_dim_v if of_v else 0
 
 
 @kept
-def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> Config:
-    """The kernel `entry` of `PORTABLE` for a problem."""
+def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM) -> PortableConfig:
+    """The kernel `entry` of `PORTABLE` for a problem; NotImplementedError for an option that it does not know."""
     if unknown(HANDLES, problem):
         raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
@@ -168,13 +181,13 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
 
 
-def types_of(problem: AttentionProblem) -> Config:
-    """The configuration of a problem's kernels in around/reduce.cu, which know its types and no options."""
+def types_of(problem: AttentionProblem) -> PortableConfig:
+    """The configuration for a problem's kernels in around/reduce.cu, which know its types and none of its options."""
     return config_of("forward", problem.dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
 
 
-def table(smem_limit: int) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype."""
+def table(smem_limit: int) -> Iterator[tuple[PortableConfig, str]]:
+    """Every kernel for a GPU of so much shared memory, with its dtype."""
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):

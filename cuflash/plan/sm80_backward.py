@@ -1,4 +1,9 @@
-"""Rows of the table for the backward pass by mma.sync (sm_75 and later), and when they run."""
+"""The table of the backward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
+
+Kernels whose thread blocks stay with keys compute dq, dk and dv (`backward`). Those whose thread blocks stay with
+queries compute the rest: dq with repeating bits under a block mask and the slopes' gradient (`of_queries`), and
+a bias's gradient (`of_bias`). The latter share `sm80_forward`'s tiles.
+"""
 
 from __future__ import annotations
 
@@ -19,167 +24,179 @@ from cuflash.plan.sm80_forward import (
     MORE,
     SMEM_BESIDE_TILES,
     Capability,
-    MmaConfig,
-    Row,
+    Sm80Config,
+    Sm80QueryConfig,
+    Sm80Row,
+    Sm80Tile,
     constants,
     dtypes,
     fits,
     meets_whole_blocks,
 )
-from cuflash.plan.sm80_forward import Config as QueryConfig
-from cuflash.plan.sm80_forward import Tile as QueryTile
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL  # gradients of scores, dq in the order of keys, the gradient of a bias
+# The flags that these kernels know: those for gradients of scores, for dq in the order of keys, for a bias's gradient.
+HANDLES = KNOWN_TO_ALL
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile; what is not said here is as in `sm80_forward.Tile`."""
+class Sm80BackwardTile:
+    """The tile of a kernel whose thread blocks stay with keys; fields without a comment are as in `Sm80Tile`."""
 
     block_m: int
     block_n: int
     num_warps: int
-    dq_fragments: int  # sixteens of queries whose dq a warp has
-    together: bool  # dk and dv fit the registers; else each has a kernel of its own
+    dq_fragments: int  # groups of 16 queries whose dq one warp computes
+    together: bool  # one kernel computes dk and dv, as both fit the registers; else each has a kernel of its own
     stages: int = 1  # buffers of queries and of the scores' gradients; with two a step has one barrier
     min_blocks: int = 1
-    query_warps: int = 1  # with the same keys, each a part of the queries of a tile and of the columns of dk and dv
-    query_parts: int = 1  # of a warp's queries, computed one behind the other
-    bulk_adds: bool = False  # all that a warp has of dq is added at once (from sm_90 on)
-    dq_buffer: bool = False  # and out of a buffer of its own
-    short: bool = False  # for short walks only
+    query_warps: int = 1  # warps with the same keys; each has a share of a tile's queries and of dk's and dv's columns
+    query_parts: int = 1  # groups into which a warp's queries are cut, to be computed one after the other
+    bulk_adds: bool = False  # one bulk addition adds all that a warp has of dq (from sm_90 on)
+    dq_buffer: bool = False  # the bulk addition reads a buffer of its own, not that of the queries
+    short: bool = False  # the tile is taken only where few queries see a key (`_SHORT`)
     below: Capability = ANY
     only: tuple[str, ...] = ()
 
 
-_LONG = Tile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=BLACKWELL)
-_HALF = Tile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
-# The first row that is wide enough is taken.
+_LONG = Sm80BackwardTile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=BLACKWELL)
+_HALF = Sm80BackwardTile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
+# The first row is taken whose head dims are no smaller than the problem's.
 BACKWARD = (
-    Row(
+    Sm80Row(
         64,
         64,
         (
             _LONG,
             _HALF,
-            Tile(64, 64, 4, 2, True, query_warps=2),
+            Sm80BackwardTile(64, 64, 4, 2, True, query_warps=2),
         ),
-        (Tile(32, 64, 4, 1, True, min_blocks=2, query_warps=2), Tile(32, 64, 4, 1, True, query_warps=2)),
+        (
+            Sm80BackwardTile(32, 64, 4, 1, True, min_blocks=2, query_warps=2),
+            Sm80BackwardTile(32, 64, 4, 1, True, query_warps=2),
+        ),
         (
             replace(_LONG, only=MORE),
             replace(_HALF, min_blocks=3, below=BLACKWELL, only=("has_block_mask",)),
             replace(_HALF, only=FLAGS),
         ),
     ),
-    Row(
+    Sm80Row(
         128,
         128,
         (
             replace(_HALF, bulk_adds=True, dq_buffer=True, short=True, below=BLACKWELL),
-            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, bulk_adds=True, dq_buffer=True, below=BLACKWELL),
-            Tile(64, 128, 8, 2, True, stages=2, query_warps=2),
+            Sm80BackwardTile(
+                64, 128, 8, 2, True, stages=2, query_warps=2, bulk_adds=True, dq_buffer=True, below=BLACKWELL
+            ),
+            Sm80BackwardTile(64, 128, 8, 2, True, stages=2, query_warps=2),
             _HALF,
-            Tile(64, 64, 8, 2, True, query_warps=2),
-            Tile(32, 64, 4, 1, True, query_warps=2),
+            Sm80BackwardTile(64, 64, 8, 2, True, query_warps=2),
+            Sm80BackwardTile(32, 64, 4, 1, True, query_warps=2),
         ),
-        (Tile(64, 64, 8, 2, True, query_warps=2), Tile(32, 64, 4, 1, False)),
+        (Sm80BackwardTile(64, 64, 8, 2, True, query_warps=2), Sm80BackwardTile(32, 64, 4, 1, False)),
         (
-            Tile(64, 128, 8, 2, True, stages=2, query_warps=2, below=BLACKWELL, only=MORE),
+            Sm80BackwardTile(64, 128, 8, 2, True, stages=2, query_warps=2, below=BLACKWELL, only=MORE),
             replace(_HALF, bulk_adds=True, dq_buffer=True, below=BLACKWELL, only=("has_block_mask",)),
             replace(_HALF, below=BLACKWELL, only=("has_block_mask",)),
         ),
     ),
-    Row(
+    Sm80Row(
         192,
         192,
         (
-            Tile(64, 64, 8, 1, True, stages=2, query_warps=2, bulk_adds=True),
-            Tile(64, 64, 8, 1, True, stages=2, query_warps=2),
-            Tile(64, 64, 8, 1, True, query_warps=2),
-            Tile(32, 64, 4, 1, False),
-            Tile(16, 32, 2, 1, False),
+            Sm80BackwardTile(64, 64, 8, 1, True, stages=2, query_warps=2, bulk_adds=True),
+            Sm80BackwardTile(64, 64, 8, 1, True, stages=2, query_warps=2),
+            Sm80BackwardTile(64, 64, 8, 1, True, query_warps=2),
+            Sm80BackwardTile(32, 64, 4, 1, False),
+            Sm80BackwardTile(16, 32, 2, 1, False),
         ),
         (
-            Tile(32, 32, 4, 1, True, query_warps=2, below=BLACKWELL),
-            Tile(16, 32, 2, 1, False, below=BLACKWELL),
-            Tile(32, 16, 2, 1, False, query_warps=2),
+            Sm80BackwardTile(32, 32, 4, 1, True, query_warps=2, below=BLACKWELL),
+            Sm80BackwardTile(16, 32, 2, 1, False, below=BLACKWELL),
+            Sm80BackwardTile(32, 16, 2, 1, False, query_warps=2),
         ),
         (
-            Tile(64, 64, 8, 1, True, stages=2, query_warps=2, only=("has_block_mask",)),
-            Tile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),
+            Sm80BackwardTile(64, 64, 8, 1, True, stages=2, query_warps=2, only=("has_block_mask",)),
+            Sm80BackwardTile(64, 64, 8, 1, True, query_warps=2, only=("has_block_mask",)),
         ),
     ),
-    Row(
+    Sm80Row(
         256,
         256,
         (
-            Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True),
-            Tile(64, 64, 8, 1, True, query_warps=4),
-            Tile(32, 64, 4, 1, False),
-            Tile(16, 64, 4, 1, False),
-            Tile(16, 32, 2, 1, False),
+            Sm80BackwardTile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True),
+            Sm80BackwardTile(64, 64, 8, 1, True, query_warps=4),
+            Sm80BackwardTile(32, 64, 4, 1, False),
+            Sm80BackwardTile(16, 64, 4, 1, False),
+            Sm80BackwardTile(16, 32, 2, 1, False),
         ),
         (
-            Tile(32, 64, 8, 2, True, query_warps=2, below=BLACKWELL),
-            Tile(16, 64, 4, 1, False),
-            Tile(32, 16, 2, 1, False, query_warps=2),  # in 64 KB
+            Sm80BackwardTile(32, 64, 8, 2, True, query_warps=2, below=BLACKWELL),
+            Sm80BackwardTile(16, 64, 4, 1, False),
+            Sm80BackwardTile(32, 16, 2, 1, False, query_warps=2),  # fits 64 KB of shared memory
         ),
-        (Tile(64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=BLACKWELL, only=("has_block_mask",)),),
+        (
+            Sm80BackwardTile(
+                64, 64, 8, 2, True, stages=2, query_warps=4, bulk_adds=True, below=BLACKWELL, only=("has_block_mask",)
+            ),
+        ),
     ),
 )
-# Of the kernel that stays with queries: for bits that repeat beside a block mask, and for slopes.
+# Rows of the kernel whose thread blocks stay with queries. It adds dq in the order of keys, for bits that repeat where
+# there is a block mask, and each row's share of the slopes' gradient.
 OF_QUERIES = tuple(
-    Row(head_dim, head_dim, tiles, tiles)
+    Sm80Row(head_dim, head_dim, tiles, tiles)
     for head_dim, tiles in (
-        (64, (QueryTile(64, 32, 4),)),
-        (128, (QueryTile(64, 32, 4),)),
-        (192, (QueryTile(64, 16, 4), QueryTile(32, 16, 2))),
-        (256, (QueryTile(64, 16, 4, 2), QueryTile(32, 16, 2))),
+        (64, (Sm80Tile(64, 32, 4),)),
+        (128, (Sm80Tile(64, 32, 4),)),
+        (192, (Sm80Tile(64, 16, 4), Sm80Tile(32, 16, 2))),
+        (256, (Sm80Tile(64, 16, 4, 2), Sm80Tile(32, 16, 2))),
     )
 )
-# Of the kernel for the gradient of a bias; options are those beside it. Stages: see `sm80_wide.BIAS`.
-_HALF_OF_KEYS = (QueryTile(64, 32, 4, min_blocks=2), QueryTile(64, 32, 4), QueryTile(32, 32, 2), QueryTile(32, 16, 2))
+# Rows of the kernel for the gradient of a bias. `with_options` counts options besides the bias, and several stages are
+# chunks of columns, as in `sm80_wide_tiles.BIAS`.
+_HALF_OF_KEYS = (Sm80Tile(64, 32, 4, min_blocks=2), Sm80Tile(64, 32, 4), Sm80Tile(32, 32, 2), Sm80Tile(32, 16, 2))
 _BIAS_TILES = (
-    QueryTile(64, 64, 4, min_blocks=3, below=BLACKWELL),
-    QueryTile(64, 64, 4, min_blocks=2),
-    QueryTile(64, 64, 4),
+    Sm80Tile(64, 64, 4, min_blocks=3, below=BLACKWELL),
+    Sm80Tile(64, 64, 4, min_blocks=2),
+    Sm80Tile(64, 64, 4),
     *_HALF_OF_KEYS,
 )
 OF_BIAS = (
-    *(Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
-    Row(256, 256, tuple(replace(tile, stages=2) for tile in _BIAS_TILES), _HALF_OF_KEYS),
+    *(Sm80Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
+    Sm80Row(256, 256, tuple(replace(tile, stages=2) for tile in _BIAS_TILES), _HALF_OF_KEYS),
 )
-# Queries that a tile of keys walks: up to so many, blocks that share a multiprocessor are faster.
+# Queries that a tile of keys meets: up to so many, thread blocks that share a multiprocessor are faster.
 _SHORT = 1024
-# Of a block of the kernel before the gradients.
-_ROW_WARPS = 4
-# GPUs from here on add in memory what a warp has in shared memory, or vectors.
+_ROW_WARPS = 4  # most warps of a thread block of the kernel before the gradients
+# GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
 _LARGE_ADDS = (9, 0)
 MAIN, ROWS, DQ, ORDERED_DQ = "backward_sm80", "backward_sm80_rows", "backward_sm80_dq", "ordered_dq"
 BIAS = "bias_sm80"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MmaConfig):
-    """One kernel of a backward pass."""
+class Sm80BackwardConfig(Sm80Config):
+    """The configuration of a kernel of the backward pass."""
 
-    dq_fragments: int
+    dq_fragments: int  # see `Sm80BackwardTile`
     query_warps: int
     query_parts: int
-    vector_adds: bool  # four floats are added in memory at once
-    bulk_adds: bool  # `Tile`
+    vector_adds: bool  # one instruction adds four floats of dq to global memory
+    bulk_adds: bool  # see `Sm80BackwardTile`
     dq_buffer: bool
-    computes_dk: bool  # and dq
+    computes_dk: bool  # the kernel computes dk, and dq with it
     computes_dv: bool
-    deterministic: bool  # tiles of keys add to dq in an order
-    turns: int = 8  # of a tile of queries then: one for each warp at most
+    deterministic: bool  # tiles of keys add to dq in a fixed order
+    turns: int = 8  # counters of a query tile that keep this order: one for each warp, at most
 
 
-def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:
+def _smem_bytes(tile: Sm80BackwardTile, row: Sm80Row[Sm80BackwardTile], computes_dk: bool) -> int:
     of_key = row.head_dim + (row.head_dim_v if computes_dk else 0)
     of_query = tile.stages * (HALF_BYTES * (row.head_dim + row.head_dim_v) + 2 * FLOAT_BYTES)
-    weights = tile.query_warps > 1 and (tile.together or not computes_dk)  # which warps share, as gradients
+    # Warps with the same keys share weights through shared memory, as they do gradients of scores.
+    weights = tile.query_warps > 1 and (tile.together or not computes_dk)
     of_score = HALF_BYTES * (weights + (tile.stages if computes_dk else 0))
     of_query += tile.block_n * of_score + (FLOAT_BYTES * row.head_dim if tile.dq_buffer else 0)
     elements = tile.block_n * HALF_BYTES * of_key + tile.block_m * of_query
@@ -187,7 +204,7 @@ def _smem_bytes(tile: Tile, row: Row[Tile], computes_dk: bool) -> int:
 
 
 def configs(
-    row: Row[Tile],
+    row: Sm80Row[Sm80BackwardTile],
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],
@@ -197,8 +214,12 @@ def configs(
     is_short: bool = False,
     deterministic: bool = False,
     block_keys: int = 0,
-) -> tuple[Config, ...]:
-    """The kernels for the gradients of scores, none where no tile fits; `flags` is a subset of `FLAGS`."""
+) -> tuple[Sm80BackwardConfig, ...]:
+    """The kernels for dq, dk and dv of a row; none where no tile fits.
+
+    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `is_short` says that
+    few queries see a key, and `block_keys` are the keys of a mask's block, 0 without one.
+    """
     fitting = (
         t
         for t in row.tiles_for(flags, aligned)
@@ -213,7 +234,7 @@ def configs(
         return ()
     passes = ((True, True),) if tile.together else ((True, False), (False, True))
     return tuple(
-        Config(
+        Sm80BackwardConfig(
             entry=MAIN,
             vector_adds=capability >= _LARGE_ADDS,
             plain_scores=are_products(flags),
@@ -221,29 +242,34 @@ def configs(
             computes_dv=computes_dv,
             deterministic=deterministic,
             smem_bytes=_smem_bytes(tile, row, computes_dk),
-            **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
+            **constants(Sm80BackwardConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
         )
         for computes_dk, computes_dv in passes
     )
 
 
-def of_rows(config: Config, entry: str) -> Config:
-    """The kernel before or behind that of `config`. In larger blocks the former's reads wait for others."""
-    of_all: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
-    of_all |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
+def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
+    """The kernel ROWS before that of `config`, or DQ behind it.
+
+    ROWS has at most `_ROW_WARPS` warps, as in larger thread blocks its reads wait for others.
+    """
+    constant: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
+    constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
-    return replace(config, entry=entry, num_warps=num_warps, **of_all)
+    return replace(config, entry=entry, num_warps=num_warps, **constant)
 
 
 def _is_short(problem: AttentionProblem) -> bool:
     rows = problem.seqlen_q // max(problem.batch, 1) if problem.packed else problem.seqlen_q
-    walked = rows // 2 if problem.window_right is not None else rows
-    return walked * problem.group_size <= _SHORT
+    seeing = rows // 2 if problem.window_right is not None else rows
+    return seeing * problem.group_size <= _SHORT
 
 
 @kept
-def backward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Config, ...]:
-    """The kernels for a problem; none where mma.sync does not take its dtype or an option, or no tile fits."""
+def backward(
+    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int
+) -> tuple[Sm80BackwardConfig, ...]:
+    """The kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option, or no tile fits."""
     if problem.dtype not in dtypes(capability) or unknown(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
@@ -251,53 +277,54 @@ def backward(problem: AttentionProblem, aligned: bool, capability: Capability, l
     return configs(*given, bool(problem.deterministic and not problem.block_mask), problem.block_size[1])
 
 
-def _smem_of_queries(tile: QueryTile, row: Row[QueryTile]) -> int:
+def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
     rows = tile.block_m + tile.stages * tile.block_n
-    of_walk = tile.stages * tile.block_n * 2 * FLOAT_BYTES  # lse and delta, where queries are walked
-    return rows * HALF_BYTES * (row.head_dim + row.head_dim_v) + of_walk + SMEM_BESIDE_TILES
+    # There is room for lse and delta of a tile, which a kernel that iterates over queries loads with them.
+    vectors = tile.stages * tile.block_n * 2 * FLOAT_BYTES
+    return rows * HALF_BYTES * (row.head_dim + row.head_dim_v) + vectors + SMEM_BESIDE_TILES
 
 
 _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
 
 
-def of_queries(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
-    """The kernel for dq in the order of keys, or None; `place` as for `sm80_forward.forward`."""
+def of_queries(problem: AttentionProblem, *place: Any) -> Sm80QueryConfig | None:
+    """The kernel that adds dq in the order of keys, or None; `place` is as in `sm80_forward.forward`."""
     return sm80_forward.forward(problem, *place, handled=HANDLES, **_QUERY_KERNEL)
 
 
-def _smem_of_bias(tile: QueryTile, row: Row[QueryTile]) -> int:
-    columns = tile.stages * QueryConfig.chunk if tile.stages > 1 else row.head_dim + row.head_dim_v
+def _smem_of_bias(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
+    columns = tile.stages * Sm80QueryConfig.chunk if tile.stages > 1 else row.head_dim + row.head_dim_v
     return (tile.block_m + tile.block_n) * columns * HALF_BYTES + SMEM_BESIDE_TILES
 
 
 _BIAS_KERNEL: dict[str, Any] = {"rows": OF_BIAS, "entry": BIAS, "smem_bytes": _smem_of_bias}
 
 
-def _with_bias(config: QueryConfig) -> QueryConfig:
+def _with_bias(config: Sm80QueryConfig) -> Sm80QueryConfig:
     return replace(config, has_bias=True, plain_scores=False)
 
 
-def of_bias(problem: AttentionProblem, *place: Any) -> QueryConfig | None:
-    """The kernel for the gradient of a bias of any shape, or None; `place` as for `sm80_forward.forward`."""
+def of_bias(problem: AttentionProblem, *place: Any) -> Sm80QueryConfig | None:
+    """The kernel for the gradient of a bias of any shape, or None; `place` is as in `sm80_forward.forward`."""
     config = sm80_forward.forward(replace(problem, bias=None), *place, handled=HANDLES, **_BIAS_KERNEL)
     return _with_bias(config) if config else sm80_wide.of_bias(problem, *place)
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the backward pass takes on GPUs but Hopper's, in words."""
+    """A sentence for users: the backward kernels that a problem takes on GPUs other than Hopper."""
     tiles = []
     for name in ("sm_80", "sm_86"):
         chosen = backward(problem, True, capability_of(name), smem_limit(name))
         if not chosen:
             own_options = unknown(HANDLES, problem)
-            of = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
-            return f"portable kernels: mma.sync has none {of}"
+            lacking = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
+            return f"portable kernels: mma.sync has none {lacking}"
         tiles.append(f"{chosen[0].tile} on {name}")
     return f"mma.sync, tiles of {', '.join(tiles)}"
 
 
-def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryConfig, str]]:
-    """Every kernel for a GPU, with its dtype: `plan.table`."""
+def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80BackwardConfig | Sm80QueryConfig, str]]:
+    """Every kernel of the backward pass for a GPU, with its dtype."""
     for row in BACKWARD:
         for dtype in dtypes(capability):
             kinds = [(flags, True, False, 0) for flags in sm80_forward.table_flags(row, HANDLES)]
@@ -305,9 +332,9 @@ def table(capability: Capability, limit: int) -> Iterator[tuple[Config | QueryCo
             if any(tile.short for tile in row.tiles):
                 kinds += [((), True, True, 0), (("has_window",), True, True, 0)]
             for flags, aligned, is_short, block_keys in (*kinds, (HANDLES, False, False, 0)):
-                of = dtype, None, flags, capability, limit, aligned, is_short
+                given = dtype, None, flags, capability, limit, aligned, is_short
                 for deterministic in (False,) if "has_block_mask" in flags else (False, True):
-                    for config in configs(row, *of, deterministic, block_keys):
+                    for config in configs(row, *given, deterministic, block_keys):
                         yield config, dtype
     yield from sm80_forward.table(capability, limit, handled=HANDLES, **_QUERY_KERNEL)
     for other, dtype in sm80_forward.table(capability, limit, handled=HANDLES, **_BIAS_KERNEL):

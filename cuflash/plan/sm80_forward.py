@@ -1,4 +1,8 @@
-"""Rows of the table for tensor cores by mma.sync (sm_75 and later), and when they run."""
+"""The table of the forward kernels by mma.sync on 16 bits (sm_75 and later), and when they run.
+
+It also has what its neighbours share: `sm80_backward` (gradients) and `sm80_wide` (float32 and float64) take its tiles,
+its rows and its choice of the first tile that fits.
+"""
 
 from __future__ import annotations
 
@@ -14,174 +18,169 @@ from cuflash.plan.config import (
     KNOWN_TO_ALL,
     KernelConfig,
     are_products,
-    beside_window,
     common,
     flags_of,
     has_plain_scale,
     unknown,
+    without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL  # forward
-# Which keys are seen, and the alignment before.
+HANDLES = KNOWN_TO_ALL  # the flags that the forward kernel knows
+# Bytes of shared memory that are no tile's: which keys are seen, and the padding before them.
 SMEM_BESIDE_TILES = 256
-# What the driver takes of shared memory for each thread block.
+# Bytes of shared memory that the driver takes for each thread block.
 _RESERVED_SMEM = 1024
 
 
 Capability = tuple[int, int]
-ANY: Capability = (99, 0)  # beyond all
-BLACKWELL: Capability = (10, 0)  # from here on some kernels take more registers
+ANY: Capability = (99, 0)  # a capability that no GPU reaches
+BLACKWELL: Capability = (10, 0)  # from here on the compiler gives some kernels more registers
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a tile, warps, buffers of keys and values, blocks that share a multiprocessor.
+class Sm80Tile:
+    """The tile of a kernel whose thread blocks stay with queries, and on which GPUs and options it is taken."""
 
-    Of `key_warps` warps with the same queries each has a part of the keys, and of the result's columns. The keys are
-    those of `listed` tiles in a block mask's list, where there is no window.
-    GPUs from `below` on would have too few registers; `only` these options leave enough.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    stages: int = 1
-    min_blocks: int = 1
-    key_warps: int = 1
-    listed: int = 1
-    below: Capability = ANY
-    only: tuple[str, ...] = ()
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
+    num_warps: int  # warps of a thread block
+    stages: int = 1  # buffers of keys and values
+    min_blocks: int = 1  # thread blocks that share a multiprocessor
+    key_warps: int = 1  # warps with the same queries; each has a share of the keys and of the result's columns
+    listed: int = 1  # entries of a block mask's list whose keys are one tile, where there is no window
+    below: Capability = ANY  # GPUs from this capability on have too few registers
+    only: tuple[str, ...] = ()  # flags that leave enough registers, where `Sm80Row.with_one` has the tile
 
 
 T = TypeVar("T")
-NO_BLOCKS = (0, 0)
-# The finest tiles are no larger, whatever a mask's blocks.
-_FINE = 64
+NO_BLOCKS = (0, 0)  # the block size of a problem without a block mask
+_FINE = 64  # a tile of at most so many queries or keys is taken whatever the size of a mask's blocks
 
 
 @dataclass(frozen=True)
-class Row(Generic[T]):
-    """Tiles for head dims up to these.
+class Sm80Row(Generic[T]):
+    """Tiles for head dims up to these: the first is taken whose thread blocks fit a multiprocessor together."""
 
-    `tiles` are for plain scores, or a window: the first is taken whose blocks fit a multiprocessor's shared memory
-    together. `with_options` are for any other options, as they take registers; before them `with_one` for one alone.
-    """
-
-    head_dim: int
-    head_dim_v: int
-    tiles: tuple[T, ...]
-    with_options: tuple[T, ...]
-    with_one: tuple[Any, ...] = ()
+    head_dim: int  # widest q and k
+    head_dim_v: int  # widest v
+    tiles: tuple[T, ...]  # tiles for plain scores, or with a window
+    with_options: tuple[T, ...]  # tiles for any other options, which take registers
+    with_one: tuple[Any, ...] = ()  # tiles that come before `with_options` where one option stands alone
 
     def tiles_for(self, flags: tuple[str, ...], is_plain: bool) -> tuple[T, ...]:
-        """The tiles for these options."""
-        beside = beside_window(flags)
-        if is_plain and not beside:
+        """The tiles for these flags; `is_plain` says that scores are scaled as usual and arrays are aligned."""
+        options = without_window(flags)
+        if is_plain and not options:
             return self.tiles
-        with_one = self.with_one if is_plain and len(beside) == 1 else ()
-        return (*(t for t in with_one if beside <= {*t.only}), *self.with_options)
+        with_one = self.with_one if is_plain and len(options) == 1 else ()
+        return (*(t for t in with_one if options <= {*t.only}), *self.with_options)
 
 
-def meets_whole_blocks(size: int, of_block: int) -> bool:
-    """Whether a tile of so many queries or keys has no halves of a mask's blocks: most would see half of it."""
-    return size <= _FINE or of_block % size == 0
+def meets_whole_blocks(size: int, block: int) -> bool:
+    """Whether tiles of `size` queries or keys lie within one block of a mask: else most would be half hidden."""
+    return size <= _FINE or block % size == 0
 
 
 ENTRY = "forward_sm80"
 FEW = ("has_softcap", "has_alibi")
 MORE = (*FEW, "has_dropout", "has_block_mask")
 _64X64 = (
-    Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
-    Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
-    Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
-    Tile(64, 64, 4, min_blocks=2, only=FLAGS),
+    Sm80Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
+    Sm80Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
+    Sm80Tile(64, 64, 4, stages=2, min_blocks=2, only=MORE),
+    Sm80Tile(64, 64, 4, min_blocks=2, only=FLAGS),
 )
-_SHARED = Tile(64, 64, 4, min_blocks=2, key_warps=2, only=("has_block_mask",))
-# The first row that is wide enough is taken.
+_SHARED = Sm80Tile(64, 64, 4, min_blocks=2, key_warps=2, only=("has_block_mask",))
+# The first row is taken whose head dims are no smaller than the problem's.
 FORWARD = (
-    Row(
+    Sm80Row(
         64,
         64,
         (
-            Tile(128, 128, 4, stages=2, min_blocks=2, below=BLACKWELL),
-            Tile(128, 64, 4, stages=2, min_blocks=2),
-            Tile(128, 64, 4),
+            Sm80Tile(128, 128, 4, stages=2, min_blocks=2, below=BLACKWELL),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2),
+            Sm80Tile(128, 64, 4),
         ),
-        (Tile(64, 32, 4, min_blocks=2),),
+        (Sm80Tile(64, 32, 4, min_blocks=2),),
         (
-            Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
-            Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
-            Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
+            Sm80Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
             *_64X64,
         ),
     ),
-    Row(96, 96, (Tile(128, 64, 4, min_blocks=2), Tile(64, 64, 4)), (Tile(64, 32, 4, min_blocks=2),)),
-    Row(
+    Sm80Row(96, 96, (Sm80Tile(128, 64, 4, min_blocks=2), Sm80Tile(64, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
+    Sm80Row(
         128,
         128,
         (
-            Tile(128, 64, 4, stages=2, min_blocks=2),
-            Tile(128, 64, 4, min_blocks=2),
-            Tile(128, 32, 4, min_blocks=2),
-            Tile(64, 64, 4),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2),
+            Sm80Tile(128, 64, 4, min_blocks=2),
+            Sm80Tile(128, 32, 4, min_blocks=2),
+            Sm80Tile(64, 64, 4),
         ),
-        (Tile(64, 32, 4, min_blocks=2), Tile(64, 32, 4)),
+        (Sm80Tile(64, 32, 4, min_blocks=2), Sm80Tile(64, 32, 4)),
         (
-            Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
-            Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
-            Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
             *_64X64[1:],
         ),
     ),
-    *(Row(192, d, (_SHARED, Tile(64, 64, 4), Tile(64, 32, 4)), (Tile(64, 32, 4),), (_SHARED,)) for d in (128, 192)),
-    Row(
+    *(
+        Sm80Row(192, d, (_SHARED, Sm80Tile(64, 64, 4), Sm80Tile(64, 32, 4)), (Sm80Tile(64, 32, 4),), (_SHARED,))
+        for d in (128, 192)
+    ),
+    Sm80Row(
         256,
         256,
-        (_SHARED, Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 32, 2)),
-        (Tile(64, 32, 4), Tile(32, 32, 2)),
-        (replace(_SHARED, below=BLACKWELL), Tile(64, 64, 4, only=FLAGS)),
+        (_SHARED, Sm80Tile(128, 64, 8), Sm80Tile(64, 64, 4), Sm80Tile(32, 32, 2)),
+        (Sm80Tile(64, 32, 4), Sm80Tile(32, 32, 2)),
+        (replace(_SHARED, below=BLACKWELL), Sm80Tile(64, 64, 4, only=FLAGS)),
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaConfig(KernelConfig):
-    """One kernel of either pass by mma.sync."""
+class Sm80Config(KernelConfig):
+    """The configuration of a kernel of either pass by mma.sync."""
 
-    num_warps: int
-    stages: int
-    min_blocks: int
-    product_depth: int  # of one mma.sync
-    async_copies: bool  # cp.async, else through registers
+    num_warps: int  # warps of a thread block
+    stages: int  # buffers of what is loaded step by step
+    min_blocks: int  # thread blocks that share a multiprocessor
+    product_depth: int  # columns that one mma.sync multiplies: its K
+    async_copies: bool  # cp.async copies to shared memory, else threads do through registers
     aligned: bool  # addresses and strides of all arrays that are copied are multiples of 16 bytes
-    plain_scores: bool  # a score is a product of q and k times a scale, forward a positive one
+    plain_scores: bool  # a score is a product of q and k times a scale, which is positive in the forward pass
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return self.num_warps * WARP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MmaConfig):
-    """One kernel of this family."""
+class Sm80QueryConfig(Sm80Config):
+    """The configuration of a kernel whose thread blocks stay with queries."""
 
-    key_warps: int
+    key_warps: int  # see `Sm80Tile`
     listed: int
-    chunk: int = 64  # columns that the gradient of a bias brings at once, where there are stages
-    has_bias_tiles: bool = False  # those of a bias come with the values', where its rows are vectors
+    chunk: int = 64  # columns that the kernel for the gradient of a bias loads at once, where it has several stages
+    has_bias_tiles: bool = (
+        False  # a tile of the bias is copied with the values', where its rows are vectors of 16 bytes
+    )
 
 
 def dtypes(capability: Capability) -> tuple[str, ...]:
-    """What mma.sync multiplies on a GPU."""
+    """The 16-bit dtypes that mma.sync multiplies on a GPU of this capability."""
     if capability < (7, 5):
         return ()
     return ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
 
 
-def _forward_smem(tile: Tile, row: Row[Tile]) -> int:
+def _forward_smem(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
     columns = row.head_dim + row.head_dim_v
     elements = tile.block_m * row.head_dim + tile.stages * tile.block_n * columns
     shared = tile.block_m * (tile.block_n * HALF_BYTES + tile.key_warps * FLOAT_BYTES) if tile.key_warps > 1 else 0
@@ -189,20 +188,20 @@ def _forward_smem(tile: Tile, row: Row[Tile]) -> int:
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
-    """Whether a multiprocessor whose blocks may have `limit` bytes holds so many together."""
+    """Whether a multiprocessor holds `min_blocks` thread blocks together, of which one alone may use `limit` bytes."""
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
 def first_fitting(
-    tiles: tuple[Tile, ...], smem_bytes: Callable[[Tile], int], capability: Capability, limit: int
-) -> Tile:
-    """The first tile for a GPU whose blocks it holds together."""
+    tiles: tuple[Sm80Tile, ...], smem_bytes: Callable[[Sm80Tile], int], capability: Capability, limit: int
+) -> Sm80Tile:
+    """The first tile for a GPU whose thread blocks fit one of its multiprocessors together."""
     return next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
 
 
 def constants(
     family: type[KernelConfig],
-    row: Row[Any],
+    row: Sm80Row[Any],
     tile: Any,
     dtype: str,
     bias_dtype: str | None,
@@ -210,7 +209,7 @@ def constants(
     capability: Capability,
     aligned: bool,
 ) -> dict[str, Any]:
-    """Fields of all kernels on 16 bits."""
+    """Values for the fields that `Sm80Config` and its base have."""
     return {
         **common(family, dtype, bias_dtype, flags, row, tile),
         "product_depth": 16 if capability >= (8, 0) else 8,
@@ -220,7 +219,7 @@ def constants(
 
 
 def forward_config(
-    row: Row[Tile],
+    row: Sm80Row[Sm80Tile],
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],
@@ -230,35 +229,40 @@ def forward_config(
     aligned: bool = True,
     block_size: tuple[int, int] = NO_BLOCKS,
     entry: str = ENTRY,
-    smem_bytes: Callable[[Tile, Row[Tile]], int] = _forward_smem,
-) -> Config:
-    """The configuration of one kernel that stays with queries; `flags` is a subset of `FLAGS`."""
+    smem_bytes: Callable[[Sm80Tile, Sm80Row[Sm80Tile]], int] = _forward_smem,
+) -> Sm80QueryConfig:
+    """The configuration of one kernel whose thread blocks stay with queries.
+
+    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, and `smem_bytes` the
+    need of a tile.
+    """
     tiles = row.tiles_for(flags, plain_scores and aligned)
-    # Listed tiles of a step are neighbours where a block has them all.
-    of_block = 0 if "has_window" in flags else block_size[1]
+    # A step takes several listed tiles only where they are neighbours, that is, where one block has them all.
+    keys_of_block = 0 if "has_window" in flags else block_size[1]
     tiles = tuple(
         t
         for t in tiles
-        if (t.listed == 1 or (of_block and of_block % t.block_n == 0)) and meets_whole_blocks(t.block_m, block_size[0])
+        if (t.listed == 1 or (keys_of_block and keys_of_block % t.block_n == 0))
+        and meets_whole_blocks(t.block_m, block_size[0])
     )
     plain_scores = plain_scores and are_products(flags)
 
-    def of_bias(t: Tile) -> int:
-        alone = entry == ENTRY and beside_window(flags) == {"has_bias"}
+    def bias_bytes(t: Sm80Tile) -> int:
+        alone = entry == ENTRY and without_window(flags) == {"has_bias"}
         return t.block_m * t.block_n * HALF_BYTES if alone and t.stages == 1 else 0
 
-    def all_bytes(t: Tile) -> int:
-        return smem_bytes(t, row) + of_bias(t)
+    def all_bytes(t: Sm80Tile) -> int:
+        return smem_bytes(t, row) + bias_bytes(t)
 
     tile = first_fitting(tiles, all_bytes, capability, limit)
-    config = Config(
+    config = Sm80QueryConfig(
         entry=entry,
         plain_scores=plain_scores,
         smem_bytes=all_bytes(tile),
-        **constants(Config, row, tile, dtype, bias_dtype, flags, capability, aligned),
+        **constants(Sm80QueryConfig, row, tile, dtype, bias_dtype, flags, capability, aligned),
     )
     is_copied = config.async_copies and aligned and config.bias_element == config.element
-    return replace(config, has_bias_tiles=of_bias(tile) > 0 and is_copied)
+    return replace(config, has_bias_tiles=bias_bytes(tile) > 0 and is_copied)
 
 
 @kept
@@ -267,13 +271,15 @@ def forward(
     aligned: bool,
     capability: Capability,
     limit: int,
-    rows: tuple[Row[Tile], ...] = FORWARD,
+    rows: tuple[Sm80Row[Sm80Tile], ...] = FORWARD,
     handled: tuple[str, ...] = (),
     **of: Any,
-) -> Config | None:
+) -> Sm80QueryConfig | None:
     """The forward kernel for a problem, or None where mma.sync does not take its dtype or an option.
 
-    Other kernels that stay with queries have `rows`, what they handle, and the entry.
+    `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
+    in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
+    `forward_config`'s entry and smem_bytes.
     """
     if problem.dtype not in dtypes(capability) or unknown(handled or HANDLES, problem):
         return None
@@ -283,7 +289,7 @@ def forward(
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the forward pass takes on GPUs but Hopper's, in words."""
+    """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
     if problem.dtype not in dtypes((8, 0)):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
     if unknown(HANDLES, problem):
@@ -296,23 +302,23 @@ def reason(problem: AttentionProblem) -> str:
 
 
 BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")
-BLOCK_SIZES = 64, 128  # that are listed
+BLOCK_SIZES = 64, 128  # block sizes of masks with which kernels are listed
 
 
-def table_flags(row: Row[Any], handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Options with which the kernels of a row are listed."""
-    of_one = (("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()
-    return *common_flags(handled), *of_one
+def table_flags(row: Sm80Row[Any], handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Combinations of flags with which the kernels of a row are listed."""
+    alone = (("has_window", "has_alibi"), ("has_window", "has_bias")) if row.with_one else ()
+    return *common_flags(handled), *alone
 
 
 def table(
     capability: Capability,
     limit: int,
-    rows: tuple[Row[Tile], ...] = FORWARD,
+    rows: tuple[Sm80Row[Sm80Tile], ...] = FORWARD,
     handled: tuple[str, ...] = HANDLES,
     **of: Any,
-) -> Iterator[tuple[Config, str]]:
-    """Every kernel for a GPU, with its dtype: `plan.table`."""
+) -> Iterator[tuple[Sm80QueryConfig, str]]:
+    """Every kernel of `rows` for a GPU, with its dtype."""
     for row in rows:
         for dtype in dtypes(capability):
             for flags in table_flags(row, handled):

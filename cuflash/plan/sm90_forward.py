@@ -1,21 +1,22 @@
-"""Hopper's forward kernel on 16 bits (wgmma, TMA): when it runs, and with what. The tiles are in sm90_tiles.py."""
+"""The table of Hopper's forward kernel on 16 bits (wgmma, TMA), and when it runs.
+
+`sm90_tiles` has its tiles, and `sm90_grid` replaces the configuration where a grid does not fill the GPU. The base
+`Sm90Config` is also that of the backward pass and of `split`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from cuflash.hardware import (
     ALIGNMENT,
     FLOAT_BYTES,
     HALF_BYTES,
-    L2_BYTES,
     ROWS_OF_WARPGROUP,
     SMEM_ALIGNMENT,
     SMEM_BYTES,
     SWIZZLE_BYTES,
-    WARP,
     WARPGROUP,
     whole_rows,
 )
@@ -23,87 +24,84 @@ from cuflash.kept import kept
 from cuflash.plan.config import (
     KNOWN_TO_ALL,
     KernelConfig,
-    beside_window,
     common,
     flags_of,
     has_plain_scale,
     unknown,
+    without_window,
 )
-from cuflash.plan.sm90_tiles import FORWARD, Row, Tile
-from cuflash.plan.sm90_times import is_timed, parts_worth_a_try, predicted_us
+from cuflash.plan.sm90_tiles import FORWARD, Sm90Row, Sm90Tile
+from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL
-# What may be beside query heads that are rows of one tile: it does not tell heads apart.
-_OF_ALL_HEADS = ("has_window", "has_softcap")
-# Registers of a thread of the loading warpgroup and of the others, by the number of the latter: 64 K in all. A block
-# mask, or a mask or a bias alone, takes more of the first.
+HANDLES = KNOWN_TO_ALL  # the flags that the kernel knows
+# The options that treat all heads alike. With others the query heads of a group cannot be rows of one tile.
+_SAME_FOR_HEADS = ("has_window", "has_softcap")
+# Registers of a thread that loads and of one that computes, by the number of computing warpgroups; 64 K in all. With a
+# block mask, and with a mask or a bias alone, the loading warpgroup needs more.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
-OTHER_GPUS = "as on other GPUs"
-# A thread's powers come by fours, two of each of its rows.
+OTHER_GPUS = "as on other GPUs"  # words for users where other kernels run
+# A thread computes powers in groups of four, two in each of its rows.
 _POWERS_AT_ONCE = 4
-SMEM_BESIDE_TILES = 1024  # of these: barriers, the running tiles, and which keys are seen
-# Queries of short and long sequences for the order of tiles, and how many causal tiles even out: four for each of an
-# H100's multiprocessors.
-_SHORT_QUERIES, _LONG_QUERIES, _EVEN_TILES = 512, 4096, 4 * 132
-# Keys of few queries: shorter parts gain less than their merging costs.
-_SHORTEST_PART = 128
-# Tiles that go to a multiprocessor one after the other; of more, what fills the GPU best is the fastest.
-_MOST_WAVES = 7
+# Bytes of shared memory that are no tile's: barriers, the tiles under way, and which keys are seen.
+SMEM_BESIDE_TILES = 1024
+LONG_QUERIES = 4096  # from so many queries on, pairs of thread blocks pay and causal tiles have to even out
 DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
-# Of scores: sums of 2^40 powers times values of 2^15 stay finite, as does the cubic term's factor; none is denormal.
+# Bounds of scores by softcap with which no maximum is needed: sums of 2^40 powers times values of 2^15 stay finite, as
+# does the cubic term's factor, and none is denormal.
 _LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
-_BOUNDED_DTYPES = ("bfloat16",)  # with exponents like float32's
-_MANY_KEYS = 2048
-_WIDE_WINDOW = 2048  # keys
-_FEW_QUERIES = ROWS_OF_WARPGROUP
+_BOUNDED_DTYPES = ("bfloat16",)  # weights without a maximum need exponents like float32's
+MANY_KEYS = 2048  # from so many keys on, maxima seldom grow and larger tiles pay
+_WIDE_WINDOW = 2048  # a window of fewer keys is narrow
+_FEW_QUERIES = ROWS_OF_WARPGROUP  # most queries of a head that are few, so that one tile has them all
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperConfig(KernelConfig):
-    """One kernel by wgmma: a warpgroup that loads, and others."""
+class Sm90Config(KernelConfig):
+    """The configuration of a kernel by wgmma, in which one warpgroup loads and the others compute."""
 
     consumers: int  # warpgroups that compute
-    producer_registers: int  # of a thread
-    consumer_registers: int
-    ping_pong: bool  # the warpgroups take turns at the tensor cores
-    plain_scores: bool  # (before alibi) a score is a product of q and k times a scale, forward a positive one
+    producer_registers: int  # registers of a thread that loads
+    consumer_registers: int  # registers of a thread that computes
+    ping_pong: bool  # the warpgroups alternate at the tensor cores
+    # A score is, before alibi, a product of q and k times a scale, which is positive in the forward pass.
+    plain_scores: bool
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return (self.consumers + 1) * WARPGROUP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(HopperConfig):
-    """The forward kernel on 16 bits."""
+class Sm90ForwardConfig(Sm90Config):
+    """The configuration of the forward kernel on 16 bits; fields without a comment are as in `Sm90Tile`."""
 
     stages: int
-    query_stages: int
-    splits_keys: bool  # those of a tile, among thread blocks
-    staging_panels: int  # of results that TMA stores at a time; with 0 threads store them
-    bias_stages: int
-    mask_stages: int
-    mask_row_bytes: int  # of its tile
-    teams: int
-    exact_maxima: bool
+    query_stages: int  # buffers of queries
+    splits_keys: bool  # several thread blocks share the keys of a tile, and a kernel merges their results
+    staging_panels: int  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
+    bias_stages: int  # buffers of the bias
+    mask_stages: int  # buffers of the mask
+    mask_row_bytes: int  # bytes of a row of a mask's tile in shared memory
+    teams: int  # groups of warpgroups with tiles and shared memory of their own
+    exact_maxima: bool  # `Sm90Tile.exact`
     from_last: bool
     held_steps: int
     pair: int
     early_draws: int
     late_wait: bool
-    early_powers: int  # of a thread, before it waits for the last product with values
-    has_bias_tiles: bool  # TMA brings the bias; else it is read element by element
-    has_mask_tiles: bool  # TMA brings the mask; else its rows are read from global memory
-    bounded_scores: bool  # their powers need no maximum
+    early_powers: int  # powers that a thread computes before it waits for the last product with values
+    has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
+    has_mask_tiles: bool  # TMA loads the mask; else its rows are read from global memory
+    bounded_scores: bool  # softcap bounds the scores so tightly that their powers need no maximum
 
 
 def _tile_for(
-    row: Row,
+    row: Sm90Row,
     flags: tuple[str, ...],
     plain_scores: bool,
     bias_tiles: bool,
@@ -112,8 +110,8 @@ def _tile_for(
     narrow_window: bool,
     few_queries: bool,
     bounded_scores: bool,
-) -> Tile:
-    options = beside_window(flags)
+) -> Sm90Tile:
+    options = without_window(flags)
     if not options and plain_scores:
         if few_queries and row.few_queries:
             return row.few_queries
@@ -136,7 +134,7 @@ def _tile_for(
 
 
 def forward_config(
-    row: Row,
+    row: Sm90Row,
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],
@@ -148,9 +146,13 @@ def forward_config(
     few_queries: bool = False,
     bounded_scores: bool = False,
     mask_tiles: bool = False,
-) -> Config:
-    """The configuration of one forward kernel; `flags` is a subset of `FLAGS`."""
-    bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and beside_window(flags) == {"has_softcap"}
+) -> Sm90ForwardConfig:
+    """The configuration of one forward kernel.
+
+    `flags` is a subset of `FLAGS`; the other arguments say what `_tile_for` chooses a tile of the row by, and whether
+    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`).
+    """
+    bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and without_window(flags) == {"has_softcap"}
     tile = _tile_for(
         row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores
     )
@@ -160,8 +162,8 @@ def forward_config(
 
 
 def config_of(
-    row: Row,
-    tile: Tile,
+    row: Sm90Row,
+    tile: Sm90Tile,
     dtype: str,
     bias_dtype: str | None,
     flags: tuple[str, ...],
@@ -170,9 +172,9 @@ def config_of(
     mask_tiles: bool = False,
     splits_keys: bool = False,
     bounded_scores: bool = False,
-) -> Config:
-    """The configuration with a tile of the row."""
-    options = beside_window(flags)
+) -> Sm90ForwardConfig:
+    """The configuration of a kernel with this tile of the row; see `forward_config`."""
+    options = without_window(flags)
     consumers, teams = tile.block_m // ROWS_OF_WARPGROUP + tile.alone, 1 + (tile.alone > 0)
     more_to_load = "has_block_mask" in options or options in ({"has_mask"}, {"has_bias"})
     producer_registers, consumer_registers = (_MORE_TO_LOAD if more_to_load else REGISTERS)[consumers]
@@ -181,7 +183,7 @@ def config_of(
     queries = tile.block_m * row_bytes
     smem_bytes = queries + tile.stages * tile.block_n * (row_bytes + row_bytes_v) + SMEM_BESIDE_TILES
     if plain_scores and options == {"has_alibi"}:
-        # Columns' numbers: a row of 16 bytes for each, and eight rows behind that are read, too.
+        # Products with columns' numbers need a row of 16 bytes a column, and read eight rows behind them.
         smem_bytes += -((tile.block_n + 8) * 16 // -SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     mask_row_bytes = _mask_row_bytes(tile.block_n)
     mask_bytes = tile.block_m * mask_row_bytes if mask_tiles else 0
@@ -190,7 +192,7 @@ def config_of(
     smem_bytes += mask_stages * mask_bytes
     bias_stages = 2 if bias_bytes and smem_bytes + 2 * bias_bytes <= most_bytes else 1
     smem_bytes += bias_stages * bias_bytes
-    # With room for it results leave through shared memory, and the next tile's queries come early.
+    # Where there is room, results leave through shared memory, and the next tile's queries are loaded early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
     staging_panels = int(smem_bytes + staging_bytes <= most_bytes)
     smem_bytes += staging_panels * staging_bytes
@@ -200,7 +202,7 @@ def config_of(
     while 0 < staging_panels < panels and smem_bytes + staging_bytes <= most_bytes:
         staging_panels += 1
         smem_bytes += staging_bytes
-    return Config(
+    return Sm90ForwardConfig(
         entry="forward_sm90",
         query_stages=query_stages,
         splits_keys=splits_keys,
@@ -219,12 +221,12 @@ def config_of(
         bounded_scores=bounded_scores,
         plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
         smem_bytes=teams * smem_bytes,
-        **common(Config, dtype, bias_dtype, flags, row, tile),
+        **common(Sm90ForwardConfig, dtype, bias_dtype, flags, row, tile),
     )
 
 
 def _mask_row_bytes(block_n: int) -> int:
-    """Of a tile of a mask in shared memory: as wide as TMA's swizzle, or rows lie in different banks."""
+    """Bytes of a row of a mask's tile in shared memory, so that TMA swizzles rows or they lie in different banks."""
     return block_n if block_n == SWIZZLE_BYTES or block_n // ALIGNMENT % 2 else block_n + ALIGNMENT
 
 
@@ -239,23 +241,26 @@ def inputs_obstacle(problem: AttentionProblem) -> str:
 
 def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
-    of_options = f"no kernel with {unknown(HANDLES, problem)}" if unknown(HANDLES, problem) else ""
-    return inputs_obstacle(problem) or of_options
+    option = f"no kernel with {unknown(HANDLES, problem)}" if unknown(HANDLES, problem) else ""
+    return inputs_obstacle(problem) or option
 
 
 def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether TMA can walk an array whose last axis is contiguous."""
+    """Whether a tensor map can describe an array whose last axis is contiguous; `strides` are in bytes."""
     axes = zip(strides[:-1], shape[:-1], strict=True)
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
 
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem with the query heads of a KV head as rows of one tile, where nothing but q tells them apart."""
-    options = unknown(_OF_ALL_HEADS, problem), problem.window_left is not None, problem.sink, problem.q_lengths
+    """The problem whose queries are the query heads of a KV head, where each head has one query.
+
+    These heads then are rows of one tile. It is the same problem where anything but q tells heads apart.
+    """
+    options = unknown(_SAME_FOR_HEADS, problem), problem.window_left is not None, problem.sink, problem.q_lengths
     plain = not any(options)
     if problem.packed or problem.seqlen_q != 1 or problem.group_size == 1 or not plain:
         return problem
-    # The only query is the last one: causal hides nothing.
+    # Causal hides nothing from the only query, which is the last one.
     return replace(problem, seqlen_q=problem.group_size, num_heads_q=problem.num_heads_kv, window_right=None)
 
 
@@ -265,7 +270,7 @@ def forward(
     layouts: tuple[Layout, ...],
     bias: Layout | None = None,
     mask: Layout | None = None,
-) -> Config | None:
+) -> Sm90ForwardConfig | None:
     """The Hopper kernel for a problem on arrays of these `layouts`, or None.
 
     Their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie anywhere, so that
@@ -273,12 +278,12 @@ def forward(
     """
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
-    of_bias = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
-    return _config(problem, has_vectors(bias, of_bias), has_vectors(mask, 1))
+    bias_itemsize = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
+    return _config(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1))
 
 
 def has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Whether rows of an array like the scores are vectors of 16 bytes; axes may be broadcast."""
+    """Whether rows of a bias or mask begin at multiples of 16 bytes; axes may be broadcast, `itemsize` is in bytes."""
     if layout is None:
         return False
     strides, shape = layout
@@ -288,9 +293,9 @@ def has_vectors(layout: Layout | None, itemsize: int) -> bool:
 
 def _has_many_keys(problem: AttentionProblem) -> bool:
     if not problem.packed:
-        return problem.seqlen_k >= _MANY_KEYS
-    # The host knows packed sequences' mean; the longest have most of the work, so half of it will do.
-    return 2 * problem.seqlen_k >= _MANY_KEYS * problem.batch
+        return problem.seqlen_k >= MANY_KEYS
+    # The host knows packed sequences' mean length alone. The longest have most of the work, so half the bound will do.
+    return 2 * problem.seqlen_k >= MANY_KEYS * problem.batch
 
 
 def has_few_queries(problem: AttentionProblem) -> bool:
@@ -304,15 +309,17 @@ def _has_narrow_window(problem: AttentionProblem) -> bool:
     return bounded and _has_many_keys(problem)
 
 
-def _row_of(problem: AttentionProblem) -> Row:
+def row_of(problem: AttentionProblem) -> Sm90Row:
+    """The first row of the table that is wide enough for a problem."""
     return next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
 
 
-def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False) -> Config:
+def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False) -> Sm90ForwardConfig:
     problem = heads_as_rows(problem)
-    row = _row_of(problem)
+    row = row_of(problem)
     plain_scores = has_plain_scale(problem)
     flags = flags_of(problem)
+    # Maxima of very many keys grow rarely, so the tile for few keys, which has exact maxima, is taken again.
     grow_rarely = not (flags or problem.packed) and problem.seqlen_k >= row.exact_again
     config = forward_config(
         row,
@@ -327,12 +334,12 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: boo
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
         mask_tiles=mask_tiles,
     )
-    few = problem.seqlen_q < _LONG_QUERIES or problem.packed or problem.window_left is not None
+    few = problem.seqlen_q < LONG_QUERIES or problem.packed or problem.window_left is not None
     return replace(config, pair=1) if few else config
 
 
 def reason(problem: AttentionProblem) -> str:
-    """What the forward pass takes on Hopper, and why, in words."""
+    """A sentence for users: the kernel that a forward pass takes on Hopper, and why."""
     if obstacle(problem):
         return f"{OTHER_GPUS}: {obstacle(problem)}"
     config = _config(problem)
@@ -342,8 +349,8 @@ def reason(problem: AttentionProblem) -> str:
     )
 
 
-def _of_small_grids(row: Row, dtype: str) -> Iterator[Config]:
-    """What `for_grid` can choose beside the other rows."""
+def _of_small_grids(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
+    """Kernels that `sm90_grid.for_grid` can choose and that no other row of the table has."""
     for tile in row.plain_tiles(windowed=True):
         config = replace(config_of(row, tile, dtype, None, ("has_window",)), pair=1)
         exact = replace(config, exact_maxima=True, early_powers=0) if row.full.exact else config
@@ -353,8 +360,11 @@ def _of_small_grids(row: Row, dtype: str) -> Iterator[Config]:
             yield exact
 
 
-def table() -> Iterator[tuple[Config, str]]:
-    """Every row in both dtypes: plain, with a window and any one option, and with all; the plain ones unstaged, too."""
+def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
+    """Every kernel, with its dtype.
+
+    Each row comes plain, with a window and any one option, and with all; plain ones also without staged results.
+    """
     single = [("has_window", flag) for flag in HANDLES if flag != "has_window"]
     for row in FORWARD:
         for dtype in DTYPES:
@@ -378,72 +388,3 @@ def table() -> Iterator[tuple[Config, str]]:
                     yield forward_config(row, dtype, bias_dtype, flags, bias_tiles=True), dtype
             yield forward_config(row, dtype, None, ("has_window", "has_mask"), mask_tiles=True), dtype
             yield forward_config(row, dtype, None, HANDLES, bias_tiles=True, mask_tiles=True), dtype
-
-
-class Launches(NamedTuple):
-    """The kernel of a problem, and the parts of the keys of each of its tiles."""
-
-    config: Config
-    parts: int
-
-
-@kept
-def for_grid(problem: AttentionProblem, config: Config, num_sms: int) -> Launches:
-    """What takes the least time where a problem's tiles do not fill the GPU; `config` is what fills it best."""
-    if problem.packed or problem.block_mask:
-        return Launches(config, 1)
-    seen = heads_as_rows(problem)
-    tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
-    if has_few_queries(seen):
-        return Launches(config, max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_PART), 1))
-    if tiles >= _MOST_WAVES * num_sms:
-        return Launches(config, 1)
-    found = [
-        Launches(_with_exact_maxima(problem, candidate, parts, config.exact_maxima), parts)
-        for candidate in _candidates(problem, config)
-        for parts in parts_worth_a_try(problem, candidate.block_m, candidate.block_n, num_sms)
-    ]
-    return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.parts, num_sms))
-
-
-def _candidates(problem: AttentionProblem, config: Config) -> list[Config]:
-    """The configurations of other tiles that a problem without options but a window can take, behind its own."""
-    flags = flags_of(problem)
-    if beside_window(flags) or not config.plain_scores:
-        return [config]
-    row = _row_of(problem)
-    others = [config_of(row, tile, problem.dtype, None, flags) for tile in row.plain_tiles(bool(flags))]
-    timed = [replace(other, pair=1) for other in others if is_timed(other) and other.tile != config.tile]
-    return [config, *timed]
-
-
-def _with_exact_maxima(problem: AttentionProblem, config: Config, parts: int, always: bool) -> Config:
-    """Few keys have large weights, so every maximum is followed, if the kernel for few keys does so."""
-    few = problem.seqlen_k < _MANY_KEYS * parts and _row_of(problem).full.exact
-    plain = config.plain_scores and not beside_window(flags_of(problem))
-    if config.exact_maxima or not plain or not (few or always):
-        return config
-    return replace(config, exact_maxima=True, early_powers=0)
-
-
-def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
-    """The last query heads (of all sequences), which go together where tiles differ in length, the longest first.
-
-    So many as keys and values fit in L2; of short sequences fewer, so that reading keys goes on beside products all
-    the time; of long ones more, so that tiles even out.
-    """
-    # Packed sequences come one after the other; the host knows their mean.
-    sequences, of_mean = (1, problem.batch) if problem.packed else (problem.batch, 1)
-    seqlen_q, seqlen_k = -(-problem.seqlen_q // of_mean), -(-problem.seqlen_k // of_mean)
-    heads = problem.num_heads_q * sequences
-    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * HALF_BYTES
-    l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
-    fitting = max(l2_bytes // bytes_of_head, 1)
-    if seqlen_q >= _LONG_QUERIES:
-        fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
-    return min(fitting * problem.group_size, heads)
-
-
-def merges_by_rows(problem: AttentionProblem, parts: int) -> bool:
-    """Whether a warp merges a row's parts; else a thread block does, which reads many of them at once."""
-    return parts <= WARP and not has_few_queries(heads_as_rows(problem))

@@ -1,4 +1,4 @@
-"""How long Hopper's forward kernels on 16 bits take where their tiles do not fill the GPU: a prediction."""
+"""A prediction of how long Hopper's forward kernels on 16 bits take; `sm90_grid` chooses by it for small grids."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import numpy as np
 
 from cuflash.problem.attention_problem import AttentionProblem
 
-# Parts of the keys of a tile: of more, merging takes as long as they save.
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_MOST_BLOCKS = 2  # thread blocks that a multiprocessor takes, of parts
+# Numbers of splits of the keys that are tried: merging more splits takes as long as they save.
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
 
 
 class Times(NamedTuple):
-    """Microseconds of a launch, of a step (a tile of queries with a tile of keys), and of a tile beside its steps."""
+    """Times of a forward kernel in microseconds."""
 
-    launch: float
-    step: float
-    tile: float
+    launch: float  # a launch
+    step: float  # a step: a tile of queries with a tile of keys
+    tile: float  # a tile of queries, besides its steps
 
 
 class Merge(NamedTuple):
-    """Microseconds of merging the parts of keys: of its launch, and of a megabyte of partial results."""
+    """Times of merging the partial results over splits of the keys, in microseconds."""
 
-    launch: float
-    megabyte: float
+    launch: float  # a launch
+    megabyte: float  # a megabyte of partial results
 
 
 # Fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale (batch 1 and 2, 1 to 32 heads, 512
 # to 16k queries and keys, full and causal), on an H200: half of them are within 4%, nine of ten within 12%.
-# By head dim, block_m, block_n.
+# Keys are head dim, block_m and block_n.
 _MEASURED = {
     (64, 256, 64): Times(2.4, 1.044, 2.5),
     (64, 192, 128): Times(2.4, 1.472, 3.0),
@@ -41,9 +41,9 @@ _MEASURED = {
     (128, 64, 64): Times(1.6, 0.631, 3.3),
 }
 _MERGE = Merge(4.2, 0.68)
-# What a step's products cost in the tiles that were not measured, per microsecond and multiprocessor.
+# Operations per microsecond and multiprocessor, from which the steps of tiles that were not measured are predicted.
 _FLOPS = 5.0e6
-_OTHER = Times(1.5, 0.0, 4.0)
+_OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `_times` fills in its step
 
 
 class _Kernel(Protocol):
@@ -62,7 +62,7 @@ def _known(kernel: _Kernel) -> Times | None:
 
 
 def is_timed(kernel: _Kernel) -> bool:
-    """Whether times of the kernel's tile were measured; others are reckoned from its products."""
+    """Whether times of the kernel's tile were measured; else they are predicted from its products."""
     return _known(kernel) is not None
 
 
@@ -73,7 +73,7 @@ def _times(kernel: _Kernel) -> Times:
 
 
 def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
-    """Tiles of keys that each tile of queries of one head sees."""
+    """Numbers of tiles of keys that each tile of queries of one head sees."""
     first = np.arange(0, problem.seqlen_q, block_m)
     last = np.minimum(first + block_m, problem.seqlen_q) - 1
     diagonal = problem.seqlen_k - problem.seqlen_q
@@ -85,19 +85,19 @@ def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
     return np.maximum(-(-end // block_n) - begin // block_n, 0)
 
 
-def parts_worth_a_try(problem: AttentionProblem, block_m: int, block_n: int, num_sms: int) -> list[int]:
-    """Numbers of parts that leave every part two tiles of keys, and no multiprocessor many parts."""
+def splits_worth_trying(problem: AttentionProblem, block_m: int, block_n: int, num_sms: int) -> list[int]:
+    """Numbers of splits of the keys that leave each split two tiles of keys, and each multiprocessor few splits."""
     tiles = -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
     most_steps = -(-problem.seqlen_k // block_n)
-    return [p for p in _PARTS if p == 1 or (tiles * p <= _MOST_BLOCKS * num_sms and 2 * p <= most_steps)]
+    return [p for p in _SPLITS if p == 1 or (tiles * p <= _MOST_BLOCKS * num_sms and 2 * p <= most_steps)]
 
 
-def predicted_us(problem: AttentionProblem, kernel: _Kernel, parts: int, num_sms: int) -> float:
-    """Microseconds on the device, without the host's part."""
+def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, num_sms: int) -> float:
+    """Microseconds that a forward pass takes on the device, merging included and the host's work left out."""
     times = _times(kernel)
     heads = problem.num_heads_q * problem.batch
-    steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // parts)
-    blocks = len(steps) * parts * heads
+    steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // num_splits)
+    blocks = len(steps) * num_splits * heads
     longest, shortest = float(steps.max()), float(steps.min())
     waves = blocks / num_sms
     if waves <= 1:
@@ -106,9 +106,9 @@ def predicted_us(problem: AttentionProblem, kernel: _Kernel, parts: int, num_sms
         tiles = float(np.ceil(waves))
         span = tiles * longest
     else:  # long tiles come first, short ones even out
-        span, tiles = max(longest, float(steps.sum()) * parts * heads / num_sms), waves
+        span, tiles = max(longest, float(steps.sum()) * num_splits * heads / num_sms), waves
     merging = 0.0
-    if parts > 1:
+    if num_splits > 1:
         rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-        merging = _MERGE.launch + _MERGE.megabyte * 4e-6 * rows * problem.head_dim_v * parts
+        merging = _MERGE.launch + _MERGE.megabyte * 4e-6 * rows * problem.head_dim_v * num_splits
     return times.launch + span * times.step + tiles * times.tile + merging

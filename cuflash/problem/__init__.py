@@ -1,1 +1,1 @@
-"""What a call asks for: every check and message."""
+"""The problem that a call poses: its metadata, and every check and message."""

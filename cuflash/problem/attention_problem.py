@@ -1,4 +1,7 @@
-"""What a call asks for, without its data: known from metadata alone, so that no check synchronises a device."""
+"""The attention problem of a call, without its data.
+
+It is known from metadata alone, so that no check synchronises a device; `make` derives it from a call's arguments.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Array = Any  # an ndarray of NumPy or CuPy, which may be absent
 
 
 def accum_of(dtype: str) -> str:
-    """What arrays of a dtype are computed in."""
+    """The dtype of the arithmetic on arrays of a dtype."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -52,31 +55,31 @@ class AttentionProblem:
     seqlen_k: int
     num_heads_q: int
     num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
+    head_dim: int  # columns of q and k
+    head_dim_v: int  # columns of v and out
+    dtype: str  # one of `DTYPES`
     packed: bool = False
-    window_left: int | None = None
-    window_right: int | None = None
+    window_left: int | None = None  # keys before the query's own that it sees; None is unbounded
+    window_right: int | None = None  # keys behind the query's own that it sees; None is unbounded
     softmax_scale: float = 1.0
-    softcap: float = 0.0
-    bias: tuple[int, ...] | None = None
+    softcap: float = 0.0  # 0 is off
+    bias: tuple[int, ...] | None = None  # shape, with four axes; None without a bias
     bias_dtype: str | None = None
-    mask: tuple[int, ...] | None = None
-    alibi: tuple[int, int] | None = None
-    sink: bool = False
-    q_lengths: bool = False
-    kv_lengths: bool = False
-    block_mask: bool = False
-    block_size: tuple[int, int] = (0, 0)  # of it
+    mask: tuple[int, ...] | None = None  # shape, with four axes; None without a mask
+    alibi: tuple[int, int] | None = None  # shape of the slopes, (batch or 1, num_heads_q); None without slopes
+    sink: bool = False  # a sink is given
+    q_lengths: bool = False  # lengths of the queries are given
+    kv_lengths: bool = False  # lengths of the keys are given
+    block_mask: bool = False  # a block mask is given
+    block_size: tuple[int, int] = (0, 0)  # rows and columns of its blocks
     dropout_p: float = 0.0
     deterministic: bool | None = None
     precision: str | None = None
     place: Place = WHOLE
-    # What every call needs is computed once.
+    # These are computed once, as every call needs them.
     _hash: int = field(init=False, repr=False, compare=False)
-    out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the result and of dout
-    lse_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of lse and dlse
+    out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # shape of the result and of dout
+    lse_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # shape of lse and dlse
 
     def __post_init__(self) -> None:
         batch = () if self.packed else (self.batch,)
@@ -100,12 +103,12 @@ class AttentionProblem:
 
     @property
     def accum_dtype(self) -> str:
-        """dtype of lse, of sink and slopes, and of the arithmetic."""
+        """The dtype of lse, of sink and slopes, and of the arithmetic."""
         return accum_of(self.dtype)
 
     @property
     def dropout_threshold(self) -> int:
-        """Dropout keeps the weights whose random half word reaches it."""
+        """The least random half word with which dropout keeps a weight."""
         return math.floor(self.dropout_p * _HALF_WORDS)
 
     @property

@@ -23,7 +23,7 @@ def _is_int(x: object) -> bool:
 
 
 def check_bool(name: str, x: object) -> bool:
-    """A bool of Python or NumPy: other things would pass as true, "no" too."""
+    """The value of a bool of Python or NumPy. Other things, even "no", would pass as true."""
     if x is True or x is False:
         return x
     if not isinstance(x, np.bool_):
@@ -37,7 +37,7 @@ def check_number(name: str, x: object) -> float:
         raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
     try:
         value = float(x)
-    except OverflowError:  # of integers
+    except OverflowError:  # an integer was too large for a float
         value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
@@ -63,7 +63,7 @@ def check_softcap(softcap: object, accum: str) -> float:
     value = 0.0 if softcap is None else check_number("softcap", softcap)
     if value < 0:
         raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
-    # Beyond these `accum` holds no s / c: a larger bound leaves scores as they are, a smaller one makes them 0.
+    # Beyond these limits `accum` cannot hold s / c. A larger bound leaves scores alone, a smaller one makes them 0.
     largest = 2.0 ** (1000 if accum == "float64" else 100)
     return 0.0 if value > largest or not value else max(value, 1 / largest)
 
@@ -89,7 +89,7 @@ def check_window(causal: object, window: object) -> tuple[int | None, int | None
 
 
 def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
-    """int32 (batch + 1,) both; returns the batch."""
+    """Check that both are int32 of shape (batch + 1,), and return the batch."""
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if x.dtype.name != "int32":
             raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")

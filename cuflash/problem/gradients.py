@@ -1,4 +1,4 @@
-"""Checks of what the backward functions take beside the forward pass's arguments."""
+"""Checks of the arguments that only backward functions take: dout, out, lse, dlse and grads."""
 
 from __future__ import annotations
 

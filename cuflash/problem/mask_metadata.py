@@ -1,4 +1,4 @@
-"""What a call knows of its block mask from metadata alone."""
+"""The metadata of a block mask, which is all that a call's checks know of it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ Addresses = list[int]
 
 
 class Metadata(NamedTuple):
-    """A call's arguments: as a key all that is checked, and what may differ beside it."""
+    """A call's arguments: a key of all that is checked, and the rest, in which repetitions may differ."""
 
     key: tuple[Any, ...]
     addresses: Addresses

@@ -8,12 +8,12 @@ import numpy as np
 
 from cuflash.problem.checks import Array
 
-# Of the exact test; slices of a fused qkv take a few hundred.
+# Most steps of the exact test; slices of a fused qkv take a few hundred.
 _MAX_WORK: Any = 1_000_000
 
 
 def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
-    """ValueError unless it can be written beside all `inputs`, other targets included."""
+    """Raise ValueError unless the target can be written and shares no memory with `inputs`, other targets included."""
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
     if target.size == 0:

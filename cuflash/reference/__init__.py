@@ -1,7 +1,7 @@
 """Naive attention and its gradients in NumPy: the oracle that every other path is tested against.
 
-Written to be read beside the formulas, not to be fast: it builds whole score matrices. It imports nothing of this
-package, so that it cannot share a mistake with what it checks; a wheel does not carry it.
+It is written to be read next to the formulas and is not fast: it builds whole score matrices. It imports nothing of
+this package, so that it cannot share a mistake with what it checks; a wheel does not carry it.
 """
 
 from .dropout import dropout_keep, dropout_rescale, dropout_threshold, philox4x32

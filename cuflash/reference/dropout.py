@@ -40,7 +40,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int, rounds: int = 7) -
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Of the 65536 values that a weight's random half word takes, those below it drop the weight."""
+    """The least of the 65536 values of a weight's random half word that keeps the weight."""
     return int(np.floor(dropout_p * 65536))
 
 

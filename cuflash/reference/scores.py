@@ -1,4 +1,4 @@
-"""Scores of every pair of query and key, -inf where hidden, and what both directions need beside them."""
+"""Scores of every pair of query and key, -inf where hidden, and what both directions need besides."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def scores_of(
         bias = np.asarray(bias).astype(real)
         visible &= bias != -np.inf
 
-    # What nobody may see cannot change anything: zero it, whatever it holds.
+    # A key that nobody may see cannot change anything, so it is set to zero, whatever it holds.
     seen_keys = np.any(visible, axis=(1, 2))[:, None, :, None]
     wide_q = np.where(real_rows, q.astype(real).transpose(0, 2, 1, 3), 0)
     wide_k = np.where(seen_keys, np.repeat(k.astype(real), group_size, axis=2).transpose(0, 2, 1, 3), 0)

@@ -24,7 +24,7 @@ from cuflash.problem.attention_problem import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``compile``."""
+    """Add the arguments of ``compile`` to its parser."""
     parser.add_argument(
         "--arch",
         nargs="+",

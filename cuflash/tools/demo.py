@@ -35,7 +35,7 @@ SAMPLE_LENGTH = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the command's arguments to its parser."""
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="of attention (default: float32, on a GPU bfloat16)")
@@ -104,7 +104,7 @@ def _demonstrate(config: Config, xp: Any, picture: Path) -> int:
 
 
 class _UnavailableError(Exception):
-    """What the user can mend."""
+    """An error that the user can mend."""
 
 
 def _array_module(device: str | None) -> ModuleType:

@@ -16,8 +16,8 @@ from cuflash.cuda import device as cuda_device
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import beside_window, flags_of
-from cuflash.plan.portable import Config, key_kernels, plan
+from cuflash.plan.config import flags_of, without_window
+from cuflash.plan.portable import PortableConfig, key_kernels, plan
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 
 DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
@@ -25,7 +25,7 @@ _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``info``."""
+    """Add the arguments of ``info`` to its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     problem = parser.add_argument_group("a problem, to see which kernels it takes")
     problem.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -114,7 +114,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     if args.dtype == "float32":
         reasons = plan_split.reason, plan_split.gradient_reason
     dims = f"head dims {problem.head_dim} and {problem.head_dim_v}"
-    with_options = " with options" if beside_window(flags_of(problem)) else ""
+    with_options = " with options" if without_window(flags_of(problem)) else ""
     no_parts = f"{sm90_forward.OTHER_GPUS}: no kernel on float16 parts for {dims}{with_options}"
     directions = "forward on Hopper", "backward on Hopper"
     hopper = {name: reason(problem) or no_parts for name, reason in zip(directions, reasons, strict=True)}
@@ -129,7 +129,7 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
     return {"on the CPU": "NumPy, tiled", **hopper, **mma, **chosen}
 
 
-def _portable_reason(config: Config) -> Any:
+def _portable_reason(config: PortableConfig) -> Any:
     return (
         f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
         f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
@@ -138,7 +138,7 @@ def _portable_reason(config: Config) -> Any:
 
 
 def missing() -> dict[str, str]:
-    """What is missing, by name: what it is for and how to get it."""
+    """Names of what is missing, each with what it is for and how to get it."""
     lacks: dict[str, str] = {}
     if _absent("ml_dtypes"):
         lacks["ml_dtypes"] = 'bfloat16 arrays in NumPy and CuPy need it: pip install "cuflash[bf16]"'

@@ -16,7 +16,7 @@ from devices import Device
 
 from cuflash import hardware
 from cuflash.cuda import source as cuda_source
-from cuflash.plan import sm90_backward, sm90_forward
+from cuflash.plan import sm90_backward, sm90_backward_tiles, sm90_forward
 from cuflash.plan.config import KernelConfig
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
@@ -27,20 +27,20 @@ UNINITIALISED = "uninitialised shared memory is read"
 
 
 def is_wide(config: KernelConfig) -> bool:
-    return config.entry == sm90_backward.WIDE
+    return config.entry == sm90_backward_tiles.WIDE
 
 
 def repeats_columns(config: KernelConfig) -> bool:
     return (
-        isinstance(config, sm90_backward.Config)
-        and config.entry == sm90_backward.NARROW
+        isinstance(config, sm90_backward.Sm90BackwardConfig)
+        and config.entry == sm90_backward_tiles.NARROW
         and config.block_m == hardware.ROWS_OF_WARPGROUP
         and config.dq_columns >= config.head_dim
     )
 
 
 def has_blocks_without_order(config: KernelConfig) -> bool:
-    return isinstance(config, sm90_forward.Config) and config.has_block_mask and not config.ping_pong
+    return isinstance(config, sm90_forward.Sm90ForwardConfig) and config.has_block_mask and not config.ping_pong
 
 
 PLANTED: tuple[tuple[str, str, str, Callable[[KernelConfig], bool], str], ...] = (

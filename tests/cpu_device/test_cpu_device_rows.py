@@ -72,7 +72,7 @@ def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 )
 def test_row(row: Row) -> None:
     config = row.config
-    few_tiles = isinstance(config, sm90_forward.Config) and config.splits_keys
+    few_tiles = isinstance(config, sm90_forward.Sm90ForwardConfig) and config.splits_keys
     check = Check.SHARED if row.has_wgmma else None
     device = CpuDevice(row.capability, SMS_OF_FEW_TILES if few_tiles else NUM_SMS, check)
     device.has_wgmma, device.smem_limit = row.has_wgmma, row.smem_limit

@@ -14,7 +14,7 @@ import cuflash
 from cuflash import hardware
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_backward
+from cuflash.plan import sm90_backward, sm90_backward_tiles
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +88,7 @@ def both(
             out=(*grads, *extra_grads),
             **options,
         )
-    assert {sm90_backward.NARROW, sm90_backward.WIDE} & {x.kernel.entry for x in launch._launches.values()}
+    assert {sm90_backward_tiles.NARROW, sm90_backward_tiles.WIDE} & {x.kernel.entry for x in launch._launches.values()}
     for name, x, ref in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=False):
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=8e-3, rtol=8e-3, err_msg=name)
     for x, ref in zip(extras, expected[3:], strict=True):
@@ -232,15 +232,15 @@ def test_bias_and_mask_of_keys_alone(name: str, rows: int) -> None:
     q, k, v = normal(2, LENGTH_Q, 4, 64), normal(2, keys, 2, 64), normal(2, keys, 2, 64)
     options: dict[str, Any] = {name: np.broadcast_to(x, (*x.shape[:-2], rows, keys))}
     both(q, k, v, hidden_keys=HIDDEN_BY_MASK, **options)
-    config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_backward.NARROW)
-    assert isinstance(config, sm90_backward.Config)
+    config = next(x.kernel.config for x in launch._launches.values() if x.kernel.entry == sm90_backward_tiles.NARROW)
+    assert isinstance(config, sm90_backward.Sm90BackwardConfig)
     assert config.has_bias_tiles or config.has_mask_vectors
 
 
 @pytest.mark.parametrize("name", ["softcap", "block mask"])
 def test_options_with_one_tile_of_queries_for_two_of_keys(name: str) -> None:
     both(*inputs(128, 128), **OPTIONS[name])
-    assert sm90_backward.NARROW in {x.kernel.entry for x in launch._launches.values()}
+    assert sm90_backward_tiles.NARROW in {x.kernel.entry for x in launch._launches.values()}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -250,7 +250,7 @@ def test_gradient_of_a_whole_bias_comes_beside_the_others(head_dim: int, options
     both(*inputs(head_dim, head_dim), bias=bias, hidden_keys=HIDDEN_BY_MASK, **options)
     assert {x.kernel.entry for x in launch._launches.values()} == {
         sm90_backward.ROWS,
-        sm90_backward.NARROW,
+        sm90_backward_tiles.NARROW,
         sm90_backward.DQ,
     }
 

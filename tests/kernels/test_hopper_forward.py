@@ -18,7 +18,7 @@ from devices import Device
 import cuflash
 from cuflash.gpu import launch
 from cuflash.gpu import sm90 as gpu_sm90
-from cuflash.plan import sm90_forward, sm90_tiles, sm90_times
+from cuflash.plan import sm90_forward, sm90_grid, sm90_tiles, sm90_times
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -29,9 +29,9 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Problems of tests are small; they take what large ones do, however many multiprocessors there are."""
     monkeypatch.setattr(sm90_forward, "_MOST_WAVES", 0)
-    sm90_forward.for_grid.cache_clear()
+    sm90_grid.for_grid.cache_clear()
     yield
-    sm90_forward.for_grid.cache_clear()
+    sm90_grid.for_grid.cache_clear()
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_block_mask_of_wholly_visible_and_hidden_tiles(place: Device) -> None:
 
 def assert_two_teams() -> None:
     (only,) = launch._launches.values()
-    assert isinstance(only.kernel.config, sm90_forward.Config)
+    assert isinstance(only.kernel.config, sm90_forward.Sm90ForwardConfig)
     assert only.kernel.config.teams == 2
 
 
@@ -334,7 +334,7 @@ def test_keys_are_split_for_few_queries_first(seqlen_q: int, seqlen_k: int, part
     problem = AttentionProblem(1, seqlen_q, seqlen_k, 1, 1, 128, 128, "float16")
     config = sm90_forward.forward(problem, ())
     assert config is not None
-    assert sm90_forward.for_grid(problem, config, 132).parts == parts
+    assert sm90_grid.for_grid(problem, config, 132).num_splits == parts
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -350,11 +350,14 @@ def test_what_is_chosen_takes_the_least_predicted_time(head_dim: int, num_sms: i
         )
         config = sm90_forward.forward(problem, ())
         assert config is not None
-        chosen = sm90_forward.for_grid(problem, config, num_sms)
+        chosen = sm90_grid.for_grid(problem, config, num_sms)
         most = sm90_times.predicted_us(problem, config, 1, num_sms)
         assert sm90_times.predicted_us(problem, *chosen, num_sms) <= most
-        assert chosen.parts == 1 or chosen.parts * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
-        assert chosen.parts <= seqlen_k // chosen.config.block_n + 1
+        assert (
+            chosen.num_splits == 1
+            or chosen.num_splits * seqlen_q * heads <= 2 * num_sms * chosen.config.block_m + heads * 256
+        )
+        assert chosen.num_splits <= seqlen_k // chosen.config.block_n + 1
 
 
 def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
@@ -402,8 +405,8 @@ PAIRS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seqlen_k", [300, 700])
 def test_pairs_of_blocks(place: Device, name: str, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loads half of the keys for both; a block may have no row of a tile, or rows that see no keys."""
-    monkeypatch.setattr(sm90_forward, "_MANY_KEYS", 1)
-    monkeypatch.setattr(sm90_forward, "_LONG_QUERIES", 1)
+    monkeypatch.setattr(sm90_forward, "MANY_KEYS", 1)
+    monkeypatch.setattr(sm90_forward, "LONG_QUERIES", 1)
     sm90_forward.forward.cache_clear()
     q, k, v = normal(2, 600, 2, 256), normal(2, seqlen_k, 1, 256), normal(2, seqlen_k, 1, 256)
     hidden = slice(290, None) if name == "kv_lengths" else None

@@ -19,7 +19,7 @@ from error_rule import INPUTS, NAMES, assert_error_rule, forward_by
 from numpy.typing import NDArray
 
 from cuflash.gpu import launch
-from cuflash.plan import sm90_backward
+from cuflash.plan import sm90_backward_tiles
 
 Array = NDArray[Any]
 
@@ -197,7 +197,7 @@ def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
         test_any_positive_softcap(device, dtype, softcap)
     taken = {x.kernel.entry for x in launch._launches.values()}
     assert "forward_sm90" in taken
-    assert (sm90_backward.NARROW in taken) == (softcap > 1)
+    assert (sm90_backward_tiles.NARROW in taken) == (softcap > 1)
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

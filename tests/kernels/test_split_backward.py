@@ -14,6 +14,7 @@ from cpu_device import device, hook
 import cuflash
 from cuflash.gpu import launch
 from cuflash.plan import split as plan_split
+from cuflash.plan import split_tiles
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -62,7 +63,7 @@ def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: flo
             dout, q, bad_k, bad_v, out.astype(np.float32), lse.astype(np.float32), **options
         )
     entries = {x.kernel.entry for x in launch._launches.values()}
-    assert plan_split.DQ in entries and any(map(key_results, entries))
+    assert split_tiles.DQ in entries and any(map(key_results, entries))
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=eps, atol=eps * np.abs(y).max())
 

@@ -13,6 +13,7 @@ from cpu_device import device, hook
 import cuflash
 from cuflash.gpu import launch
 from cuflash.plan import split as plan_split
+from cuflash.plan import split_tiles
 from cuflash.problem.attention_problem import AttentionProblem
 
 Array = np.ndarray[Any, Any]
@@ -212,7 +213,7 @@ def test_what_is_no_float32_takes_other_kernels() -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("parts", "head_dims"),
-    [(parts, (row.head_dim, row.head_dim_v)) for parts, rows in plan_split.FORWARD.items() for row in rows],
+    [(parts, (row.head_dim, row.head_dim_v)) for parts, rows in split_tiles.FORWARD.items() for row in rows],
 )
 def test_every_row_compiles_without_spills(parts: int, head_dims: tuple[int, int]) -> None:
     table = [config for config, _ in plan_split.table()]

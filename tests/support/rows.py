@@ -14,8 +14,16 @@ from cases import Case, accum_dtype, gaussian, gaussian_case, np_dtype
 from devices import Device
 
 from cuflash.gpu import launch
-from cuflash.plan import sm80_backward, sm80_forward, sm90_backward, sm90_forward, sm90_tiles
-from cuflash.plan.config import FLAGS, KernelConfig, beside_window
+from cuflash.plan import (
+    sm80_backward,
+    sm80_forward,
+    sm90_backward,
+    sm90_backward_tiles,
+    sm90_forward,
+    sm90_grid,
+    sm90_tiles,
+)
+from cuflash.plan.config import FLAGS, KernelConfig, without_window
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
@@ -75,15 +83,15 @@ class Tf32Case(Case):
         return {"round_to": "float16"}
 
 
-def lengths_of(config: sm90_forward.Config, dtype: str) -> tuple[int, int]:
+def lengths_of(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> tuple[int, int]:
     """Lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
     if config.splits_keys:
         return queries, 4 * config.block_n + 10
     flags = tuple(flag for flag in FLAGS if getattr(config, flag))
     if takes_narrow_window(config, dtype):
-        return queries, sm90_forward._MANY_KEYS
-    for lengths in (LENGTHS, (queries, sm90_forward._MANY_KEYS), (sm90_forward._FEW_QUERIES, keys)):
+        return queries, sm90_forward.MANY_KEYS
+    for lengths in (LENGTHS, (queries, sm90_forward.MANY_KEYS), (sm90_forward._FEW_QUERIES, keys)):
         many_keys, few_queries = lengths[1] > keys, lengths[0] < queries
         for row in sm90_tiles.FORWARD:
             if config == sm90_forward.forward_config(
@@ -93,7 +101,7 @@ def lengths_of(config: sm90_forward.Config, dtype: str) -> tuple[int, int]:
     return LENGTHS
 
 
-def takes_narrow_window(config: sm90_forward.Config, dtype: str) -> bool:
+def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> bool:
     narrow = [row for row in sm90_tiles.FORWARD if row.narrow_window]
     return config in [
         sm90_forward.forward_config(row, dtype, None, ("has_window",), narrow_window=True) for row in narrow
@@ -113,7 +121,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     rng = np.random.default_rng(0)
     of: dict[str, Any] = asdict(config)
     queries, keys = LENGTHS
-    if isinstance(config, sm90_forward.Config):
+    if isinstance(config, sm90_forward.Sm90ForwardConfig):
         queries, keys = lengths_of(config, dtype)
     elif config.entry == sm80_backward.MAIN and is_for_long_walks(config):
         queries = sm80_backward._SHORT + queries
@@ -130,22 +138,25 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         "has_block_mask": {"block_mask": rng.random(scores) < 0.7},
     }
     chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
-    if isinstance(config, sm90_forward.Config | sm90_backward.Config) and config.has_bias > config.has_bias_tiles:
+    if (
+        isinstance(config, sm90_forward.Sm90ForwardConfig | sm90_backward.Sm90BackwardConfig)
+        and config.has_bias > config.has_bias_tiles
+    ):
         chosen["bias"] = chosen["bias"][:, :1].copy()  # a column, which TMA does not bring
-    if isinstance(config, sm90_forward.Config) and takes_narrow_window(config, dtype):
+    if isinstance(config, sm90_forward.Sm90ForwardConfig) and takes_narrow_window(config, dtype):
         chosen = {"window": (100, 0)}
     if of.get("parts") == 1:
         chosen["precision"] = "tf32"
-    in_order = sm90_backward.NARROW, sm90_backward.WIDE, sm80_backward.MAIN
+    in_order = sm90_backward_tiles.NARROW, sm90_backward_tiles.WIDE, sm80_backward.MAIN
     if config.entry == sm80_backward.ORDERED_DQ:
         chosen |= {"deterministic": True, **options["has_block_mask"]}
     elif of.get("deterministic") and config.entry in in_order:
         chosen["deterministic"] = True
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
-    if isinstance(config, sm80_forward.Config):
+    if isinstance(config, sm80_forward.Sm80QueryConfig):
         case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
-    elif isinstance(config, sm80_backward.Config):
+    elif isinstance(config, sm80_backward.Sm80BackwardConfig):
         case.block_size = (config.block_n, config.block_n)
     if "precision" in chosen:
         return Tf32Case(**vars(case))
@@ -162,11 +173,11 @@ def at_odd_address(x: Any) -> Any:
 @contextmanager
 def short_pairs(config: KernelConfig) -> Iterator[None]:
     """Pairs of the forward pass take few queries, too: as many as they are for take minutes on the CPU."""
-    if not (isinstance(config, sm90_forward.Config) and config.pair > 1):
+    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and config.pair > 1):
         yield
         return
     sm90_forward.forward.cache_clear()
-    with mock.patch.object(sm90_forward, "_LONG_QUERIES", 1):
+    with mock.patch.object(sm90_forward, "LONG_QUERIES", 1):
         yield
     sm90_forward.forward.cache_clear()
 
@@ -174,12 +185,12 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
     """Problems are small, so which tile and how many parts of keys they take is said here."""
-    plain = not beside_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
-    if not (isinstance(config, sm90_forward.Config) and plain):
+    plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
+    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and plain):
         yield
         return
-    launches = sm90_forward.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)
-    with mock.patch.object(sm90_forward, "for_grid", return_value=launches):
+    launches = sm90_grid.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)
+    with mock.patch.object(sm90_grid, "for_grid", return_value=launches):
         yield
 
 
@@ -189,7 +200,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
     devices.forget_launches()
     if "forward" in config.entry:
         given: dict[str, Any] = {}
-        if isinstance(config, sm90_forward.Config) and not (config.staging_panels or config.splits_keys):
+        if isinstance(config, sm90_forward.Sm90ForwardConfig) and not (config.staging_panels or config.splits_keys):
             # A result that TMA cannot store.
             given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
         with place.active(), short_pairs(config), small_grid(config):

@@ -1,4 +1,4 @@
-"""``python -m cuflash bench``: forward and backward beside every peer that can be imported.
+"""``python -m cuflash bench``: forward and backward next to every peer that can be imported.
 
 All peers of a cell are measured in interleaved rounds on the same inputs, and checked against float64 before.
 """
@@ -28,7 +28,7 @@ GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the command's arguments to its parser."""
     grid = Grid()
     add = parser.add_argument
     add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")
@@ -151,7 +151,7 @@ def compile_kernels(cells: list[Cell], xp: ModuleType, directions: tuple[str, ..
             calls = peers.cuflash_calls(Inputs(cell, xp))
             if BACKWARD in directions:
                 calls.backward()
-        except Exception as error:  # met again when the cell's turn comes
+        except Exception as error:  # it is met again when the cell is measured
             _say(f"{cell.name}: {_reason(error)}")
 
     start = time.perf_counter()

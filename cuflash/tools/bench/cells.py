@@ -1,4 +1,4 @@
-"""What is measured: one attention problem a cell, and named suites of them."""
+"""The cells that are measured, one attention problem each, and named suites of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Cell:
         return self.window_left, 0 if self.causal else None
 
     def flops(self, direction: str) -> float:
-        """Of the visible pairs; a causal cell counts half of all."""
+        """Floating-point operations of the visible pairs; a causal cell counts half of all pairs."""
         if self.lengths:
             pairs: float = sum(n * n for n in self.lengths)
         else:
@@ -110,7 +110,7 @@ class Cell:
         return self.window_left is not None or self.density is not None
 
     def sequence(self, index: int) -> tuple[slice, Cell]:
-        """Where a packed sequence lies, and its problem alone."""
+        """The place of a packed sequence, and its problem alone."""
         start, length = sum(self.lengths[:index]), self.lengths[index]
         return slice(start, start + length), replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=())
 
@@ -144,7 +144,7 @@ def default_scale(cell: Cell) -> float:
 
 @dataclass(frozen=True)
 class Grid:
-    """What the command line says of the sizes."""
+    """The cells that the command line's sizes describe."""
 
     dtype: str = "bfloat16"
     head_dims: Sequence[int] = (64, 128, 256)

@@ -34,7 +34,7 @@ WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 Errors = dict[str, dict[str, float]]
 
 SAMPLES = 32
-# Of shorter sequences every row and key is taken.
+# Every row and key of sequences up to this length is taken.
 SMALL = 1024
 # Largest error over the largest value, in roundings of the dtype and of the accumulation.
 ROUNDINGS, ACCUMULATIONS = 8, 256
@@ -120,7 +120,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
     if "softcap" in cell.options:
         given["softcap"] = SOFTCAP
     if "alibi" in cell.options:
-        exponents = -8.0 * np.arange(1, cell.num_heads_q + 1) / cell.num_heads_q  # as in the ALiBi paper
+        exponents = -8.0 * np.arange(1, cell.num_heads_q + 1) / cell.num_heads_q  # the ALiBi paper has these slopes
         given["alibi_slopes"] = xp.asarray((2.0**exponents).astype(np.float32))
     if "bias" in cell.options:
         given["bias"] = inputs.normal((1, 1, *scores))
@@ -136,7 +136,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
 
 
 def backward_arguments(inputs: Inputs) -> dict[str, Any]:
-    """What the backward function takes beside them."""
+    """The arguments that only the backward function takes."""
     options = inputs.cell.options
     grads = ("q", "k", "v", "bias") if "dbias" in options else ("q", "k", "v")
     return {"deterministic": True if "deterministic" in options else None, "grads": grads}
@@ -147,7 +147,7 @@ class Scores(NamedTuple):
 
     values: np.ndarray  # -inf where hidden
     slopes: np.ndarray | float  # the derivative by the product of q and k
-    keep: np.ndarray | float  # what dropout multiplies the weights by
+    keep: np.ndarray | float  # the factors by which dropout multiplies the weights
 
 
 def scores(
@@ -160,7 +160,7 @@ def scores(
     rows: np.ndarray,
     keys: np.ndarray,
 ) -> Scores:
-    """With what `arguments` gave."""
+    """The scores of the inputs that `arguments` gave."""
     scale = default_scale(cell)
     values = scale * q @ k.T
     slopes: np.ndarray | float = scale
@@ -208,11 +208,11 @@ class Sample:
     """The truth of a few rows and keys of one head of one sequence."""
 
     batch: int
-    head: int  # of q; its KV head is checked with it
+    head: int  # a query head; its KV head is checked with it
     rows: np.ndarray
     keys: np.ndarray
     cell: Cell  # the sampled sequence's own problem
-    place: slice  # of the sequence in packed arrays
+    place: slice  # the place of the sequence in packed arrays
     out: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
@@ -220,11 +220,11 @@ class Sample:
     dbias: np.ndarray  # (rows, all keys), of a bias of the scores' whole shape
 
     def forward_errors(self, out: Any) -> Errors:
-        """Of the sampled rows of out."""
+        """Errors of the sampled rows of out."""
         return {"out": _error(self._cut(out, self.head)[self.rows], self.out)}
 
     def backward_errors(self, gradients: tuple[Any, ...]) -> Errors:
-        """Of the sampled rows of dq and dbias, and keys of dk and dv."""
+        """Errors of the sampled rows of dq and dbias, and keys of dk and dv."""
         dq, dk, dv, *dbias = gradients
         kv_head = self.head * self.cell.num_heads_kv // self.cell.num_heads_q
         errors = {

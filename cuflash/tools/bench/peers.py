@@ -1,4 +1,4 @@
-"""Who is measured: cuflash and the libraries beside it."""
+"""The libraries that are measured: cuflash and its peers."""
 
 import importlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PLAIN = "plain"
 
 
 class Calls(NamedTuple):
-    """What is timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
+    """The calls that are timed. Results have the layout of cuflash's: (batch, seqlen, heads, dim), or packed."""
 
     forward: Callable[[], Any]  # -> out
     backward: Callable[[], tuple[Any, ...]]  # -> dq, dk, dv, and dbias if it is asked for
@@ -77,7 +77,7 @@ def naive_calls(inputs: Inputs) -> Calls:
     if cell.lengths:
         raise Unavailable("one padded batch would measure the padding")
     needed = 16 * cell.batch * cell.num_heads_q * cell.seqlen_q * cell.seqlen_k
-    # What a laptop can spare, or what is free.
+    # The limit is what a laptop can spare, or what is free on the GPU.
     if needed > (4 << 30 if xp is np else xp.cuda.runtime.memGetInfo()[0]):
         raise Unavailable(f"its score matrices need {needed >> 30} GiB")
     multiply = _products(xp)
@@ -155,7 +155,7 @@ def _library() -> tuple[Any, Any, dict[str, int]]:
     return cupy, cublas, types
 
 
-# What cuBLAS reads from the host, in the type that it computes in.
+# The factors alpha and beta that cuBLAS reads from the host, in the type that it computes in.
 _FACTORS: dict[str, Array] = {"float32": np.array([1, 0], np.float32), "float64": np.array([1, 0], np.float64)}
 
 

@@ -38,7 +38,7 @@ class Result:
 
     cell: Cell
     direction: str
-    times: dict[str, list[Any]] = field(default_factory=dict)  # of rounds
+    times: dict[str, list[Any]] = field(default_factory=dict)  # a list of times for each round
     errors: dict[str, Errors] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     wrong: bool = False  # cuflash's error is beyond the limit
@@ -100,15 +100,15 @@ class Stopwatch:
 
     def __init__(self, xp: ModuleType, budget_ms: float) -> None:
         self.xp = xp
-        self.budget_ms = budget_ms  # of one round of one call
+        self.budget_ms = budget_ms  # milliseconds of one round of one call
 
     def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[Any]]:
         """Times in ms of each call, a list a round, every round in another order."""
         counts = {name: self._count(call) for name, call in calls.items()}
         times: dict[str, list[Any]] = {name: [] for name in calls}
         names = list(calls)
-        for turn in range(rounds):
-            first = turn % max(1, len(names))
+        for number in range(rounds):
+            first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 times[name].append(self._times(calls[name], *counts[name]))
         return times
@@ -146,7 +146,7 @@ class Stopwatch:
 
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
-    """How and where a run is made."""
+    """The settings and the machine of a run."""
     facts: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -1,0 +1,109 @@
+"""Which kernel of Hopper's forward pass on 16 bits fills a GPU best: tiles, splits of the keys, the order of heads.
+
+`sm90_forward` finds the configuration for a grid that fills the GPU. For smaller grids this module compares it with
+other tiles, and with splits of the keys, by the times that `sm90_times` predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from cuflash.hardware import HALF_BYTES, L2_BYTES, WARP
+from cuflash.kept import kept
+from cuflash.plan import sm90_forward
+from cuflash.plan.config import flags_of, without_window
+from cuflash.plan.sm90_forward import (
+    Sm90ForwardConfig,
+    config_of,
+    has_few_queries,
+    heads_as_rows,
+    row_of,
+)
+from cuflash.plan.sm90_times import is_timed, predicted_us, splits_worth_trying
+from cuflash.problem.attention_problem import AttentionProblem
+
+_SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
+_EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
+# Keys of a split where one tile holds all queries: shorter splits gain less than their merging costs.
+_SHORTEST_SPLIT = 128
+# Tiles that a multiprocessor computes one after the other. With more, the tile that fills the GPU best is the fastest.
+_MOST_WAVES = 7
+
+
+class Launches(NamedTuple):
+    """The kernel of a problem, and the splits of the keys of each of its tiles."""
+
+    config: Sm90ForwardConfig
+    num_splits: int  # 1 leaves the keys whole
+
+
+@kept
+def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int) -> Launches:
+    """The kernel and the number of splits that take the least time on `num_sms` multiprocessors.
+
+    `config` is the kernel for a grid that fills the GPU.
+    """
+    if problem.packed or problem.block_mask:
+        return Launches(config, 1)
+    seen = heads_as_rows(problem)
+    tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
+    if has_few_queries(seen):
+        return Launches(config, max(min(num_sms // tiles, seen.seqlen_k // _SHORTEST_SPLIT), 1))
+    if tiles >= _MOST_WAVES * num_sms:
+        return Launches(config, 1)
+    found = [
+        Launches(_with_exact_maxima(problem, candidate, num_splits, config.exact_maxima), num_splits)
+        for candidate in _candidates(problem, config)
+        for num_splits in splits_worth_trying(problem, candidate.block_m, candidate.block_n, num_sms)
+    ]
+    return min(found, key=lambda launches: predicted_us(problem, launches.config, launches.num_splits, num_sms))
+
+
+def _candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
+    """A problem's own configuration, and behind it those of other tiles where it has no option but a window."""
+    flags = flags_of(problem)
+    if without_window(flags) or not config.plain_scores:
+        return [config]
+    row = row_of(problem)
+    others = [config_of(row, tile, problem.dtype, None, flags) for tile in row.plain_tiles(bool(flags))]
+    timed = [replace(other, pair=1) for other in others if is_timed(other) and other.tile != config.tile]
+    return [config, *timed]
+
+
+def _with_exact_maxima(
+    problem: AttentionProblem, config: Sm90ForwardConfig, num_splits: int, always: bool
+) -> Sm90ForwardConfig:
+    """The configuration with exact maxima where a split has few keys, as weights are large there; else the same one.
+
+    It changes only where the kernel for few keys has exact maxima, or for `always`.
+    """
+    few = problem.seqlen_k < sm90_forward.MANY_KEYS * num_splits and row_of(problem).full.exact
+    plain = config.plain_scores and not without_window(flags_of(problem))
+    if config.exact_maxima or not plain or not (few or always):
+        return config
+    return replace(config, exact_maxima=True, early_powers=0)
+
+
+def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
+    """The number of last query heads (of all sequences) whose tiles are mixed, the longest first.
+
+    Where tiles differ in length, these heads' tiles even out at the end of a launch. As many heads are taken as have
+    keys and values that fit in L2; fewer with short sequences, so that keys are read during products all the time; more
+    with long ones, so that tiles even out.
+    """
+    # Packed sequences are computed one after the other, and the host knows their mean length alone.
+    sequences, divisor = (1, problem.batch) if problem.packed else (problem.batch, 1)
+    seqlen_q, seqlen_k = -(-problem.seqlen_q // divisor), -(-problem.seqlen_k // divisor)
+    heads = problem.num_heads_q * sequences
+    bytes_of_head = seqlen_k * (problem.head_dim + problem.head_dim_v) * HALF_BYTES
+    l2_bytes = L2_BYTES // 2 if seqlen_q <= _SHORT_QUERIES else L2_BYTES
+    fitting = max(l2_bytes // bytes_of_head, 1)
+    if seqlen_q >= sm90_forward.LONG_QUERIES:
+        fitting = max(fitting, -(-_EVEN_TILES * block_m // (seqlen_q * problem.group_size)))
+    return min(fitting * problem.group_size, heads)
+
+
+def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
+    """Whether a warp merges the splits of a row; else a thread block does, which reads many of them at once."""
+    return num_splits <= WARP and not has_few_queries(heads_as_rows(problem))
