@@ -22,7 +22,7 @@ Words = NDArray[np.uint64]
 WordsOf = Callable[[int, int, int, int], Words]  # (batch, head, first row, row after the last) -> words
 Shape = tuple[int, int, int, int]
 
-STRIP_ELEMENTS = 1 << 22  # looked at in one go: their words stay in a core's cache
+ELEMENTS_AT_ONCE = 1 << 22  # looked at in one go: their words stay in a core's cache
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
 _ONES = np.uint64(2**64 - 1)
@@ -135,7 +135,7 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
 
 def _rows_at_once(seqlen_k: int) -> int:
     """The number of rows, whole blocks of them, that are read in one go."""
-    return CANONICAL * max(1, STRIP_ELEMENTS // (CANONICAL * max(seqlen_k, 1)))
+    return CANONICAL * max(1, ELEMENTS_AT_ONCE // (CANONICAL * max(seqlen_k, 1)))
 
 
 def words_from_bools(visible: NDArray[np.bool_]) -> Words:

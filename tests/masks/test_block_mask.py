@@ -154,7 +154,7 @@ def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         return [dense_of(bm) for bm in masks]
 
     whole = make()
-    monkeypatch.setattr(store, "STRIP_ELEMENTS", 1)
+    monkeypatch.setattr(store, "ELEMENTS_AT_ONCE", 1)
     monkeypatch.setattr(block_mask, "FUNCTION_ELEMENTS", 1)
     for strips, at_once in zip(make(), whole, strict=True):
         np.testing.assert_array_equal(strips, at_once)
