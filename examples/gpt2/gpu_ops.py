@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from cuflash.cuda.source import source_of
+from cuflash.hardware import WARP
 
 from .ops import EPSILON, Array, NumpyOps, Rounded, Statistics, Weight
 from .products import Products
 
 SOURCES = ("vectors.cuh", "layers.cu", "loss.cu", "eight.cu", "baseline.cu", "optimizer.cu")  # in this order
-WARP, VECTOR = 32, 8  # threads; elements in 16 bytes
+VECTOR = 8  # elements in 16 bytes
 WARPS = 8  # in a block that has a row a warp
 GRADIENT_THREADS, GRADIENT_BLOCKS = 288, 2  # of layer_norm_backward: in a block, and blocks on a multiprocessor
 LOSS_THREADS, LOSS_ROWS = 512, 2  # of the loss: that compute, and from Hopper on rows in shared memory
@@ -32,7 +33,6 @@ SCORE_VECTORS = 4  # of a row of scores, per thread
 TILE = 64  # of weights_to_eight: rows and columns of a block
 # Those that the kernels need, too: `source` writes them in front.
 CONSTANTS = {
-    "WARP": WARP,
     "VECTOR": VECTOR,
     "WARPS": WARPS,
     "GRADIENT_THREADS": GRADIENT_THREADS,
