@@ -98,10 +98,14 @@ class ThreadCommunicator(Communicator):
         self.device = device  # the GPU's number; None for NumPy arrays
         self._board = board
         self._is_open = True
+        # Other GPUs' arrays that this one copies: their memory must not be used again before the copies are done.
+        self._borrowed: list[Any] = []
 
     def send(self, message: Any, to: int) -> None:
-        """Hand over references: threads share memory."""
+        """Hand over references: threads share memory. What another GPU is to copy is contiguous."""
         self._check_open()
+        if self.device is not None:
+            message = _contiguous(message)
         event = _record(message)
         with self._board.condition:
             self._board.mailboxes[self.rank, to].append((message, event))
@@ -124,7 +128,18 @@ class ThreadCommunicator(Communicator):
                     )
                 board.condition.wait(left)
             message, event = mailbox.popleft()
+        if event is not None:
+            self._borrowed.append(message)
         return _brought_here(message, event, self.device)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here and, on GPUs, has read what it received."""
+        if self.device is not None:
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+        super().barrier()
+        self._borrowed.clear()
 
     def all_gather(self, value: Any) -> list[Any]:
         """Threads pass values as they are."""
@@ -200,6 +215,14 @@ def _arrays(message: Any) -> list[Array]:
     return [message] if type(message).__module__ == "cupy" else []
 
 
+def _contiguous(message: Any) -> Any:
+    if isinstance(message, (tuple, list)):
+        return type(message)(_contiguous(part) for part in message)
+    if type(message).__module__ != "cupy" or message.flags.c_contiguous:
+        return message
+    return message.copy(order="C")
+
+
 def _record(message: Any) -> Any:
     """An event behind the work that makes a message's arrays; None where they are not on a GPU."""
     arrays = _arrays(message)
@@ -228,7 +251,7 @@ def _brought_here(message: Any, event: Any, device: int | None) -> Any:
         cupy.cuda.runtime.memcpyPeerAsync(
             copy.data.ptr,
             device,
-            cupy.ascontiguousarray(x).data.ptr,
+            x.data.ptr,
             x.device.id,
             x.nbytes,
             cupy.cuda.get_current_stream().ptr,
