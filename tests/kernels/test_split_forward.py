@@ -220,7 +220,7 @@ def test_every_row_compiles_without_spills(parts: int, head_dims: tuple[int, int
     configs = [
         config
         for config in compiled(HOPPER, table)
-        if isinstance(config, plan_split.Config)
+        if isinstance(config, plan_split.SplitConfig)
         and (config.parts, config.head_dim, config.head_dim_v) == (parts, *head_dims)
     ]
     assert configs
