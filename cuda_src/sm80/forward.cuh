@@ -280,7 +280,8 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++) {
 #pragma unroll
-          for (int r = 0; r < 2; r++) softmax[f].settle(r, totals[f][r], blocks.count() + 1);
+          for (int r = 0; r < 2; r++)
+            softmax[f].settle(r, totals[f][r], blocks.count() + 1, LARGE_SHARE_OF_SMALL_TILES);
         }
       }
       // 4. O += P V.

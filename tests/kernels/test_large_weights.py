@@ -155,18 +155,26 @@ def outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return rng.standard_normal(shape) + (rng.random(shape) < 1e-3) * 10 * rng.standard_normal(shape)
 
 
-@pytest.mark.parametrize("inputs", [sharp, outliers, lambda rng, shape: rng.standard_normal(shape)])
+def flat(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Scores of N(0, 1): no key has much of the weight, so kernels may skip maxima, at some 3% of the mean error."""
+    return rng.standard_normal(shape)
+
+
+@pytest.mark.parametrize(("inputs", "mean"), [(sharp, 1.02), (outliers, 1.02), (flat, 1.05)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_errors_are_those_of_following_every_maximum(place: Device, inputs: Any, head_dim: int) -> None:
-    """As DESIGN's rule for such inputs, with FlashAttention-3's algorithm in place of its kernels."""
-    rng = np.random.default_rng(11)
+@pytest.mark.parametrize("seed", [11, 12])
+def test_errors_are_those_of_following_every_maximum(
+    place: Device, seed: int, head_dim: int, inputs: Any, mean: float
+) -> None:
+    """By the rule for inputs that hide nothing, with FlashAttention-3's algorithm in place of its kernels."""
+    rng = np.random.default_rng(seed)
     case = gaussian_case(1, "bfloat16", (128, 2560), (2, 2), (head_dim, head_dim), 1)
     q, k, v = (inputs(rng, x.shape).astype(case.dtype) for x in (case.q, case.k, case.v))
     case = replace(case, q=q, k=k, v=v)
     exact, _ = exact_of(case)
     error = np.abs(case.on(place).forward()[0].astype(np.float64) - exact)
     peer = np.abs(follow_every_maximum(q, k, v).astype(np.float64) - exact)
-    assert error.mean() <= 1.02 * peer.mean()
+    assert error.mean() <= mean * peer.mean()
     assert error.max() <= 1.4 * peer.max()
 
 
