@@ -89,9 +89,9 @@ struct ScoreTileIterator {
     row += rows.tile * BLOCK_M;
     column += columns.tile * BLOCK_N;
     if (row >= p.dbias_rows || column >= p.dbias_columns) return;
-    if (p.dbias_parts != nullptr) {
+    if (p.dbias_splits != nullptr) {
       const i64 split_and_batch = static_cast<i64>(split) * p.dbias_batches + batches.tile;
-      p.dbias_parts[((split_and_batch * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] =
+      p.dbias_splits[((split_and_batch * p.dbias_heads + heads.tile) * p.dbias_rows + row) * p.dbias_columns + column] =
           value;
     } else {
       p.dbias.data[batches.tile * p.dbias.batch_stride + heads.tile * p.dbias.head_stride + row * p.dbias.row_stride +

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_bias(const Attentio
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
   if (index >= size) return;
   Accum sum = 0;
-  for (int split = 0; split < p.splits; split++) sum += p.dbias_parts[split * size + index];
+  for (int split = 0; split < p.splits; split++) sum += p.dbias_splits[split * size + index];
   i64 rest = index;
   const i64 column = rest % p.dbias_columns;
   rest /= p.dbias_columns;
@@ -111,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const AttentionParam
   if (lane == 0) *p.delta.at(batch, at, head) = sum;
 }
 
-// merge_parts makes one attention of its splits over disjoint keys (Dao et al. 2022, section 3.1). One block computes
+// merge_splits makes one attention of its splits over disjoint keys (Dao et al. 2022, section 3.1). One block computes
 // one row, one thread one column. It serves few rows with many splits (decoding); merge_rows serves many rows.
-extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS) merge_splits(const AttentionParams p) {
   const Work work = work_of<false>(p, 1, p.num_heads_q, false);
   const int row = work.tile, head = work.head, lane = threadIdx.x % WARP, column = threadIdx.x;
   const i64 batch = work.sequence.batch, first_split = batch * p.splits;
@@ -126,11 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const Attentio
 #pragma unroll
     for (int i = 0; i < WARP; i++) {
       const int split = first + i;
-      outs[i] = inside && split < p.splits ? p.out_parts.at(first_split + split, row, head)[column] : Accum(0);
+      outs[i] = inside && split < p.splits ? p.out_splits.at(first_split + split, row, head)[column] : Accum(0);
     }
   };
   const auto lse_of = [&](int split) {
-    return split < p.splits ? *p.lse_parts.at(first_split + split, row, head) : -infinity();
+    return split < p.splits ? *p.lse_splits.at(first_split + split, row, head) : -infinity();
   };
   read_outs(0);
   Accum top = -infinity();
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const Attention
   const int row = work.tile * WARPS + threadIdx.x / WARP, head = work.head, lane = threadIdx.x % WARP;
   if (row >= p.seqlen_q) return;
   const i64 batch = work.sequence.batch, first_split = batch * p.splits;
-  const Accum own_lse = lane < p.splits ? *p.lse_parts.at(first_split + lane, row, head) : -infinity();
+  const Accum own_lse = lane < p.splits ? *p.lse_splits.at(first_split + lane, row, head) : -infinity();
   Accum top = max_of_row<WARP>(own_lse);
   if (top == -infinity()) top = 0;  // no split saw anything, or only NaN, which maxima pass over
   const Accum own = weight(own_lse, top), total = sum_of_row<WARP>(own), inverse = total == 0 ? 0 : 1 / total;
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const Attention
 #pragma unroll 4
     for (int split = 0; split < p.splits; split++) {
       const Accum of_split = __shfl_sync(ALL_LANES, own, split);
-      const Accum* columns = p.out_parts.at(first_split + split, row, head);
+      const Accum* columns = p.out_splits.at(first_split + split, row, head);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const int column = first + i * WARP;

@@ -4,7 +4,7 @@
 // global memory (gradient_rows.cuh). QUERY_WARPS warps have the same FRAGMENTS * 16 keys, each other queries and other
 // columns of dv and dk. backward_rows.cu has the kernels before and behind; gradients.cuh is the version without
 // atomics, sm90/backward/backward.cu Hopper's.
-constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PARTS);
+constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PASSES);
 #include "../fragment/gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
@@ -47,7 +47,7 @@ struct SharedStorage {
   int* pending_signals[DETERMINISTIC ? NUM_WARPS : 1];  // each warp's place in the order that it has not passed on
 };
 static_assert(BLOCK_N == FRAGMENTS * KEY_WARPS * 16 && FRAGMENT_QUERIES % 16 == 0, "whole fragments");
-static_assert(QUERY_WARPS == 1 || QUERY_PARTS == 1, "warps that share their weights have them at once");
+static_assert(QUERY_WARPS == 1 || QUERY_PASSES == 1, "warps that share their weights have them at once");
 static_assert(!DQ_IN_QUERIES || (ONE_BARRIER && HEAD_DIM == HEAD_DIM_V), "as many bytes as both buffers of a step");
 static_assert(BLOCK_M <= NUM_THREADS, "a thread has a query's lse and delta");
 
@@ -71,7 +71,7 @@ struct Step {
 
   DEVICE explicit Step(const QueryTileIterator& iterator)
       : head(iterator.head),
-        block(DETERMINISTIC ? iterator.from_last() : iterator.blocks.block),
+        block(DETERMINISTIC ? iterator.keys_in_reverse() : iterator.blocks.block),
         partial(iterator.blocks.partial) {}
   DEVICE int first_row() const { return block * BLOCK_M; }
 };
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if constexpr (DETERMINISTIC) {
       for (auto& pending : shared.pending_signals) pending = nullptr;
       // Blocks take tiles when they run, so whatever a block waits for was taken before, by a block that runs.
-      const u32 id = p.dq_turns == nullptr ? blockIdx.x : atomicAdd(p.dq_turns, 1);
+      const u32 id = p.dq_order == nullptr ? blockIdx.x : atomicAdd(p.dq_order, 1);
       shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, true, id, INTERLEAVED_TILES);
     } else {
       shared.work = work_of<true>(p, BLOCK_N, p.num_heads_kv, HAS_WINDOW);
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
 
 #pragma unroll 1
-    for (int pass = 0; pass < QUERY_PARTS; pass++) {
+    for (int pass = 0; pass < QUERY_PASSES; pass++) {
       const int query = (pass * QUERY_WARPS + query_warp) * FRAGMENT_QUERIES, first_row = step.first_row() + query;
       const bool masked =
           partial ||

@@ -27,10 +27,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) backward_sm80_rows(con
   const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false);
   const Sequence& s = work.sequence;
   const int first_row = work.tile * BLOCK_M;
-  if (DETERMINISTIC && p.dq_turns != nullptr) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.dq_turns = 0;
+  if (DETERMINISTIC && p.dq_order != nullptr) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.dq_order = 0;
     if (s.batch >= 0 && threadIdx.x < TURNS) {
-      p.dq_turns[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * TURNS + threadIdx.x] = 0;
+      p.dq_order[1 + query_tile(p, s, work.head, work.tile, BLOCK_M) * TURNS + threadIdx.x] = 0;
     }
   }
   if (first_row >= s.rows_q) return;

@@ -72,7 +72,7 @@ DEVICE void add_in_bulk(float* sum, float* first, float* second, const float (&x
 // when all before it are there. The first word counts how many blocks have begun.
 static_assert(NUM_WARPS <= TURNS, "each warp has a counter");
 DEVICE int* dq_order_at(const AttentionParams& p, i64 tile) {
-  return p.dq_turns + 1 + tile * TURNS + threadIdx.x / WARP;
+  return p.dq_order + 1 + tile * TURNS + threadIdx.x / WARP;
 }
 // additions_done() asks how many additions are there. It is called early, because an answer takes long.
 DEVICE int additions_done(const int* counter) { return *static_cast<const volatile int*>(counter); }

@@ -390,8 +390,8 @@ struct QueryTileIterator {
     skip();
   }
   DEVICE int first_row() const { return blocks.block * BLOCK_M; }
-  // from_last() is the number of the current tile if each head's tiles are visited from the last.
-  DEVICE int from_last() const {
+  // keys_in_reverse() is the number of the current tile if each head's tiles are visited from the last.
+  DEVICE int keys_in_reverse() const {
     const Blocks all = of_head();
     return all.block + all.end - 1 - blocks.block;
   }

@@ -167,7 +167,7 @@ DEVICE Work work_at(const AttentionParams& p, u32 index) {
   u32 tile = index % num_tiles, batch_head = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
     const u32 num_batch_heads = num_batch_heads_q(p),
-              last_heads = num_batch_heads - min(p.heads_together, num_batch_heads);
+              last_heads = num_batch_heads - min(p.num_grouped_heads, num_batch_heads);
     if (batch_head >= last_heads) {
       const u32 place = index - last_heads * num_tiles, heads = num_batch_heads - last_heads;
       tile = place / heads;

@@ -57,11 +57,11 @@ _TENSORS = (
     _tensor("delta", "Accum", "like lse: rowsum(dout * out) - dlse"),
     _tensor("dslope_rows", "Accum", "like lse: what each row adds to the slopes' gradient, or null"),
     _tensor(
-        "out_parts",
+        "out_splits",
         "Accum",
         "(batch * splits, seqlen_q, num_heads_q, head_dim_v): results of each split of the keys, or null",
     ),
-    _tensor("lse_parts", "Accum", "(batch * splits, num_heads_q, seqlen_q): their log-sum-exps"),
+    _tensor("lse_splits", "Accum", "(batch * splits, num_heads_q, seqlen_q): their log-sum-exps"),
 )
 _SCORE_TENSORS = (
     _score_tensor(
@@ -74,7 +74,7 @@ _SCORE_TENSORS = (
 )
 _POINTERS = (
     _pointer(
-        "dbias_parts",
+        "dbias_splits",
         "Accum",
         "(splits, dbias_batches, dbias_heads, dbias_rows, dbias_columns) contiguous, or null with one split",
     ),
@@ -112,10 +112,10 @@ _POINTERS = (
     _pointer("row_lse", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): lse as the gradient kernels load it"),
     _pointer("row_delta", "Accum", "(batch_heads, num_query_tiles, BLOCK_M): delta as they load it"),
     _pointer(
-        "dq_turns", "int", "[0] counts the tiles taken; then come the orders of additions to each sum of dq; or null"
+        "dq_order", "int", "[0] counts the tiles taken; then come the orders of additions to each sum of dq; or null"
     ),
     _pointer(
-        "rows_done",
+        "rows_ready",
         "int",
         "(thread blocks,): tiles that each block which writes row_lse and row_delta has done; or null",
     ),
@@ -164,7 +164,7 @@ PARAMS = Struct(
             "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
         ),
         _integer(
-            "heads_together",
+            "num_grouped_heads",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
         ),
     ],
@@ -177,7 +177,7 @@ POINTERS = tuple(member.name for member in _POINTERS)
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
 _BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of a word
-_PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_parts")
+_PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_splits")
 
 
 def word_of(name: str) -> int:
@@ -213,8 +213,8 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     if "dbias" in arrays:
         p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
         p["splits"] = num_splits(arrays)
-    if "out_parts" in arrays:
-        p["splits"] = len(arrays["out_parts"]) // problem.batch
+    if "out_splits" in arrays:
+        p["splits"] = len(arrays["out_splits"]) // problem.batch
     if "block_list" in arrays:
         slots, lists = arrays["block_slots"], arrays["block_list"]
         p["slot_rows"], p["slot_columns"] = slots.shape[2:]
@@ -226,7 +226,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
 
 def num_splits(arrays: Arrays) -> int:
     """The number of splits whose partial sums make dbias."""
-    return arrays["dbias_parts"].shape[0] if "dbias_parts" in arrays else 1
+    return arrays["dbias_splits"].shape[0] if "dbias_splits" in arrays else 1
 
 
 def _batch_stride(slopes: Array | None) -> int:

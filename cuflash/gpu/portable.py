@@ -135,7 +135,7 @@ def gradient_of_bias(work: Work, array: Array, kernel: Bias, blocks: int = 1) ->
     dbias = {"dbias": array}
     splits = kernel.splits(work.problem, work.device.num_sms * blocks)
     if splits > 1:
-        dbias["dbias_parts"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
+        dbias["dbias_splits"] = work.empty((splits, *array.shape), work.problem.accum_dtype)
     work.run(kernel, work.arrays | dbias)
     if splits > 1:
         work.run(Reduce("reduce_bias", types_of(work.problem)), work.arrays | dbias)

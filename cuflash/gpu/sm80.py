@@ -67,7 +67,7 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         if tiles:  # without tiles no thread block would clear the counters of the order
             of_queries["dq_sum"] = work.empty((tiles, first.block_m * first.head_dim), problem.accum_dtype)
             if first.deterministic:
-                of_queries["dq_turns"] = work.empty((1 + tiles * first.turns,), np.int32)
+                of_queries["dq_order"] = work.empty((1 + tiles * first.turns,), np.int32)
         del others["q"]
     work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}

@@ -48,7 +48,7 @@ class Forward(Kernel):
         """Numbers of tiles: (of one head, in all); each split of the keys has its own."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
         total = tiles * batch_heads(problem, problem.num_heads_q)
-        return tiles, total * (len(arrays["out_parts"]) // problem.batch if self.config.splits_keys else 1)
+        return tiles, total * (len(arrays["out_splits"]) // problem.batch if self.config.splits_keys else 1)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """The query heads of a group as rows of a tile, where each has one query."""
@@ -56,7 +56,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of heads whose tiles are mixed, which is the order of tiles."""
-        return {"heads_together": sm90_grid.heads_together(problem, self.config.block_m)}
+        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem, self.config.block_m)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -102,7 +102,7 @@ def forward(work: Work) -> bool:
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
     work.run(Forward(config.entry, config), work.arrays | partials)
     if partials:
-        entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_parts"
+        entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_splits"
         work.run(Merge(entry, types_of(work.problem)), work.arrays | partials)
     return True
 
@@ -125,8 +125,8 @@ def _partial_results(work: Work, num_splits: int) -> Arrays:
     seen = sm90_forward.heads_as_rows(work.problem)
     batch, rows, heads = num_splits * seen.batch, seen.seqlen_q, seen.num_heads_q
     return {
-        "out_parts": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
-        "lse_parts": work.empty((batch, heads, rows), np.float32),
+        "out_splits": work.empty((batch, rows, heads, seen.head_dim_v), np.float32),
+        "lse_splits": work.empty((batch, heads, rows), np.float32),
     }
 
 
@@ -159,7 +159,7 @@ class BeforeGradients(_OfQueries):
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> Persistent:
         """Tensor maps of the arrays that TMA reads."""
-        m, blocks = self.config.block_m, arrays["rows_done"].size if "rows_done" in arrays else device.num_sms
+        m, blocks = self.config.block_m, arrays["rows_ready"].size if "rows_ready" in arrays else device.num_sms
         return Persistent(problem, [("dout", m), ("out", m)], arrays, device, tiles, takers=blocks)
 
 
@@ -182,7 +182,7 @@ class Gradients(_OfQueries):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of query tiles, by which sums of dq are laid out, and of heads whose tiles are mixed."""
-        return super().numbers(problem) | {"heads_together": sm90_backward.last_heads(problem, self.config)}
+        return super().numbers(problem) | {"num_grouped_heads": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Numbers of tiles: (of one head, in all); those of a pair of thread blocks count as one."""
@@ -217,18 +217,18 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
         rows["dq_sum"] = work.empty((tiles * config.dq_sums, config.dq_tile), problem.accum_dtype)
-    if config.stores_first and "q" in grads:
-        words = 2 + tiles * config.dq_sums * config.dq_parts + batch_heads(problem, problem.num_heads_kv)
-        rows["dq_turns"] = work.empty((words,), np.int32)
+    if config.first_addition_stores and "q" in grads:
+        words = 2 + tiles * config.dq_sums * config.dq_pieces + batch_heads(problem, problem.num_heads_kv)
+        rows["dq_order"] = work.empty((words,), np.int32)
     dbias = {"dbias": grads["bias"]} if config.writes_dbias else {}
     if config.ping_pong and not dbias and not config.has_alibi and tiles > _FEW_TILES:
         # Each lane of the warp that waits polls one thread block that prepares rows.
-        rows["rows_done"] = work.empty((WARP,), np.int32)
+        rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
     key_grads = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
     work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
-        sums = _select(rows, ("dq_sum", "dq_turns"))
+        sums = _select(rows, ("dq_sum", "dq_order"))
         work.run(Dq(sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}

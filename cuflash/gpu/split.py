@@ -150,7 +150,7 @@ class Forward(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of heads whose tiles are mixed, which is the order of tiles."""
-        return {"heads_together": sm90_grid.heads_together(problem)}
+        return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -171,8 +171,8 @@ class Gradient(Kernel):
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of heads whose tiles are mixed, which is the order of tiles."""
-        heads_together = (sm90_backward if self.of_keys else sm90_grid).heads_together
-        return {"heads_together": heads_together(problem)}
+        num_grouped_heads = (sm90_backward if self.of_keys else sm90_grid).num_grouped_heads
+        return {"num_grouped_heads": num_grouped_heads(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int

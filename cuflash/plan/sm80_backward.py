@@ -51,7 +51,7 @@ class Sm80BackwardTile:
     stages: int = 1  # buffers of queries and of the scores' gradients; with two a step has one barrier
     min_blocks: int = 1
     query_warps: int = 1  # warps with the same keys; each has a share of a tile's queries and of dk's and dv's columns
-    query_parts: int = 1  # groups into which a warp's queries are cut, to be computed one after the other
+    query_passes: int = 1  # groups into which a warp's queries are cut, to be computed one after the other
     bulk_adds: bool = False  # one bulk addition adds all that a warp has of dq (from sm_90 on)
     dq_buffer: bool = False  # the bulk addition reads a buffer of its own, not that of the queries
     short: bool = False  # the tile is taken only where few queries see a key (`_SHORT`)
@@ -59,7 +59,7 @@ class Sm80BackwardTile:
     only: tuple[str, ...] = ()
 
 
-_LONG = Sm80BackwardTile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_parts=2, below=BLACKWELL)
+_LONG = Sm80BackwardTile(64, 128, 4, 2, True, stages=2, min_blocks=2, query_passes=2, below=BLACKWELL)
 _HALF = Sm80BackwardTile(64, 64, 4, 2, True, min_blocks=2, query_warps=2)
 # The first row is taken whose head dims are no smaller than the problem's.
 BACKWARD = (
@@ -182,7 +182,7 @@ class Sm80BackwardConfig(Sm80Config):
 
     dq_fragments: int  # see `Sm80BackwardTile`
     query_warps: int
-    query_parts: int
+    query_passes: int
     vector_adds: bool  # one instruction adds four floats of dq to global memory
     bulk_adds: bool  # see `Sm80BackwardTile`
     dq_buffer: bool

@@ -77,7 +77,7 @@ class Sm90BackwardConfig(Sm90Config):
     ds_stages: int  # buffers of the scores' gradients
     key_stages: int  # buffers of keys
     dq_stages: int  # buffers of each part of dq
-    dq_parts: int  # parts into which a tile's dq is cut, by queries or by columns
+    dq_pieces: int  # parts into which a tile's dq is cut, by queries or by columns
     dq_columns: int  # columns of a part
     pair: int  # thread blocks of a cluster that alternate in computing dq
     dq_sums: int  # sums of a tile's dq that alternate in taking additions, where these have an order
@@ -85,7 +85,7 @@ class Sm90BackwardConfig(Sm90Config):
     early_draws: int  # groups of 16 queries whose random bits are drawn before their weights are known
     holds_draws: bool  # the draws are held back until the products have started
     deterministic: bool  # additions to dq have a fixed order
-    stores_first: bool  # the first addition to a sum of dq is a store, so that nobody clears the sum
+    first_addition_stores: bool  # the first addition to a sum of dq is a store, so that nobody clears the sum
     has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
     has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
     writes_dbias: bool  # the kernel writes dbias, which has one element for each score
@@ -125,7 +125,7 @@ class Sm90BackwardConfig(Sm90Config):
     @property
     def dq_tile(self) -> int:
         """Elements of a query tile's dq in the sum of dq (cuda_src/sm90/backward/rows.cuh)."""
-        return self.dq_parts * ROWS_OF_WARPGROUP * self.dq_columns
+        return self.dq_pieces * ROWS_OF_WARPGROUP * self.dq_columns
 
 
 def backward_config(
@@ -146,14 +146,14 @@ def backward_config(
     query_bytes = row.query_stages * (row_bytes + FLOAT_BYTES) + row.dout_stages * (row_bytes_v + FLOAT_BYTES)
     query_bytes += row.ds_stages * row.block_n * HALF_BYTES
     if row.entry == WIDE:
-        consumers, dq_parts, dq_columns = 3, -(-row.head_dim // PANEL), PANEL
+        consumers, dq_pieces, dq_columns = 3, -(-row.head_dim // PANEL), PANEL
         exchanged = row.block_m * row.block_n * FLOAT_BYTES  # warpgroups exchange the weights
     else:
-        consumers = dq_parts = row.block_n // ROWS_OF_WARPGROUP
+        consumers = dq_pieces = row.block_n // ROWS_OF_WARPGROUP
         # Each warpgroup computes dq of queries of its own, or of panels of columns.
         by_queries = row.block_m > ROWS_OF_WARPGROUP
         dq_columns = row.head_dim if by_queries else -(-row.head_dim // (consumers * PANEL)) * PANEL
-        exchanged = dq_parts * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
+        exchanged = dq_pieces * ROWS_OF_WARPGROUP * dq_columns * FLOAT_BYTES
     # The room that is left holds one more tile of keys or, where additions wait for their order, one more part of dq.
     key_stages = 1 if deterministic or bias_tiles else row.key_stages
     dq_stages = 2 if row.entry == NARROW and key_stages == 1 and row.query_stages == 2 and not bias_tiles else 1
@@ -192,7 +192,7 @@ def backward_config(
     )
     return Sm90BackwardConfig(
         dq_stages=dq_stages,
-        dq_parts=dq_parts,
+        dq_pieces=dq_pieces,
         dq_columns=dq_columns,
         pair=pair,
         dq_sums=_DQ_SUMS if deterministic and not flags else 1,
@@ -203,7 +203,7 @@ def backward_config(
         early_draws=_early_draws(row, flags),
         holds_draws=False,
         deterministic=deterministic,
-        stores_first=deterministic or row.entry == NARROW,
+        first_addition_stores=deterministic or row.entry == NARROW,
         ping_pong=row.entry == NARROW,
         plain_scores=are_products(flags),
         has_bias_tiles=bias_tiles,
@@ -339,7 +339,7 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
         yield backward_config(row, dtype, None, masks, deterministic, mask_vectors=True), dtype
 
 
-def heads_together(problem: AttentionProblem) -> int:
+def num_grouped_heads(problem: AttentionProblem) -> int:
     """The number of KV heads (of all sequences) whose queries, dout and sums of dq fit in L2 together."""
     sequences = 1 if problem.packed else problem.batch
     row_bytes = problem.head_dim * (HALF_BYTES + FLOAT_BYTES) + problem.head_dim_v * HALF_BYTES
@@ -350,6 +350,6 @@ def heads_together(problem: AttentionProblem) -> int:
 def last_heads(problem: AttentionProblem, config: Sm90BackwardConfig) -> int:
     """The number of last KV heads whose tiles of keys are mixed, the longest first, while dq of others is written."""
     if not config.ping_pong or config.deterministic:
-        return heads_together(problem)
+        return num_grouped_heads(problem)
     # Tiles have one length in a narrow window, so that one head suffices.
-    return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(heads_together(problem), 8)
+    return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(num_grouped_heads(problem), 8)

@@ -88,12 +88,12 @@ class Sm90ForwardConfig(Sm90Config):
     mask_stages: int  # buffers of the mask
     mask_row_bytes: int  # bytes of a row of a mask's tile in shared memory
     teams: int  # groups of warpgroups with tiles and shared memory of their own
-    exact_maxima: bool  # `Sm90Tile.exact`
-    from_last: bool
-    held_steps: int
+    follows_every_maximum: bool  # `Sm90Tile.exact`
+    keys_in_reverse: bool
+    query_steps_in_registers: int
     pair: int
     early_draws: int
-    late_wait: bool
+    waits_after_powers: bool
     early_powers: int  # powers that a thread computes before it waits for the last product with values
     has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
     has_mask_tiles: bool  # TMA loads the mask; else its rows are read from global memory
@@ -214,7 +214,7 @@ def config_of(
         teams=teams,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
-        exact_maxima=tile.exact,
+        follows_every_maximum=tile.exact,
         early_powers=tile.block_n // 2 * tile.early_eighths // 8 // _POWERS_AT_ONCE * _POWERS_AT_ONCE,
         has_bias_tiles=bias_tiles,
         has_mask_tiles=mask_tiles,
@@ -353,7 +353,7 @@ def _of_small_grids(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels that `sm90_grid.for_grid` can choose and that no other row of the table has."""
     for tile in row.plain_tiles(windowed=True):
         config = replace(config_of(row, tile, dtype, None, ("has_window",)), pair=1)
-        exact = replace(config, exact_maxima=True, early_powers=0) if row.full.exact else config
+        exact = replace(config, follows_every_maximum=True, early_powers=0) if row.full.exact else config
         for kernel in dict.fromkeys((config, exact)):
             yield replace(kernel, splits_keys=True, staging_panels=0)
         if is_timed(config):

@@ -53,7 +53,7 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
     if tiles >= _MOST_WAVES * num_sms:
         return Launches(config, 1)
     found = [
-        Launches(_with_exact_maxima(problem, candidate, num_splits, config.exact_maxima), num_splits)
+        Launches(_with_exact_maxima(problem, candidate, num_splits, config.follows_every_maximum), num_splits)
         for candidate in _candidates(problem, config)
         for num_splits in splits_worth_trying(problem, candidate.block_m, candidate.block_n, num_sms)
     ]
@@ -80,12 +80,12 @@ def _with_exact_maxima(
     """
     few = problem.seqlen_k < sm90_forward.MANY_KEYS * num_splits and row_of(problem).full.exact
     plain = config.plain_scores and not without_window(flags_of(problem))
-    if config.exact_maxima or not plain or not (few or always):
+    if config.follows_every_maximum or not plain or not (few or always):
         return config
-    return replace(config, exact_maxima=True, early_powers=0)
+    return replace(config, follows_every_maximum=True, early_powers=0)
 
 
-def heads_together(problem: AttentionProblem, block_m: int = 128) -> int:
+def num_grouped_heads(problem: AttentionProblem, block_m: int = 128) -> int:
     """The number of last query heads (of all sequences) whose tiles are mixed, the longest first.
 
     Where tiles differ in length, these heads' tiles even out at the end of a launch. As many heads are taken as have

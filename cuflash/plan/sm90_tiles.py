@@ -18,11 +18,11 @@ class Sm90Tile:
     )
     stages: int = 2  # buffers of keys and values
     alone: int = 0  # warpgroups of a second team, which has tiles and shared memory of its own
-    from_last: bool = False  # the keys of a window are taken from the last to the first
-    held_steps: int = 0  # groups of 16 columns of q that are held in registers
+    keys_in_reverse: bool = False  # the keys of a window are taken from the last to the first
+    query_steps_in_registers: int = 0  # groups of 16 columns of q that are held in registers
     pair: int = 1  # thread blocks of a cluster that have tiles of one head together and share its keys
     early_draws: int = 0  # groups of 16 keys whose random bits are drawn while the products are computed
-    late_wait: bool = False  # powers and draws come before the wait for the last product with values
+    waits_after_powers: bool = False  # powers and draws come before the wait for the last product with values
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ FORWARD = (
         128,
         128,
         Sm90Tile(128, 128, early_eighths=2, exact=True),
-        Sm90Tile(128, 128, early_eighths=2, exact=True, from_last=True),
+        Sm90Tile(128, 128, early_eighths=2, exact=True, keys_in_reverse=True),
         Sm90Tile(192, 80),
         Sm90Tile(128, 128, ping_pong=False),
         Sm90Tile(128, 128),
@@ -139,15 +139,15 @@ FORWARD = (
     Sm90Row(
         256,
         256,
-        Sm90Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
-        Sm90Tile(128, 64, early_eighths=4, exact=True, held_steps=6),
+        Sm90Tile(128, 64, early_eighths=4, exact=True, query_steps_in_registers=6),
+        Sm90Tile(128, 64, early_eighths=4, exact=True, query_steps_in_registers=6),
         Sm90Tile(128, 48),
         Sm90Tile(128, 64),
         Sm90Tile(128, 32),
         Sm90Tile(128, 32),
         Sm90Tile(64, 32, ping_pong=False),
-        many_keys=Sm90Tile(128, 64, early_eighths=4, held_steps=6),
-        many_windowed=Sm90Tile(128, 64, early_eighths=2, from_last=True, held_steps=6, pair=2),
+        many_keys=Sm90Tile(128, 64, early_eighths=4, query_steps_in_registers=6),
+        many_windowed=Sm90Tile(128, 64, early_eighths=2, keys_in_reverse=True, query_steps_in_registers=6, pair=2),
         few_queries=Sm90Tile(64, 32, ping_pong=False, stages=3),
         with_blocks=Sm90Tile(128, 64),
         with_mask_tiles=Sm90Tile(128, 64),

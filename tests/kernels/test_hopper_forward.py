@@ -376,7 +376,7 @@ def test_warpgroups_whose_rows_see_no_keys(place: Device, head_dim: int) -> None
     both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
 
 
-FROM_LAST: dict[str, dict[str, Any]] = {
+KEYS_IN_REVERSE: dict[str, dict[str, Any]] = {
     "window": {"window": (130, 10)},
     "to the right": {"window": (0, 200)},
     "causal, lengths": {"causal": True, "q_lengths": np.array([290, 77], np.int32)},
@@ -384,14 +384,21 @@ FROM_LAST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FROM_LAST)
+@pytest.mark.parametrize("name", KEYS_IN_REVERSE)
 def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
     """The last warpgroup is the first in turn, as it is the first to have no more keys."""
     q, k, v = (normal(2, 300, 2, 128) for _ in range(3))
-    both(place, q, k, v, hidden=slice(290, None) if "kv_lengths" in FROM_LAST[name] else None, **FROM_LAST[name])
+    both(
+        place,
+        q,
+        k,
+        v,
+        hidden=slice(290, None) if "kv_lengths" in KEYS_IN_REVERSE[name] else None,
+        **KEYS_IN_REVERSE[name],
+    )
     (only,) = launch._launches.values()
     assert isinstance(only.kernel, gpu_sm90.Forward)
-    assert only.kernel.config.from_last
+    assert only.kernel.config.keys_in_reverse
 
 
 PAIRS: dict[str, dict[str, Any]] = {

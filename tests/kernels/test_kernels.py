@@ -27,7 +27,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 pytest.importorskip("cupy", reason='no CuPy: pip install "cuflash[cuda13]"')
 
-SMALL_ENTRIES = ("delta", "merge_parts", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
+SMALL_ENTRIES = ("delta", "merge_splits", "merge_rows", "reduce_sink", "reduce_slopes", "reduce_bias")
 
 
 @needs_compiler

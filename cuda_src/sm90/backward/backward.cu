@@ -32,12 +32,12 @@ struct SharedStorage {
   RingBarriers<DS_STAGES> ds_barriers;
   RingBarriers<DQ_STAGES> dq_barriers[CONSUMERS];
   RingBarriers<DQ_STEPS> dq_step_barriers;
-  u64 clearing;         // a barrier (Loader::clearing)
-  int rows_done[WARP];  // params.rows_done as far as each lane knows it
-  GradientBias bias;    // last, so that the others begin with whole lines: bulk additions of dq are faster then
+  u64 clearing;          // a barrier (Loader::clearing)
+  int rows_ready[WARP];  // params.rows_ready as far as each lane knows it
+  GradientBias bias;     // last, so that the others begin with whole lines: bulk additions of dq are faster then
 };
 static_assert(BLOCK_N == CONSUMERS * ROWS_OF_WARPGROUP, "a warpgroup has 64 keys");
-static_assert(DQ_PARTS == CONSUMERS, "a warpgroup has a piece of dq");
+static_assert(DQ_PIECES == CONSUMERS, "a warpgroup has a piece of dq");
 
 // ARRIVES_EARLY: a warpgroup passes the order on while its last product still runs. That is a gain with tiles of 128
 // queries, a loss with 64.
@@ -113,7 +113,7 @@ DEVICE void add_pieces(const AttentionParams& p, const SharedStorage& shared, Ri
 // ADDS_STEPS: an addition that waits for its place in the order takes longer than a step. So with two buffers two warps
 // take steps alternately, and each adds all pieces of its steps (add_steps()).
 constexpr bool ADDS_STEPS = DETERMINISTIC && DQ_STAGES == 2;
-static_assert(!ADDS_STEPS || DQ_PARTS == 2, "a warp for each room");
+static_assert(!ADDS_STEPS || DQ_PIECES == 2, "a warp for each room");
 
 DEVICE void add_steps(const AttentionParams& p, const SharedStorage& shared, Rings& rings, u32 warp) {
   DqRing first(shared.dq[0], shared.dq_barriers[0]), second(shared.dq[1], shared.dq_barriers[1]);
@@ -394,13 +394,13 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     shared.dout_barriers.init(WARPS);
     shared.ds_barriers.init(WRITES_DBIAS ? WARPS + 1 : WARPS, WARPS);
     for (auto& barriers : shared.dq_barriers) barriers.init(1, WARPGROUP / WARP);
-    shared.dq_step_barriers.init(WRITES_DBIAS ? DQ_PARTS + 1 : DQ_PARTS);
+    shared.dq_step_barriers.init(WRITES_DBIAS ? DQ_PIECES + 1 : DQ_PIECES);
     ptx::mbarrier_init(ptx::shared_address(&shared.clearing), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
 
-  if (p.rows_done == nullptr) ptx::wait_for_kernel_before();
+  if (p.rows_ready == nullptr) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_begin();
 
   Rings rings(shared);
@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x % WARPGROUP / WARP, 0);
     if (warp == 0) {
       load_tiles(p, shared, rings, Maps{&q_map, &k_map, &v_map, &dout_map, &bias_map});
-    } else if (warp <= DQ_PARTS) {
+    } else if (warp <= DQ_PIECES) {
       if constexpr (ADDS_STEPS) {
         add_steps(p, shared, rings, warp - 1);
       } else {

@@ -252,9 +252,9 @@ template <class SharedStorage>
 DEVICE void wait_for_rows(const AttentionParams& p, SharedStorage& shared, i64 tile) {
   if constexpr (PING_PONG) {
     // Tiles that this lane's thread block of the other kernel has done, as far as is known.
-    int& done = shared.rows_done[lane()];
+    int& done = shared.rows_ready[lane()];
     while (__any_sync(ALL_LANES, static_cast<i64>(done) * WARP + lane() <= tile)) {
-      done = ptx::load_acquire(p.rows_done + lane());
+      done = ptx::load_acquire(p.rows_ready + lane());
     }
   }
 }
@@ -265,7 +265,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
   Loader loader{ptx::shared_address(&shared.clearing)};
   const u32 total = p.num_tiles * num_batch_heads_kv(p);
   u32 index_phase = 0;
-  if constexpr (PING_PONG) shared.rows_done[lane()] = 0;
+  if constexpr (PING_PONG) shared.rows_ready[lane()] = 0;
   for (u32 index = of_lane_0([&] { return first_key_index(p); }); index < total;
        index = agreed_index(
            shared, index_phase, [&] { return of_lane_0([&] { return next_key_index(p, index, total); }); })) {
@@ -281,9 +281,9 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
       work.is_hidden = iterator.done();
       if constexpr (SKIPS_STEPS) work.skips = skipped_steps(p, s, iterator, first_key);
       // Padding behind packed keys belongs to no head, so it is not counted.
-      if (DQ_BY_HEADS && work.is_hidden && p.dq_turns != nullptr && s.batch >= 0) {
+      if (DQ_BY_HEADS && work.is_hidden && p.dq_order != nullptr && s.batch >= 0) {
         const int head = work.head * group_size(p);
-        ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PARTS);
+        ptx::add_release(warps_done_at(p, query_tile(p, s, head, 0, BLOCK_M)), DQ_PIECES);
       }
       work.stage = rings.work.stage;
       work.phase = rings.work.phase;
@@ -298,7 +298,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     const int batch = batch_of(p, s);
     const int key = static_cast<int>(s.row_k) + first_key;
     const bool hides_keys = HIDES_ANYWHERE && !some_query_sees_all(p, s, iterator, first_key);
-    if (!WRITES_DBIAS && !HAS_ALIBI && !iterator.done() && p.rows_done != nullptr) {
+    if (!WRITES_DBIAS && !HAS_ALIBI && !iterator.done() && p.rows_ready != nullptr) {
       const int last_head = (work.head + 1) * group_size(p) - 1;
       wait_for_rows(p, shared, query_tile(p, s, last_head, (s.len_q - 1) / BLOCK_M, BLOCK_M));
     }
@@ -349,7 +349,7 @@ DEVICE void load_tiles(const AttentionParams& p, SharedStorage& shared, Rings ri
     }
   }
   // This wait makes sure that the kernel before is over, too, when this one is.
-  if (p.rows_done != nullptr) ptx::wait_for_kernel_before();
+  if (p.rows_ready != nullptr) ptx::wait_for_kernel_before();
   acquire_by_warp(rings.work);
   acquire_by_warp(rings.dq_steps);
   if (lane() == 0) {

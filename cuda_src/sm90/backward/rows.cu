@@ -40,7 +40,7 @@ DEVICE void clear_bias(const AttentionParams& p, const Work& work, int row, int 
 
 // clear_sums() makes the sum of dq of a tile 0. A warpgroup calls it.
 DEVICE void clear_sums(const AttentionParams& p, i64 tile) {
-  if (!STORES_FIRST && p.dq_sum != nullptr) {
+  if (!FIRST_ADDITION_STORES && p.dq_sum != nullptr) {
     auto* sum = reinterpret_cast<float4*>(p.dq_sum + tile * DQ_TILE);
 #pragma unroll 2
     for (int i = threadIdx.x % WARPGROUP; i < DQ_TILE / 4; i += WARPGROUP) sum[i] = make_float4(0, 0, 0, 0);
@@ -53,7 +53,7 @@ DEVICE void load_rows(const AttentionParams& p, TileRing ring, u32 tiles, const 
                       const ptx::TensorMap* out) {
   int loaded = 0, reported = 0;
   const auto report_done = [&](int done) {
-    if (p.rows_done != nullptr && done > reported) ptx::add_release(p.rows_done + blockIdx.x, done - reported);
+    if (p.rows_ready != nullptr && done > reported) ptx::add_release(p.rows_ready + blockIdx.x, done - reported);
     reported = larger(reported, done);
   };
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -87,11 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0) {
     shared.barriers.init(WARPGROUP / WARP);
     ptx::fence_mbarrier_init();
-    if (p.rows_done != nullptr) p.rows_done[blockIdx.x] = 0;
+    if (p.rows_ready != nullptr) p.rows_ready[blockIdx.x] = 0;
   }
-  if (p.dq_turns != nullptr) {
-    const u32 words = 2 + tiles * DQ_SUMS * DQ_PARTS + num_batch_heads_q(p) / group_size(p);
-    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_turns[i] = 0;
+  if (p.dq_order != nullptr) {
+    const u32 words = 2 + tiles * DQ_SUMS * DQ_PIECES + num_batch_heads_q(p) / group_size(p);
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < words; i += gridDim.x * THREADS) p.dq_order[i] = 0;
   }
   __threadfence();
   __syncthreads();
@@ -165,7 +165,7 @@ static_assert(SUM_STAGES % CONSUMERS == 0, "or one could be ahead of another by 
 
 // load_sums() is the loading warp: it takes chunks of pieces, waits until their sums are complete, and loads them.
 DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring, u32 pieces, bool by_heads) {
-  const int all = ceil_div(p.seqlen_k, DQ_PARTS * ROWS_OF_WARPGROUP) * DQ_PARTS;
+  const int all = ceil_div(p.seqlen_k, DQ_PIECES * ROWS_OF_WARPGROUP) * DQ_PIECES;
   const auto hand_on = [&](u32 piece, u32 found) {
     ring.acquire();
     __syncwarp();
@@ -175,20 +175,20 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
       ptx::mbarrier_arrive_expect(ring.full(), __popc(found) * SUM_BYTES);
       for (int i = 0; i < DQ_SUMS; i++) {
         if ((found >> i & 1) == 0) continue;
-        const i64 sum = static_cast<i64>(piece / DQ_PARTS) * DQ_SUMS + i;
-        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + piece % DQ_PARTS * DQ_PIECE, SUM_BYTES,
-                       ring.full());
+        const i64 sum = static_cast<i64>(piece / DQ_PIECES) * DQ_SUMS + i;
+        ptx::bulk_load(ring.buffer() + i * SUM_BYTES, p.dq_sum + sum * DQ_TILE + piece % DQ_PIECES * DQ_PIECE,
+                       SUM_BYTES, ring.full());
       }
     }
     ring.advance();
   };
   for (u32 chunk = blockIdx.x;; chunk += gridDim.x) {
-    if (p.dq_turns != nullptr) {
+    if (p.dq_order != nullptr) {
       chunk = __shfl_sync(ALL_LANES, lane() == 0 ? atomicAdd(chunks_taken(p), 1) : 0, 0);
     }
     if (chunk * CHUNK >= pieces) break;
     const u32 piece = min(chunk * CHUNK + lane() % CHUNK, pieces - 1);
-    const i64 number = piece / DQ_PARTS;
+    const i64 number = piece / DQ_PIECES;
     while (by_heads && ptx::load_acquire(warps_done_at(p, number)) != all) {
     }
     const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number);
@@ -196,7 +196,7 @@ DEVICE void load_sums(const AttentionParams& p, SumStorage& shared, SumRing ring
     if (work.tile * BLOCK_M < work.sequence.len_q) {
       for (int i = 0; i < DQ_SUMS; i++) {
         // A sum whose first addition was to be stored, and to which nothing was added, is not even zero.
-        if (!STORES_FIRST || *dq_order_at(p, number * DQ_SUMS + i, 0) != NOT_STARTED) found |= 1u << i;
+        if (!FIRST_ADDITION_STORES || *dq_order_at(p, number * DQ_SUMS + i, 0) != NOT_STARTED) found |= 1u << i;
       }
     }
     __syncwarp();
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == CONSUMERS) {
     if (threadIdx.x % WARPGROUP < WARP) {
-      load_sums(p, shared, ring, p.num_tiles * num_batch_heads_q(p) * DQ_PARTS, by_heads);
+      load_sums(p, shared, ring, p.num_tiles * num_batch_heads_q(p) * DQ_PIECES, by_heads);
       ptx::wait_for_kernel_before();  // so that the next kernel follows both kernels
     }
     return;
@@ -250,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     __syncwarp();
     ring.release();
 
-    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number / DQ_PARTS);
+    const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, false, number / DQ_PIECES);
     const Sequence& s = work.sequence;
-    const int piece = number % DQ_PARTS;
+    const int piece = number % DQ_PIECES;
     const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? piece * ROWS_OF_WARPGROUP : 0);
     const int column = DQ_BY_QUERIES ? 0 : piece * DQ_COLUMNS;
     const int used = found != 0 ? s.len_q : 0;  // rows that are not padding

@@ -3,14 +3,14 @@
 // by which several tiles of keys add to one sum. rows.cu prepares these arrays and converts the sums in the end.
 #include "../wgmma.cuh"
 
-// A tile's dq is computed in DQ_PARTS pieces of 64 queries and DQ_COLUMNS columns: a piece has some of the queries, or
+// A tile's dq is computed in DQ_PIECES pieces of 64 queries and DQ_COLUMNS columns: a piece has some of the queries, or
 // some of the columns.
 constexpr bool DQ_BY_QUERIES = BLOCK_M > ROWS_OF_WARPGROUP;
-static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PARTS * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),
+static_assert(!DQ_BY_QUERIES || (BLOCK_M == DQ_PIECES * ROWS_OF_WARPGROUP && DQ_COLUMNS == HEAD_DIM),
               "pieces of queries");
-static_assert(DQ_BY_QUERIES || (DQ_PARTS * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "pieces of columns");
+static_assert(DQ_BY_QUERIES || (DQ_PIECES * DQ_COLUMNS >= HEAD_DIM && DQ_COLUMNS % PANEL == 0), "pieces of columns");
 // DQ_PIECE and DQ_TILE are the elements of a piece, and of a tile.
-constexpr int DQ_PIECE = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PARTS * DQ_PIECE;
+constexpr int DQ_PIECE = DQ_COLUMNS * ROWS_OF_WARPGROUP, DQ_TILE = DQ_PIECES * DQ_PIECE;
 
 // ds_unit() is the unit in which gradients of scores and delta stand, which dk and dq are multiplied by at the end:
 // with dropout that saves a product for each element. Where they are written as dbias they stand for themselves.
@@ -33,7 +33,7 @@ DEVICE FourFloats* dq_sum_at(const AttentionParams& p, i64 sum, int piece) {
 // dq_order_at() counts how many tiles of keys have added to a piece of a sum; without an order it tells how far the
 // first of them is (take_sum).
 DEVICE int* dq_order_at(const AttentionParams& p, i64 sum, int piece) {
-  return p.dq_turns + 1 + sum * DQ_PARTS + piece;
+  return p.dq_order + 1 + sum * DQ_PIECES + piece;
 }
 
 // wait_for_earlier_additions() waits until all additions that come before have arrived.
@@ -45,9 +45,9 @@ DEVICE void signal_addition(const AttentionParams& p, i64 sum, int piece) {
   ptx::add_release(dq_order_at(p, sum, piece), 1);
 }
 
-// TAKES_SUMS: where STORES_FIRST is set nobody clears sums, and the first addition is stored instead. Without an order
-// the first is whoever takes the sum; others wait until its piece has arrived.
-constexpr bool TAKES_SUMS = STORES_FIRST && !DETERMINISTIC;
+// TAKES_SUMS: where FIRST_ADDITION_STORES is set nobody clears sums, and the first addition is stored instead. Without
+// an order the first is whoever takes the sum; others wait until its piece has arrived.
+constexpr bool TAKES_SUMS = FIRST_ADDITION_STORES && !DETERMINISTIC;
 constexpr int NOT_STARTED = 0, TAKEN = 1, STORED = 2;  // signal_addition() leads from TAKEN to STORED
 DEVICE int take_sum(const AttentionParams& p, i64 sum, int piece) {
   return atomicCAS(dq_order_at(p, sum, piece), NOT_STARTED, TAKEN);
@@ -61,7 +61,7 @@ DEVICE void wait_until_stored(const AttentionParams& p, i64 sum, int piece) {
 // DQ_BY_HEADS: dq of one head is written while tiles of keys of other heads are still computed.
 constexpr bool DQ_BY_HEADS = PING_PONG;
 // warps_done_at() counts, for the KV head whose queries have this tile, how many adding warps have come to the end of a
-// tile of keys: DQ_PARTS for each tile.
+// tile of keys: DQ_PIECES for each tile.
 DEVICE int* warps_done_at(const AttentionParams& p, i64 number) {
   const i64 num_batch_heads = num_batch_heads_q(p);
   const u32 batch_head = static_cast<u32>(number) / p.num_query_tiles / (p.num_heads_q / p.num_heads_kv);

@@ -22,14 +22,14 @@ struct KeyWork : Work {
 DEVICE int rank() { return PAIR == 1 ? 0 : static_cast<int>(ptx::cluster_rank()); }
 static_assert(PAIR == 1 || (PAIR == 2 && !DETERMINISTIC && !HAS_BLOCK_MASK), "orders and lists are those of one tile");
 
-// Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (heads_together) the longest
+// Tiles of keys come head by head, a pair's two tiles as one. In the last heads alone (num_grouped_heads) the longest
 // tiles of all these heads come first, so that thread blocks end together. If sums of dq have an order, see
 // visits_in_reverse(). GROUPS: all heads are scheduled in such groups.
 
 // last_group() is the first head of the last group.
 DEVICE u32 last_group(const AttentionParams& p) {
   const u32 num_batch_heads = num_batch_heads_kv(p);
-  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? num_batch_heads - min(p.heads_together, num_batch_heads)
+  return HAS_WINDOW && !(DETERMINISTIC && HAS_BLOCK_MASK) ? num_batch_heads - min(p.num_grouped_heads, num_batch_heads)
                                                           : num_batch_heads;
 }
 
@@ -54,7 +54,7 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
   constexpr bool INTERLEAVES_HEADS = DETERMINISTIC && !GROUPS;
   if constexpr (HAS_WINDOW || INTERLEAVES_HEADS) {
     const u32 last = last_group(p);
-    u32 first = 0, num_grouped = p.heads_together, end = num_batch_heads_kv(p);
+    u32 first = 0, num_grouped = p.num_grouped_heads, end = num_batch_heads_kv(p);
     if (!GROUPS) {
       first = batch_head < last ? 0 : last;
       num_grouped = end - first;
@@ -83,11 +83,11 @@ DEVICE Work key_work_at(const AttentionParams& p, u32 index) {
 // first_key_index() and next_key_index() take tiles. Thread blocks that wait for each other take even their first tile
 // when they run; the tile taken first then waits for none, so there is no deadlock.
 DEVICE u32 first_key_index(const AttentionParams& p) {
-  return p.dq_turns != nullptr ? atomicAdd(p.dq_turns, 1) : blockIdx.x / PAIR;
+  return p.dq_order != nullptr ? atomicAdd(p.dq_order, 1) : blockIdx.x / PAIR;
 }
 DEVICE u32 next_key_index(const AttentionParams& p, u32 index, u32 total) {
-  if (p.dq_turns == nullptr) return next_index(p, index, total, gridDim.x / PAIR);
-  return atomicAdd(p.dq_turns, 1);
+  if (p.dq_order == nullptr) return next_index(p, index, total, gridDim.x / PAIR);
+  return atomicAdd(p.dq_order, 1);
 }
 
 // QueryTileIterator iterates over the tiles of queries, of all query heads of the group, that see some key of a tile.

@@ -290,7 +290,7 @@ DEVICE void compute_dk(const AttentionParams& p, SharedStorage& shared, Rings& r
 template <bool FIRST>
 DEVICE void accumulate_dq(const AttentionParams& p, const Rings& rings, const DqStep& step) {
 #pragma unroll 1
-  for (int piece = 0; piece < DQ_PARTS; piece++) {
+  for (int piece = 0; piece < DQ_PIECES; piece++) {
     float dq[DQ_COLUMNS / 2];
     multiply_by_columns<LOADED_KEYS, BLOCK_M>(
         dq, rings.ds.buffer(), rings.k.buffer() + piece * (DQ_COLUMNS / PANEL) * LOADED_KEYS * ROW_BYTES);

@@ -31,7 +31,7 @@ constexpr int COPIES = NUM_OPTIONS > 1 || HAS_DROPOUT ? 1 : HEAD_DIM > 64 && (HA
 // soon as it can.
 constexpr bool EARLY_QUERIES = TEAMS > 1 || (QUERY_STAGES == 1 && (!HAS_OPTIONS || (HAS_BLOCK_MASK && COPIES == 3)));
 static_assert(EARLY_POWERS == 0 || (COPIES == 3 && !HAS_DROPOUT), "early powers are not the first, nor dropped");
-static_assert(!LATE_WAIT || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
+static_assert(!WAITS_AFTER_POWERS || (COPIES == 1 && !EARLY_QUERIES && !BOUNDED_SCORES), "queries are released once");
 static_assert(TEAMS == 1 || (COPIES == 3 && !PING_PONG && BLOCK_N <= WARPGROUP), "no team waits for another");
 
 // store_rows() is the epilogue by TMA: it writes out * factor for the warp's 16 rows of a tile; rows in [len_q, rows_q)
@@ -91,7 +91,7 @@ DEVICE void store_rows(const AttentionParams& p, const ptx::TensorMap* out_map, 
 // take the tensor cores in an order (ping-pong), so that exponentials run while products are computed.
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings, int warpgroup,
                     const ptx::TensorMap* out_map, const ptx::TensorMap* row_map) {
-  const ProductOrder order(FROM_LAST ? CONSUMERS - 1 - warpgroup : warpgroup);
+  const ProductOrder order(KEYS_IN_REVERSE ? CONSUMERS - 1 - warpgroup : warpgroup);
   HiddenValues hidden(shared.seen);
   // The scale is converted once where there is a register to hold it: with a bias each step would convert it, and wait
   // for it.
@@ -130,7 +130,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     // skip_key_tiles() releases tiles of keys that this warpgroup does not see. It still takes its place in the order,
     // and helps to clear hidden values.
     const auto skip_key_tiles = [&](int from, int to) {
-      for (int block = from; ConsumerKeyIterator::in_order(block, to); block += FROM_LAST ? -1 : 1) {
+      for (int block = from; ConsumerKeyIterator::in_order(block, to); block += KEYS_IN_REVERSE ? -1 : 1) {
         rings.k.wait();
         rings.k.release();
         order.wait();
@@ -144,10 +144,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     // it has tiles of keys, for the last product with values, so a warpgroup without keys must do the same. Whoever
     // takes this extra place sooner must be sooner in the order, too; else it might hold up the order while it waits
     // for others to clear values. Rows above all keys take it before the tiles of the others, and rows that are not in
-    // use behind them; where keys are visited from the last on (FROM_LAST) it is the other way round.
+    // use behind them; where keys are visited from the last on (KEYS_IN_REVERSE) it is the other way round.
     const auto use_extra_place = [&](bool before_keys) {
       const bool is_used = HAS_WINDOW && !HIDES_ANYWHERE && first_row < s.len_q;
-      if (before_keys != (FROM_LAST ? !is_used : is_used) || !blocks.done() || all.done()) return;
+      if (before_keys != (KEYS_IN_REVERSE ? !is_used : is_used) || !blocks.done() || all.done()) return;
       order.wait();
       order.arrive();
     };
@@ -161,19 +161,19 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       rings.q.release();
     } else {
       const u32 queries = rings.q.buffer() + warpgroup * ROWS_OF_WARPGROUP * ROW_BYTES;
-      // The first HELD_STEPS steps of the queries are held in registers, because shared memory is busy.
-      u32 query_fragments[HELD_STEPS + 1][4];
+      // The first QUERY_STEPS_IN_REGISTERS steps of the queries are held in registers, because shared memory is busy.
+      u32 query_fragments[QUERY_STEPS_IN_REGISTERS + 1][4];
       const u32 own_row = queries + (warp_row() + lane() % 16) * ROW_BYTES;
 #pragma unroll
-      for (int step = 0; step < HELD_STEPS; step++) {
+      for (int step = 0; step < QUERY_STEPS_IN_REGISTERS; step++) {
         ptx::ldmatrix_x4(query_fragments[step],
                          own_row + step / 4 * BLOCK_M * ROW_BYTES + ((step % 4 * 2 + lane() / 16) ^ lane() % 8) * 16);
       }
       const bool recheck = HIDES_ANYWHERE && work.recheck;
       FragmentBits bits;
       bool last, next_masked;
-      // A tile under the diagonal comes first with FROM_LAST; some of its rows see too little to predict anything, so
-      // the slack of the softmax is found after the second tile.
+      // A tile under the diagonal comes first with KEYS_IN_REVERSE; some of its rows see too little to predict
+      // anything, so the slack of the softmax is found after the second tile.
       int unsettled = 0;
       // needs_mask() tells whether the current tile of keys takes the masked way.
       const auto needs_mask = [&] {
@@ -191,24 +191,24 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       const auto multiply = [&](float (&x)[BLOCK_N / 2], int first_key, bool masked) {
         u32 left[4];
         slope.find_left(left, first_key, masked);
-        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, HELD_STEPS>(
+        multiply_by_rows<HEAD_DIM, BLOCK_M, BLOCK_N, QUERY_STEPS_IN_REGISTERS>(
             x, queries, rings.k.buffer(), [&] { slope.multiply(x, left, shared.numbers); }, query_fragments);
       };
       // tiles_left() counts the current tile of keys and those behind it.
       const auto tiles_left = [&] {
         if constexpr (HAS_BLOCK_MASK) return shared.lists[rings.work.stage].left;
-        return 1 + (FROM_LAST ? blocks.next - blocks.end : blocks.end - blocks.next);
+        return 1 + (KEYS_IN_REVERSE ? blocks.next - blocks.end : blocks.end - blocks.next);
       };
       // settle() finds how far a row's maximum may grow before the row follows it; that is known behind the row's first
       // weights.
       const auto settle = [&] {
-        if constexpr (!EXACT_MAXIMA) find_slack(softmax, tiles_left());
+        if constexpr (!FOLLOWS_EVERY_MAXIMUM) find_slack(softmax, tiles_left());
       };
       // prepare() does what there is to do while the products are computed: random bits, visible elements, the next
       // tile.
       UnitFragment::Random random;
       const auto prepare = [&](int first_key, bool masked) {
-        if (FROM_LAST && unsettled > 0 && --unsettled == 0) settle();
+        if (KEYS_IN_REVERSE && unsettled > 0 && --unsettled == 0) settle();
         scores.draw_ahead(random, row, first_key);
         if (masked) scores.find_visible(bits, row, first_key);
         last = blocks.done();
@@ -243,7 +243,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           rings.mask.release();
         }
         if (masked && recheck) hidden.find(x);
-        return softmax.bound<EXACT_MAXIMA>(x, shift, rescale);
+        return softmax.bound<FOLLOWS_EVERY_MAXIMUM>(x, shift, rescale);
       };
       const auto finish_values = [&] {
         ptx::wgmma_wait_group<0>();
@@ -300,7 +300,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           grown |= softmax.to_weights<0, BLOCK_N / 2>(x, shift, rescale, masked);
           scores.drop(x, random, row, first_key);
           // This release is a branch because otherwise the wait would stand before powers and draws.
-          if (LATE_WAIT && last) rings.q.release();
+          if (WAITS_AFTER_POWERS && last) rings.q.release();
           finish_values();
           if (!first) rings.v.release();
           pack(weights, x);
@@ -358,8 +358,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
           bool grown = bound(x, shift, first_key, masked);
           if (TEAMS > 1 && grown) rescale_rows(out, rescale);
           if (BOUNDED_SCORES && last) rings.q.release();
-          if (FROM_LAST && masked) unsettled = 2;
-          softmax.begin<!EXACT_MAXIMA>(x, shift, FROM_LAST && masked ? 0 : tiles_left());
+          if (KEYS_IN_REVERSE && masked) unsettled = 2;
+          softmax.begin<!FOLLOWS_EVERY_MAXIMUM>(x, shift, KEYS_IN_REVERSE && masked ? 0 : tiles_left());
           scores.drop(x, random, row, first_key);
           pack(weights, x);
           if (masked) hidden.clear(rings.v, first_key, recheck);
@@ -385,7 +385,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
         order.wait();
         add_product<BLOCK_N>(out, weights, rings.v.buffer());
         order.arrive();
-        if (!EARLY_QUERIES && !BOUNDED_SCORES && !LATE_WAIT) rings.q.release();
+        if (!EARLY_QUERIES && !BOUNDED_SCORES && !WAITS_AFTER_POWERS) rings.q.release();
         softmax.finish(sink, inverse, lse);
         ptx::wgmma_wait_group<0>();
         keep(out);

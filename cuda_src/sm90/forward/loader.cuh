@@ -76,8 +76,8 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row
     const int i = row + 8 * r;
     if (i >= work.sequence.rows_q) continue;
     const bool used = i < work.sequence.len_q;
-    if (lane() % 4 == 0) *p.lse_parts.at(split, i, work.head) = used ? lse[r] : -infinity();
-    float* target = p.out_parts.at(split, i, work.head);
+    if (lane() % 4 == 0) *p.lse_splits.at(split, i, work.head) = used ? lse[r] : -infinity();
+    float* target = p.out_splits.at(split, i, work.head);
 #pragma unroll
     for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
 #pragma unroll
@@ -93,7 +93,7 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row
 // block mask); whether it is a recheck of a tile whose result was not finite (hidden_values.cuh); and the tiles of keys
 // that the whole tile and each warpgroup see. SKIPS_ROWS: the first tile may begin before the sequence does.
 constexpr bool SKIPS_ROWS = HAS_WINDOW && !HAS_OPTIONS && STAGING_PANELS > 0;
-static_assert(!FROM_LAST || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
+static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the last on need a window and no options");
 struct KeyRange {
   int begin, end;
 };
@@ -142,16 +142,16 @@ struct ConsumerKeyIterator {
   bool masked = false, hidden = false;
 
   DEVICE ConsumerKeyIterator(const TileMessage& work, const KeyRange& keys)
-      : next(HAS_BLOCK_MASK ? 0
-             : FROM_LAST    ? keys.end - 1
-                            : keys.begin),
-        end(HAS_BLOCK_MASK ? !work.empty
-            : FROM_LAST    ? keys.begin - 1
-                           : keys.end) {}
+      : next(HAS_BLOCK_MASK    ? 0
+             : KEYS_IN_REVERSE ? keys.end - 1
+                               : keys.begin),
+        end(HAS_BLOCK_MASK    ? !work.empty
+            : KEYS_IN_REVERSE ? keys.begin - 1
+                              : keys.end) {}
 
   // in_order() tells whether tile `earlier` is visited before tile `later`.
-  static DEVICE bool in_order(int earlier, int later) { return FROM_LAST ? earlier > later : earlier < later; }
-  DEVICE bool done() const { return FROM_LAST ? next <= end : next >= end; }
+  static DEVICE bool in_order(int earlier, int later) { return KEYS_IN_REVERSE ? earlier > later : earlier < later; }
+  DEVICE bool done() const { return KEYS_IN_REVERSE ? next <= end : next >= end; }
 
   // take() moves on to the next tile of keys; with a block mask it waits for the keys, and reads what the loading
   // thread says.
@@ -165,7 +165,7 @@ struct ConsumerKeyIterator {
       hidden = entry & 2;
       masked = entry & 1;
     } else {
-      block = FROM_LAST ? next-- : next++;
+      block = KEYS_IN_REVERSE ? next-- : next++;
     }
   }
 };
@@ -457,7 +457,7 @@ struct Loader {
       prefetched.left = last ? 0 : prefetched.left - 1;
       return block;
     } else {
-      const int block = FROM_LAST ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
+      const int block = KEYS_IN_REVERSE ? work.keys.begin + work.keys.end - 1 - blocks.block : blocks.block;
       blocks.advance();
       load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       return block;
