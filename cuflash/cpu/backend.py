@@ -17,8 +17,9 @@ from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
-from cuflash.cpu.tiles import Block, Heads, Sequence, Tile, Tiling
+from cuflash.cpu.tiles import Block, Sequence, Tile, Tiling
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
@@ -114,7 +115,7 @@ class _Main:
 
     @property
     def bias_in_place(self) -> bool:
-        """Whether each tile of dbias is written by one task only."""
+        """Each tile of dbias is written by one task only."""
         shape = self.grads["bias"].shape
         return shape[2] > 1 and shape[3] > 1
 

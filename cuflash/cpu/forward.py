@@ -77,7 +77,7 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
 
 
 def _overflows(dtype: str, acc: Array) -> bool:
-    """Whether a sum is inf or NaN: not one of float16's values, of which float32 holds any number of."""
+    """A sum is inf or NaN: not one of float16's values, of which float32 holds any number of."""
     numbers = acc.reshape(-1)
     # The sum of squares tells at once that none is; it is inf for large ones, too.
     return dtype != "float16" and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()

@@ -80,7 +80,7 @@ class Backward:
 
     @property
     def needs_ds(self) -> bool:
-        """Whether a gradient of the scores is wanted."""
+        """A gradient of the scores is wanted."""
         return not self.wanted.isdisjoint(("q", "k", "bias", "alibi_slopes"))
 
     def load(self, block: Block, workspace: Workspace) -> Rows:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.threads import Workspace
-from cuflash.cpu.tiles import Block, Heads, Tile, Tiling
+from cuflash.cpu.tiles import Block, Tile, Tiling
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
+from cuflash.problem.heads import Heads
 
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask

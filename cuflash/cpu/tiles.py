@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cuflash.masks.store import CANONICAL, HIDDEN
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 if TYPE_CHECKING:
@@ -60,31 +61,6 @@ class Sequence(NamedTuple):
     def diagonal(self) -> int:
         """Row i is aligned to key ``i + diagonal``."""
         return self.keys - self.rows
-
-
-class Heads(NamedTuple):
-    """Query heads, whole groups or a part of one, and the KV heads that they read."""
-
-    first: int
-    stop: int
-    first_kv: int
-    stop_kv: int
-
-    @property
-    def query(self) -> slice:
-        """The query heads."""
-        return slice(self.first, self.stop)
-
-    @property
-    def kv(self) -> slice:
-        """The KV heads."""
-        return slice(self.first_kv, self.stop_kv)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """KV heads, and query heads of each."""
-        kv_heads = self.stop_kv - self.first_kv
-        return kv_heads, (self.stop - self.first) // kv_heads
 
 
 class Block(NamedTuple):

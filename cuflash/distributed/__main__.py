@@ -61,10 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def run(world: int, devices: Sequence[int] | None, work: Callable[[Communicator], Any]) -> list[Any]:
-    """What `work` returns in each rank's thread, on its GPU; the first rank's error is raised."""
+def run(
+    world: int, work: Callable[[Communicator], Any], devices: Sequence[int] | None = None, **options: Any
+) -> list[Any]:
+    """Do some work in a thread for each rank, on its GPU, and return the results; the first rank's error is raised.
+
+    `options` are those of `threads`.
+    """
     results: list[Any] = [None] * world
-    errors: list[BaseException] = []
+    errors: list[BaseException | None] = [None] * world
 
     def rank(comm: Communicator) -> None:
         try:
@@ -74,15 +79,16 @@ def run(world: int, devices: Sequence[int] | None, work: Callable[[Communicator]
                 cupy.cuda.Device(devices[comm.rank]).use()
             results[comm.rank] = work(comm)
         except BaseException as error:
-            errors.append(error)
+            errors[comm.rank] = error
 
-    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in threads(world, devices=devices)]
+    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in threads(world, devices=devices, **options)]
     for thread in ranks:
         thread.start()
     for thread in ranks:
         thread.join()
-    if errors:
-        raise errors[0]
+    for error in errors:
+        if error is not None:
+            raise error
     return results
 
 
@@ -113,7 +119,7 @@ def _link(world: int, devices: Sequence[int] | None) -> float:
             best = min(best, time.perf_counter() - start)
         return MESSAGE_BYTES / best / 1e9
 
-    return min(run(world, devices, work))
+    return min(run(world, work, devices))
 
 
 def _results(world: int, devices: Sequence[int] | None, seqlen: int) -> list[Row]:
@@ -139,7 +145,7 @@ def _results(world: int, devices: Sequence[int] | None, seqlen: int) -> list[Row
                 pairs = zip(whole, expected, strict=True)
                 return max(float(abs(xp.asarray(a) - xp.asarray(b)).max()) for a, b in pairs), seconds
 
-            found = run(world, devices, work)
+            found = run(world, work, devices)
             rows.append(Row(scheme, order, max(error for error, _ in found), max(seconds for _, seconds in found)))
     return rows
 

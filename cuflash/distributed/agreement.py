@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from cuflash.distributed.communicators import Communicator
-from cuflash.problem.options import OPTION_NAMES, Options
+from cuflash.problem.options import Options, check_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +21,7 @@ NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask")
 
 def check_options(keywords: Mapping[str, Any]) -> Options:
     """The options of a call; NotImplementedError for those that no rank could apply to its part."""
-    unknown = keywords.keys() - set(OPTION_NAMES)
-    if unknown:
-        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+    check_names(keywords)
     for name in NOT_SPREAD:
         if keywords.get(name) is not None:
             raise NotImplementedError(
@@ -36,13 +32,9 @@ def check_options(keywords: Mapping[str, Any]) -> Options:
 
 
 def describe(name: str, value: Any) -> tuple[str, Any]:
-    """What is compared of an argument: arrays on a device by shape and dtype, functions by name, others by value."""
-    if isinstance(value, np.ndarray) and name == "cu_seqlens":
-        return name, (value.dtype.name, value.shape, tuple(value.tolist()))
+    """Return what is compared of an option: shape and dtype of an array, which may lie on a device, else its text."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return name, (tuple(value.shape), str(value.dtype))
-    if callable(value):
-        return name, f"{value.__module__}.{value.__qualname__}"
     return name, repr(value)
 
 

@@ -2,51 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.agreement import Described, agree, check_options, describe
+from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import check_order, length_of
+from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
+from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of
+from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads
 from cuflash.problem.options import Options
 
 Array = Any
+Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
 RESIDUALS = ("dout", "out", "lse", "dlse")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """One rank's call: checked arrays of NumPy or CuPy, with this rank's tokens."""
 
     library: interop.Library
     comm: Communicator
     order: str
-    seqlen: int  # tokens of all ranks
     q: Array  # (batch, tokens, num_heads_q, head_dim), packed without batch
     k: Array  # (batch, tokens, num_heads_kv, head_dim)
     v: Array  # (batch, tokens, num_heads_kv, head_dim_v)
     options: Options
     edges: list[int] | None  # where packed sequences begin and end
+    seqlen: int = 0  # tokens of all ranks, once these have told theirs
+
+    def stretches(self, rank: int) -> tuple[Stretch, ...]:
+        """The tokens of a rank."""
+        return stretches_of(self.seqlen, rank, self.comm.world, self.order)
 
     @property
     def accum(self) -> str:
         """The dtype of lse, and of partial results."""
-        return "float64" if self.q.dtype == np.float64 else "float32"
+        return accum_of(self.q.dtype.name)
 
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in ("sink", "alibi_slopes")}
+        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
         return {name: x for name, x in given.items() if x is not None}
 
 
-def prepared(
+@dataclass(frozen=True)
+class Scheme:
+    """A way to compute attention over ranks: its two passes, and what its three public functions have in common."""
+
+    name: str  # of the public function of the forward pass
+    forward: Callable[[Call], tuple[Array, Array]]  # (out, lse)
+    # dq, dk, dv and the gradients of the extras, None where not wanted
+    backward: Callable[[Call, Mapping[str, Array | None], frozenset[str]], list[Array | None]]
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        comm: Communicator,
+        order: str,
+        cu_seqlens: Any,
+        return_lse: bool,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """out, or (out, lse), as the caller's kind of arrays."""
+        return_lse = check_bool("return_lse", return_lse)
+        call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
+        with telling(comm), interop.on_stream_of(call.library, call.q):
+            out, lse = self.forward(call)
+            comm.barrier()
+            result = call.library.release(out)
+            return (result, call.library.release(lse)) if return_lse else result
+
+    def gradients(
+        self,
+        arrays: dict[str, Array | None],
+        comm: Communicator,
+        order: str,
+        cu_seqlens: Any,
+        grads: Sequence[str] | None,
+        options: Mapping[str, Any],
+    ) -> Gradients:
+        """The gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
+        call, residuals, wanted = _prepared(f"{self.name}_backward", arrays, comm, order, cu_seqlens, options, grads)
+        with telling(comm), interop.on_stream_of(call.library, call.q):
+            results = self.backward(call, residuals, wanted)
+            comm.barrier()
+            return tuple(None if x is None else call.library.release(x) for x in results)
+
+    def vjp(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        comm: Communicator,
+        order: str,
+        cu_seqlens: Any,
+        return_lse: bool,
+        options: Mapping[str, Any],
+    ) -> tuple[Any, Backward]:
+        """The result, and its gradient function."""
+        return_lse = check_bool("return_lse", return_lse)
+        out, lse = self.attention(q, k, v, comm, order, cu_seqlens, True, options)
+
+        def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
+            """Gradients of this rank's inputs; every rank calls it as often as the others do."""
+            arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
+            return self.gradients(arrays, comm, order, cu_seqlens, grads, options)
+
+        return ((out, lse) if return_lse else out), backward
+
+
+def _prepared(
     what: str,
     arrays: dict[str, Array],
     comm: Communicator,
@@ -74,7 +150,7 @@ def prepared(
         wanted = check_grads(grads, problem)
         residuals = {name: adopted.get(name) for name in RESIDUALS}
         check_residuals(residuals, problem, edges is not None)
-        call = Call(library, comm, check_order(order), 0, q, k, v, options, edges)
+        call = Call(library, comm, check_order(order), q, k, v, options, edges)
         described = (
             ("function", what),
             ("length", q.shape[-3]),
@@ -90,13 +166,14 @@ def prepared(
         return (call, residuals, wanted), described
 
     (call, residuals, wanted), lengths = agree(comm, prepare)
-    call.seqlen = sum(lengths)
+    seqlen = sum(lengths)
     for rank, length in enumerate(lengths):
-        expected = length_of(call.seqlen, rank, comm.world, call.order)
+        expected = length_of(seqlen, rank, comm.world, call.order)
         if length != expected:
             raise ValueError(
-                f"q: expected {expected} of the {call.seqlen} tokens on rank {rank} by order {order!r}, got {length}"
+                f"q: expected {expected} of the {seqlen} tokens on rank {rank} by order {order!r}, got {length}"
             )
-    if call.edges is not None:
-        call.edges = np.maximum.accumulate(np.clip(call.edges, 0, call.seqlen)).tolist()
-    return call, residuals, wanted
+    edges = call.edges
+    if edges is not None:
+        edges = np.maximum.accumulate(np.clip(edges, 0, seqlen)).tolist()
+    return replace(call, seqlen=seqlen, edges=edges), residuals, wanted

@@ -78,7 +78,7 @@ class Communicator(ABC):
 
 
 class _Board:
-    """What the threads of one group share: mailboxes, and the first failure."""
+    """The mailboxes that the threads of one group share, and their first failure."""
 
     def __init__(self, world: int) -> None:
         self.condition = threading.Condition()

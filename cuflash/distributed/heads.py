@@ -6,20 +6,19 @@ sends the results back to the ranks that hold the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.agreement import telling
-from cuflash.distributed.call import Call, prepared
+from cuflash.distributed.call import Backward, Call, Gradients, Scheme
 from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import stretches_of
+from cuflash.distributed.order import put_part, take_part
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
-from cuflash.problem.checks import check_bool
+from cuflash.problem.heads import Heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,30 +26,9 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 
 
-class Share(NamedTuple):
-    """The heads of one rank: whole groups, or a part of one."""
-
-    first: int
-    stop: int
-    first_kv: int
-    stop_kv: int
-
-    @property
-    def query(self) -> slice:
-        """Its query heads."""
-        return slice(self.first, self.stop)
-
-    @property
-    def kv(self) -> slice:
-        """The KV heads that they read."""
-        return slice(self.first_kv, self.stop_kv)
-
-
-def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Share]:
+def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
     """The heads of every rank, as even as whole KV heads allow.
 
     KV heads fewer than ranks are replicated: their query heads are dealt to several ranks. A rank may get no head.
@@ -58,13 +36,13 @@ def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Share]:
     group = num_heads_q // num_heads_kv
     if num_heads_kv >= world:
         bounds = [num_heads_kv * rank // world for rank in range(world + 1)]
-        return [Share(a * group, b * group, a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [Heads(a * group, b * group, a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     shares = []
     for kv in range(num_heads_kv):
         ranks = world * (kv + 1) // num_heads_kv - world * kv // num_heads_kv
         for i in range(ranks):
             first, stop = kv * group + group * i // ranks, kv * group + group * (i + 1) // ranks
-            shares.append(Share(first, stop, kv, kv + (stop > first)))
+            shares.append(Heads(first, stop, kv, kv + (stop > first)))
     return shares
 
 
@@ -97,13 +75,7 @@ def ulysses_attention(
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
     """
-    return_lse = check_bool("return_lse", return_lse)
-    call, *_ = prepared("ulysses_attention", {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
-    with telling(comm), interop.on_stream_of(call.library, call.q):
-        out, lse = _forward(call)
-        comm.barrier()
-        result = call.library.release(out)
-        return (result, call.library.release(lse)) if return_lse else result
+    return BY_HEADS.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
 def ulysses_attention_backward(
@@ -139,11 +111,7 @@ def ulysses_attention_backward(
         As `ring_attention`.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    call, residuals, wanted = prepared("ulysses_attention_backward", arrays, comm, order, cu_seqlens, options, grads)
-    with telling(comm), interop.on_stream_of(call.library, call.q):
-        results = _backward(call, residuals, wanted)
-        comm.barrier()
-        return tuple(None if x is None else call.library.release(x) for x in results)
+    return BY_HEADS.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
 def ulysses_attention_vjp(
@@ -175,15 +143,7 @@ def ulysses_attention_vjp(
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
     """
-    return_lse = check_bool("return_lse", return_lse)
-    place: dict[str, Any] = {"order": order, "cu_seqlens": cu_seqlens}
-    out, lse = ulysses_attention(q, k, v, comm, **place, return_lse=True, **options)
-
-    def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
-        """Gradients of this rank's inputs; see `ulysses_attention_backward`."""
-        return ulysses_attention_backward(dout, q, k, v, out, lse, comm, **place, dlse=dlse, grads=grads, **options)
-
-    return ((out, lse) if return_lse else out), backward
+    return BY_HEADS.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
 def _forward(call: Call) -> tuple[Array, Array]:
@@ -195,12 +155,12 @@ def _forward(call: Call) -> tuple[Array, Array]:
     else:
         out = xp.empty((*q.shape[:-1], v.shape[-1]), accum)
         lse = xp.empty((*q.shape[:-3], 0, q.shape[-3]), accum)
-    by_tokens = _to_owners(call, out.astype(call.q.dtype, copy=False), lambda x, rows: x[..., rows, :, :])
-    lse_by_tokens = _to_owners(call, lse, lambda x, rows: x[..., rows])
+    by_tokens = _to_owners(call, out.astype(call.q.dtype, copy=False), axis=-3)
+    lse_by_tokens = _to_owners(call, lse, axis=-1)
     return xp.concatenate(by_tokens, axis=-2), xp.concatenate(lse_by_tokens, axis=-2)
 
 
-def _backward(call: Call, residuals: dict[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
+def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
     shares = shares_of(call.q.shape[-2], call.k.shape[-2], call.comm.world)
     own = shares[call.comm.rank]
     named = {"q": call.q, "k": call.k, "v": call.v, **{name: x for name, x in residuals.items() if x is not None}}
@@ -227,13 +187,13 @@ def _backward(call: Call, residuals: dict[str, Array | None], wanted: frozenset[
         grad = found.get(name, xp.zeros((*whole[name].shape[:-2], heads.stop - heads.start, x.shape[-1]), accum))
         total = xp.zeros(x.shape, accum)
         # KV heads that several ranks have read get a share from each.
-        for share, received in zip(shares, _to_owners(call, grad, lambda y, rows: y[..., rows, :, :]), strict=True):
+        for share, received in zip(shares, _to_owners(call, grad, axis=-3), strict=True):
             total[..., share.query if name == "q" else share.kv, :] += received
         results.append(total.astype(x.dtype, copy=False))
     return results
 
 
-def _part(call: Call, share: Share, q: Array, k: Array, v: Array) -> Part:
+def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
     """Ordinary attention on a rank's heads."""
     options = call.options
     if options.sink is not None:
@@ -245,7 +205,7 @@ def _part(call: Call, share: Share, q: Array, k: Array, v: Array) -> Part:
     return Part(q, k, v, options, Place(first_head=share.first), cu_seqlens)
 
 
-def _all_tokens(call: Call, shares: list[Share], named: dict[str, Array]) -> dict[str, Array]:
+def _all_tokens(call: Call, shares: list[Heads], named: dict[str, Array]) -> dict[str, Array]:
     """All tokens of this rank's heads of each array, in the order of the sequence."""
     comm = call.comm
     messages = []
@@ -265,22 +225,15 @@ def _all_tokens(call: Call, shares: list[Share], named: dict[str, Array]) -> dic
         count = heads.stop - heads.start
         shape = (*x.shape[:-2], count, call.seqlen) if is_lse else (*x.shape[:-3], call.seqlen, count, x.shape[-1])
         array = whole[name] = xp.empty(shape, x.dtype)
-        for rank in range(comm.world):
-            for s in stretches_of(call.seqlen, rank, comm.world, call.order):
-                tokens = slice(s.first, s.first + s.stride * s.length, s.stride)
-                if is_lse:
-                    array[..., tokens] = received[rank][index][..., s.rows]
-                else:
-                    array[..., tokens, :, :] = received[rank][index][..., s.rows, :, :]
+        for rank, of_rank in enumerate(received):
+            put_part(array, of_rank[index], call.stretches(rank), axis=-1 if is_lse else -3)
     return whole
 
 
-def _to_owners(call: Call, x: Array, rows_of: Callable[[Array, Any], Array]) -> list[Array]:
-    """Send the rows of all tokens to the ranks that hold them; what each rank sent here, in their order."""
-    comm = call.comm
-    messages = []
-    for rank in range(comm.world):
-        stretches = stretches_of(call.seqlen, rank, comm.world, call.order)
-        tokens = np.concatenate([s.first + s.stride * np.arange(s.length) for s in stretches])
-        messages.append(rows_of(x, tokens))
-    return comm.exchange(messages)
+def _to_owners(call: Call, x: Array, axis: int) -> list[Array]:
+    """Send the rows of all tokens to the ranks that hold them; return what each rank sent here, in their order."""
+    ranks = range(call.comm.world)
+    return call.comm.exchange([take_part(x, call.stretches(rank), axis) for rank in ranks])
+
+
+BY_HEADS = Scheme("ulysses_attention", _forward, _backward)

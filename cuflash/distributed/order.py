@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cuflash import interop
+
+Array = Any
 
 ORDERS = ("plain", "zigzag", "striped")
 
@@ -25,6 +30,11 @@ class Stretch(NamedTuple):
     def rows(self) -> slice:
         """Its place among the rank's rows."""
         return slice(self.begin, self.begin + self.length)
+
+    @property
+    def tokens(self) -> slice:
+        """Its place in the whole sequence."""
+        return slice(self.first, self.first + self.stride * self.length, self.stride)
 
 
 def check_order(order: object) -> str:
@@ -58,3 +68,20 @@ def stretches_of(seqlen: int, rank: int, world: int, order: str) -> tuple[Stretc
 def length_of(seqlen: int, rank: int, world: int, order: str) -> int:
     """How many rows a rank has."""
     return sum(stretch.length for stretch in stretches_of(seqlen, rank, world, order))
+
+
+def take_part(whole: Array, stretches: Sequence[Stretch], axis: int) -> Array:
+    """A new array with the tokens of some stretches, by their places on an axis that is counted from the end."""
+    parts = [whole[_along(axis, stretch.tokens)] for stretch in stretches]
+    return interop.namespace_of(whole).concatenate(parts, axis=axis)
+
+
+def put_part(whole: Array, part: Array, stretches: Sequence[Stretch], axis: int) -> None:
+    """Write a rank's rows to their places in the whole; the inverse of `take_part`."""
+    for stretch in stretches:
+        whole[_along(axis, stretch.tokens)] = part[_along(axis, stretch.rows)]
+
+
+def _along(axis: int, index: slice) -> tuple[Any, ...]:
+    """The index of a slice of one axis, counted from the end."""
+    return (..., index, *[slice(None)] * (-1 - axis))

@@ -9,7 +9,7 @@ the keys that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.agreement import telling
-from cuflash.distributed.call import RESIDUALS, Call, prepared
+from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
 from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import Stretch, stretches_of
+from cuflash.distributed.order import Stretch
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
-from cuflash.problem.checks import check_bool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 
 
 def ring_attention(
@@ -82,13 +78,7 @@ def ring_attention(
     TimeoutError
         Where another rank does not come within the communicator's time limit.
     """
-    return_lse = check_bool("return_lse", return_lse)
-    call, *_ = prepared("ring_attention", {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
-    with telling(comm), interop.on_stream_of(call.library, call.q):
-        out, lse = _Ring(call).forward()
-        comm.barrier()
-        result = call.library.release(out)
-        return (result, call.library.release(lse)) if return_lse else result
+    return RING.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
 def ring_attention_backward(
@@ -129,11 +119,7 @@ def ring_attention_backward(
         As `ring_attention`.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    call, residuals, wanted = prepared("ring_attention_backward", arrays, comm, order, cu_seqlens, options, grads)
-    with telling(comm), interop.on_stream_of(call.library, call.q):
-        results = _Ring(call).backward(residuals, wanted)
-        comm.barrier()
-        return tuple(None if x is None else call.library.release(x) for x in results)
+    return RING.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
 def ring_attention_vjp(
@@ -166,15 +152,7 @@ def ring_attention_vjp(
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
     """
-    return_lse = check_bool("return_lse", return_lse)
-    out, lse = ring_attention(q, k, v, comm, order=order, cu_seqlens=cu_seqlens, return_lse=True, **options)
-
-    def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
-        """Gradients of this rank's inputs; see `ring_attention_backward`."""
-        place: dict[str, Any] = {"order": order, "cu_seqlens": cu_seqlens}
-        return ring_attention_backward(dout, q, k, v, out, lse, comm, **place, dlse=dlse, grads=grads, **options)
-
-    return ((out, lse) if return_lse else out), backward
+    return RING.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
 class Visit(NamedTuple):
@@ -211,8 +189,7 @@ class _Ring:
                 part = self._part(visit, *kv)
                 if part.sees_anything:
                     rows = visit.queries.rows
-                    part_out, part_lse = (x.reshape(x.shape[-q.ndim :]) for x in part.forward())
-                    merge_into(out[..., rows, :, :], lse[..., rows], part_out, part_lse.reshape(lse[..., rows].shape))
+                    merge_into(out[..., rows, :, :], lse[..., rows], *map(self._without_batch, part.forward()))
             kv = self._next(step, kv)
         if self.options.sink is not None:
             self._add_sink(out, lse)
@@ -255,15 +232,12 @@ class _Ring:
             return received
         return kv
 
-    def _stretches(self, rank: int) -> tuple[Stretch, ...]:
-        return stretches_of(self.seqlen, rank, self.comm.world, self.call.order)
-
     def _visits(self, step: int) -> Iterator[Visit]:
         """The parts of a step, in which this rank holds the keys of the one `step` places before it."""
         edges = [0, self.seqlen] if self.edges is None else self.edges
         source = (self.comm.rank - step) % self.comm.world
-        for queries in self._stretches(self.comm.rank):
-            for keys in self._stretches(source):
+        for queries in self.call.stretches(self.comm.rank):
+            for keys in self.call.stretches(source):
                 for sequence, (start, stop) in enumerate(pairwise(edges)):
                     own, others = queries.within(start, stop), keys.within(start, stop)
                     if own.length and others.length:
@@ -283,6 +257,9 @@ class _Ring:
 
     def _with_batch(self, x: Array) -> Array:
         return x if self.edges is None else x[None]
+
+    def _without_batch(self, x: Array) -> Array:
+        return x if self.edges is None else x[0]
 
     def _shares(
         self,
@@ -304,10 +281,9 @@ class _Ring:
             of_lse = [None if x is None else self._with_batch(x[..., rows]) for x in (lse, dlse)]
             for name, share in part.backward(of_rows[0], of_rows[1], of_lse[0], of_lse[1], wanted).items():
                 if name == "q":
-                    grads["q"][..., rows, :, :] += share.reshape(grads["q"][..., rows, :, :].shape)
+                    grads["q"][..., rows, :, :] += self._without_batch(share)
                 elif name in ("k", "v"):
-                    own = share if self.edges is None else share[0]
-                    shares.append((("k", "v").index(name), visit.keys.rows, own))
+                    shares.append((("k", "v").index(name), visit.keys.rows, self._without_batch(share)))
                 elif self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1:
                     grads[name][visit.sequence] += share[0]
                 else:
@@ -319,7 +295,7 @@ class _Ring:
         xp = interop.namespace_of(self.q)
         inside = np.zeros(self.q.shape[-3], bool)
         start, stop = (0, self.seqlen) if self.edges is None else (self.edges[0], self.edges[-1])
-        for stretch in self._stretches(self.comm.rank):
+        for stretch in self.call.stretches(self.comm.rank):
             inside[stretch.within(start, stop).rows] = True
         return xp.asarray(inside)
 
@@ -355,3 +331,6 @@ def merge_into(out: Array, lse: Array, part_out: Array, part_lse: Array) -> None
     out *= own.swapaxes(-1, -2)[..., None]
     out += xp.where(part_lse == -np.inf, 0, others).swapaxes(-1, -2)[..., None] * part_out
     lse[...] = total
+
+
+RING = Scheme("ring_attention", lambda call: _Ring(call).forward(), lambda call, *given: _Ring(call).backward(*given))

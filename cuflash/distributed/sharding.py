@@ -8,7 +8,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import check_order, length_of, stretches_of
+from cuflash.distributed.order import check_order, length_of, put_part, stretches_of, take_part
 
 Array = Any
 
@@ -45,8 +45,7 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
     axis = _check_axis(axis, array.ndim)
     stretches = stretches_of(array.shape[axis], comm.rank, comm.world, order)
     with interop.on_stream_of(library, array):
-        parts = [array[_along(axis, slice(s.first, s.first + s.stride * s.length, s.stride))] for s in stretches]
-        return library.release(interop.namespace_of(array).concatenate(parts, axis=axis))
+        return library.release(take_part(array, stretches, axis - array.ndim))
 
 
 def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
@@ -85,9 +84,7 @@ def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) 
                     f"x: expected {expected} tokens of {seqlen} on rank {rank} by order {order!r}, "
                     f"and the shape and dtype of the others, got {part.shape} of {part.dtype.name}"
                 )
-            for s in stretches_of(seqlen, rank, comm.world, order):
-                tokens = slice(s.first, s.first + s.stride * s.length, s.stride)
-                whole[_along(axis, tokens)] = part[_along(axis, s.rows)]
+            put_part(whole, part, stretches_of(seqlen, rank, comm.world, order), axis - array.ndim)
         comm.barrier()
         return library.release(whole)
 
@@ -127,7 +124,3 @@ def _check_axis(axis: Any, ndim: int) -> int:
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis: expected one of an array of {ndim} axes, got {axis}")
     return int(axis) % ndim
-
-
-def _along(axis: int, index: slice) -> tuple[slice, ...]:
-    return (*[slice(None)] * axis, index)

@@ -17,7 +17,7 @@ from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
-from cuflash.problem.options import OPTION_NAMES, Options
+from cuflash.problem.options import Options, check_names
 from cuflash.problem.overlap import check_target
 
 Gradients = tuple[Any, ...]
@@ -95,7 +95,7 @@ class Call:
             else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
-            recording = self._backend.forward(problem, self.operands, target, lse)
+            recording = backend_of(isinstance(q, np.ndarray)).forward(problem, self.operands, target, lse)
             if metadata is not None and self._is_repeatable and recording is not None:
                 given = {} if out is None else {"out": target}
                 arguments = {**self._own, **given, **self._options}
@@ -136,7 +136,9 @@ class Call:
                     inputs[f"d{name}"] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
-            recording = self._backend.backward(problem, self.operands, *rows, lse, dlse, full)
+            recording = backend_of(isinstance(self.inputs["q"], np.ndarray)).backward(
+                problem, self.operands, *rows, lse, dlse, full
+            )
             are_as_given = rows[0] is dout and rows[1] is forward_out
             if metadata is not None and self._is_repeatable and are_as_given and recording is not None:
                 asked = {f"d{name}": x for name, x in given.items()}
@@ -148,10 +150,6 @@ class Call:
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names
             )
-
-    @property
-    def _backend(self) -> ModuleType:
-        return backend_of(isinstance(self.inputs["q"], np.ndarray))
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
@@ -213,9 +211,7 @@ def _signature(x: Any) -> tuple[Any, ...]:
 
 
 def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
-    unknown = keywords.keys() - OPTION_NAMES
-    if unknown:
-        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+    check_names(keywords)
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
     # The address of an array that has to be copied does not suffice to repeat the call.

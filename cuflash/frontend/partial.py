@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from cuflash import interop
-from cuflash.frontend.call import backend_of
+from cuflash.frontend import call
 from cuflash.problem.attention_problem import Array, AttentionProblem, Place
-from cuflash.problem.checks import check_window
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import Options
@@ -35,7 +34,7 @@ def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -
 
 
 def sees_anything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether some query of a part sees a key."""
+    """Some query of a part sees a key."""
     if not seqlen_q or not seqlen_k:
         return False
     left, right = window
@@ -46,7 +45,7 @@ def sees_anything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 def sees_everything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether every query of a part sees every key."""
+    """Every query of a part sees every key."""
     left, right = window
     return (left is None or left >= seqlen_k - 1) and (right is None or right >= seqlen_q - 1)
 
@@ -67,7 +66,7 @@ class Part:
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         problem = make_problem(arrays, options)
-        window = check_window(options.causal, options.window)
+        window = problem.window_left, problem.window_right
         self.sees_anything = True
         if cu_seqlens is None:
             window = window_of_part(window, problem.seqlen_q, problem.seqlen_k, place)
@@ -83,7 +82,7 @@ class Part:
         xp = interop.namespace_of(operands.q)
         out = xp.empty(problem.out_shape, problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
-        backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
+        call.backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
         return out, lse
 
     def backward(
@@ -100,7 +99,7 @@ class Part:
         if not isinstance(out, np.ndarray):
             dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
         rows = with_contiguous_rows(dout), with_contiguous_rows(out)
-        backend_of(isinstance(out, np.ndarray)).backward(problem, operands, *rows, lse, dlse, grads)
+        call.backend_of(isinstance(out, np.ndarray)).backward(problem, operands, *rows, lse, dlse, grads)
         return grads
 
     def _wide(self) -> tuple[AttentionProblem, Operands]:

@@ -98,7 +98,7 @@ class AttentionProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no scores."""
+        """There are no scores."""
         return 0 in (self.batch, self.seqlen_q, self.seqlen_k)
 
     @property

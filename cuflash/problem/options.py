@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.mask_metadata import MaskMetadata
@@ -31,6 +32,13 @@ class Options:
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
+def check_names(keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that is no option."""
+    unknown = keywords.keys() - set(OPTION_NAMES)
+    if unknown:
+        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
 
 
 class OptionKeywords(TypedDict, total=False):

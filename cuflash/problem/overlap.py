@@ -37,7 +37,7 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
 
 
 def share_memory(a: Array, b: Array) -> bool:
-    """Whether they have a byte in common; interleaved slices of one buffer have none."""
+    """They have a byte in common; interleaved slices of one buffer have none."""
     first, second = _phantom(a), _phantom(b)
     if not np.may_share_memory(first, second):
         return False
@@ -78,7 +78,7 @@ class Distances(NamedTuple):
         return cls(other_low - high, other_high - low, _address(target) - _address(other))
 
     def allow(self, distance: int) -> bool:
-        """Whether arrays at this distance are known to have none."""
+        """Arrays at this distance are known to have none."""
         return distance >= self.behind or distance <= self.before or distance == self.known
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 import cuflash
 from cuflash.cuda import device as cuda_device
+from cuflash.frontend import call as frontend_call
 from cuflash.frontend import metadata
-from cuflash.frontend.call import Call
 from cuflash.gpu import backend as gpu_backend
 from cuflash.tools import bench
 from cuflash.tools.bench import records, report
@@ -150,17 +150,17 @@ class _HostDevice:
 def _without_launches(xp: ModuleType) -> Iterator[None]:
     """Send every call to the GPU path, on a device whose kernels do nothing."""
     device: Any = _NoLaunches(xp)
-    device_of, backend, host_device = cuda_device.device_of, vars(Call)["_backend"], metadata.host_device
+    device_of, backend_of, host_device = cuda_device.device_of, frontend_call.backend_of, metadata.host_device
     cuda_device.device_of = lambda x: device
     metadata.host_device = device if xp is np else None
     metadata._repeats.clear()
-    Call._backend = property(lambda call: gpu_backend)  # type: ignore[assignment, method-assign]
+    frontend_call.backend_of = lambda on_cpu: gpu_backend  # type: ignore[assignment]
     try:
         yield
     finally:
         cuda_device.device_of, metadata.host_device = device_of, host_device
         metadata._repeats.clear()
-        Call._backend = backend  # type: ignore[method-assign]
+        frontend_call.backend_of = backend_of
 
 
 def _microseconds(call: Work, xp: ModuleType, clock: Callable[[], float] = time.perf_counter) -> float:

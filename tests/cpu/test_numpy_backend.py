@@ -22,6 +22,7 @@ from cuflash.cpu.dropout import keep_tile
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Tiling
 from cuflash.frontend.call import Call
+from cuflash.problem.heads import Heads
 
 Array = NDArray[Any]
 
@@ -241,7 +242,7 @@ def test_float16_is_widened_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_hiding_whatever_it_hides(dtype: Any) -> None:
-    heads = tiles.Heads(0, 4, 0, 2)
+    heads = Heads(0, 4, 0, 2)
     values = np.array([1.5, -0.0, np.inf, -np.inf, np.nan, np.finfo(dtype).min], dtype)
     rng = np.random.default_rng(0)
     scores = rng.choice(values, (2, 5, 6))  # two KV heads, five keys, two query heads of three rows

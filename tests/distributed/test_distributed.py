@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash import distributed, reference
+from cuflash.distributed.__main__ import run
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import ORDERS, length_of, stretches_of
 
@@ -24,29 +25,6 @@ SCHEMES = {
     "ring": (distributed.ring_attention_vjp, distributed.ring_attention_backward),
     "ulysses": (distributed.ulysses_attention_vjp, distributed.ulysses_attention_backward),
 }
-
-
-def run(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[Any]:
-    """What every rank's thread returns; the first error of a rank is raised."""
-    results: list[Any] = [None] * world
-    errors: list[BaseException | None] = [None] * world
-
-    def rank(comm: Communicator) -> None:
-        try:
-            results[comm.rank] = work(comm)
-        except BaseException as error:
-            errors[comm.rank] = error
-
-    comms = distributed.threads(world, **{"time_limit": 60, **options})
-    ranks = [threading.Thread(target=rank, args=(comm,)) for comm in comms]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    for error in errors:
-        if error is not None:
-            raise error
-    return results
 
 
 def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
 
-from cuflash.frontend import partial
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
-from cuflash.gpu import backend as gpu_backend
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
@@ -77,10 +74,7 @@ def test_kernels_agree_with_numpy(
     options = {"softcap": 5.0} if where[0] % 2 else {}
     head_dim = 64 if where[2] == 1 else 40
     expected = results("float32", window, place, head_dim, options)
-    with (
-        hook.kernels_on(CpuDevice(capability, 3)),
-        mock.patch.object(partial, "backend_of", return_value=gpu_backend),
-    ):
+    with hook.kernels_on(CpuDevice(capability, 3)):
         found = results("float32", window, place, head_dim, options)
     for name, x in expected.items():
         shown = np.isfinite(x)
@@ -94,7 +88,6 @@ def test_options_that_need_positions_are_no_kernels_yet() -> None:
     results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
     with (
         hook.kernels_on(CpuDevice((9, 0), 3)),
-        mock.patch.object(partial, "backend_of", return_value=gpu_backend),
         pytest.raises(NotImplementedError, match="no kernel takes these inputs with place"),
     ):
         results("float32", (None, 0), Place(3, 0, 2), 16, slopes)

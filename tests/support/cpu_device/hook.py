@@ -17,7 +17,7 @@ from .device import CpuDevice
 def kernels_on(device: CpuDevice) -> Iterator[CpuDevice]:
     """While the context lives, calls with NumPy arrays launch kernels on ``device`` instead of computing in NumPy."""
     metadata._repeats.clear()  # what another device recorded
-    backend = mock.patch.object(call.Call, "_backend", new=property(lambda self: gpu_backend))
+    backend = mock.patch.object(call, "backend_of", return_value=gpu_backend)
     host = mock.patch.object(metadata, "host_device", device)
     with backend, host, mock.patch.object(cuda_device, "device_of", return_value=device):
         yield device
