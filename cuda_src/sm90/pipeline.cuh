@@ -88,12 +88,6 @@ struct Ring {
     ring.phase = stage == 0 ? phase ^ 1 : phase;
     return ring;
   }
-  // next_stage() is the position one step later.
-  DEVICE Ring next_stage() const {
-    Ring next = *this;
-    next.advance();
-    return next;
-  }
 
   // The producer's side: acquire() waits until the buffer is free, expect() announces its bytes, and publish() hands it
   // over.
