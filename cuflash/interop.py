@@ -53,7 +53,7 @@ def library_of(name: str, x: Any) -> Library:
 
 
 def are_own(arrays: Iterable[Any]) -> bool:
-    """Whether all arrays are NumPy's or CuPy's, which need no adoption."""
+    """All arrays are NumPy's or CuPy's, which need no adoption."""
     for x in arrays:  # noqa: SIM110 - a generator costs twice as much, in every call
         if type(x).__module__ not in _OWN_MODULES:
             return False

@@ -130,7 +130,7 @@ class Device:
         return x.data.ptr
 
     def is_current(self) -> bool:
-        """Whether it is the current device."""
+        """It is the current device."""
         return self._current_device() == self.index
 
     def stream(self) -> int:

@@ -43,17 +43,17 @@ class Kernel:
 
     @property
     def begins_early(self) -> bool:
-        """Whether the kernel may begin before the previous one has ended (programmatic stream serialization)."""
+        """The kernel may begin before the previous one has ended (programmatic stream serialization)."""
         return False
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether the kernel iterates over tiles of scores, and so reads the lists of a block mask."""
+        """The kernel iterates over tiles of scores, and so reads the lists of a block mask."""
         return True
 
     @property
     def of_keys(self) -> bool:
-        """Whether a thread block stays with a tile of keys and iterates over queries."""
+        """A thread block stays with a tile of keys and iterates over queries."""
         return getattr(self.config, "of_keys", bool(key_results(self.entry)))
 
     @property
@@ -225,7 +225,7 @@ class Work:
         return self.recording.empty(shape, dtype)
 
     def is_aligned(self, names: Sequence[str]) -> bool:
-        """Whether addresses and strides of the arrays are multiples of `ALIGNMENT`."""
+        """Addresses and strides of the arrays are multiples of `ALIGNMENT`."""
         tensors = [self.arrays[name] for name in names]
         places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
         return not any(place % ALIGNMENT for place in places)

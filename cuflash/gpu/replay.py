@@ -97,7 +97,7 @@ class Repeat(NamedTuple):
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """Whether all addresses are multiples of `ALIGNMENT`, by which kernels are chosen."""
+    """All addresses are multiples of `ALIGNMENT`, by which kernels are chosen."""
     bits = 0
     for address in addresses:
         bits |= address

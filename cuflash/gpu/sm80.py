@@ -22,7 +22,7 @@ class _Gradient(Kernel):
 
     @property
     def visits_tiles(self) -> bool:
-        """Whether this is the main kernel."""
+        """This is the main kernel."""
         return self.entry == MAIN
 
     of_keys = visits_tiles

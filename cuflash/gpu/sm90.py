@@ -108,7 +108,7 @@ def forward(work: Work) -> bool:
 
 
 def _is_out_expressible(work: Work) -> bool:
-    """Whether a tensor map can describe the result, so that TMA writes it."""
+    """A tensor map can describe the result, so that TMA writes it."""
     layouts = work.layouts(("out",))
     return layouts is not None and sm90_forward.expressible(*layouts[0])
 
@@ -143,7 +143,7 @@ class _OfQueries(WithoutTiles):
 
     @property
     def begins_early(self) -> bool:
-        """Whether the kernel begins early: dq of one head is written while other heads are under way."""
+        """The kernel begins early: dq of one head is written while other heads are under way."""
         return self.config.ping_pong and self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:

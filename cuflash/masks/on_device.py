@@ -63,7 +63,7 @@ class OnDevice(Generic[Made]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the arrays are complete, so that no stream needs to wait for them."""
+        """The arrays are complete, so that no stream needs to wait for them."""
         return self._complete is None
 
     def get(self) -> Made:

@@ -102,7 +102,7 @@ def common(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """Whether the scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
+    """The scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
@@ -112,7 +112,7 @@ def without_window(flags: tuple[str, ...]) -> set[str]:
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Whether scores are products of q and k times the scale, and nothing is added or applied to them."""
+    """Scores are products of q and k times the scale, and nothing is added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
 
 

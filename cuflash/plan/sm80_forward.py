@@ -79,7 +79,7 @@ class Sm80Row(Generic[T]):
 
 
 def meets_whole_blocks(size: int, block: int) -> bool:
-    """Whether tiles of `size` queries or keys lie within one block of a mask: else most would be half hidden."""
+    """Tiles of `size` queries or keys lie within one block of a mask: else most would be half hidden."""
     return size <= _FINE or block % size == 0
 
 
@@ -188,7 +188,7 @@ def _forward_smem(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
-    """Whether a multiprocessor holds `min_blocks` thread blocks together, of which one alone may use `limit` bytes."""
+    """A multiprocessor holds `min_blocks` thread blocks together, of which one alone may use `limit` bytes."""
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 

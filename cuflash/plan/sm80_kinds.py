@@ -34,13 +34,13 @@ def kind_of(problem: AttentionProblem) -> str:
 
 
 def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
-    """Whether tensor cores are faster for a problem than multiply-adds on a card of this name."""
+    """Tensor cores are faster for a problem than multiply-adds on a card of this name."""
     is_small = gradients and max(problem.head_dim, problem.head_dim_v) <= 64
     return is_small or kind_of(problem) != "float32" or set(HALF_RATE).isdisjoint(re.findall(r"\w+", name))
 
 
 def multiplies(kind: str, capability: Capability) -> bool:
-    """Whether products of this kind are faster than multiply-adds."""
+    """Products of this kind are faster than multiply-adds."""
     return capability in FLOAT64 if kind == "float64" else kind in PARTS_OF and capability >= _AMPERE
 
 
@@ -61,5 +61,5 @@ def element_bytes(kind: str) -> tuple[int, int]:
 
 
 def has_few_registers(kind: str, capability: Capability) -> bool:
-    """Whether kernels for this kind have smaller tiles on a GPU whose compiler takes more registers."""
+    """Kernels for this kind have smaller tiles on a GPU whose compiler takes more registers."""
     return kind == "float32" and capability >= BLACKWELL

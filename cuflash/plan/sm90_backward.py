@@ -279,7 +279,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
-    """Whether dbias has one element for each score, and its rows are vectors of 16 bytes."""
+    """The gradient of a bias has one element for each score, and its rows are vectors of 16 bytes."""
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors

@@ -28,7 +28,7 @@ class Sm90BackwardRow:
     key_stages: int = 1  # buffers of keys; values have one
 
     def holds(self, problem: AttentionProblem) -> bool:
-        """Whether the row is wide enough for a problem."""
+        """The row is wide enough for a problem."""
         return problem.head_dim <= self.head_dim and problem.head_dim_v <= self.head_dim_v
 
 
@@ -91,7 +91,7 @@ def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _has_short_ranges(problem: AttentionProblem) -> bool:
-    """Whether a key is seen by so few queries, in a window, that steps at its ends count."""
+    """A key is seen by so few queries, in a window, that steps at its ends count."""
     return "has_window" in flags_of(problem) and queries_seen(problem) <= _SHORT
 
 

@@ -246,7 +246,7 @@ def obstacle(problem: AttentionProblem) -> str:
 
 
 def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor map can describe an array whose last axis is contiguous; `strides` are in bytes."""
+    """A tensor map can describe an array whose last axis is contiguous; `strides` are in bytes."""
     axes = zip(strides[:-1], shape[:-1], strict=True)
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
@@ -283,7 +283,7 @@ def forward(
 
 
 def has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Whether rows of a bias or mask begin at multiples of 16 bytes; axes may be broadcast, `itemsize` is in bytes."""
+    """Rows of a bias or mask begin at multiples of 16 bytes; axes may be broadcast, `itemsize` is in bytes."""
     if layout is None:
         return False
     strides, shape = layout
@@ -299,7 +299,7 @@ def _has_many_keys(problem: AttentionProblem) -> bool:
 
 
 def has_few_queries(problem: AttentionProblem) -> bool:
-    """Whether one tile has the queries of a head, so that keys are read once."""
+    """One tile has the queries of a head, so that keys are read once."""
     return problem.seqlen_q <= _FEW_QUERIES
 
 

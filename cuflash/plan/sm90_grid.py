@@ -105,5 +105,5 @@ def num_grouped_heads(problem: AttentionProblem, block_m: int = 128) -> int:
 
 
 def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
-    """Whether a warp merges the splits of a row; else a thread block does, which reads many of them at once."""
+    """A warp merges the splits of a row; else a thread block does, which reads many of them at once."""
     return num_splits <= WARP and not has_few_queries(heads_as_rows(problem))

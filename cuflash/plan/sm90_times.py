@@ -62,7 +62,7 @@ def _known(kernel: _Kernel) -> Times | None:
 
 
 def is_timed(kernel: _Kernel) -> bool:
-    """Whether times of the kernel's tile were measured; else they are predicted from its products."""
+    """Times of the kernel's tile were measured; else they are predicted from its products."""
     return _known(kernel) is not None
 
 

@@ -106,7 +106,7 @@ class Cell:
 
     @property
     def restricted(self) -> bool:
-        """Whether other libraries need a dense mask."""
+        """Other libraries need a dense mask."""
         return self.window_left is not None or self.density is not None
 
     def sequence(self, index: int) -> tuple[slice, Cell]:
