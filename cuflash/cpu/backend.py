@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
+from cuflash.cpu.parts import merge_parts, sum_parts
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Block, Sequence, Tile, Tiling
@@ -23,6 +24,7 @@ from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
+__all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
@@ -67,11 +69,19 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
+    adds: bool = False,
 ) -> None:
     """Write the wanted gradients, those of bias and slopes of the full rank of `Operands`.
 
-    P is recomputed from lse: out and lse may come from a merge with other keys.
+    P is recomputed from lse: out and lse may come from a merge with other keys. With `adds` the gradients of q, k and v
+    are added to what their arrays hold.
     """
+    if adds:
+        shares = {name: np.empty(x.shape, x.dtype) for name, x in grads.items()}
+        backward(problem, operands, dout, out, lse, dlse, shares)
+        for name, share in shares.items():
+            grads[name][...] = grads[name] + share if name in ("q", "k", "v") else share
+        return
     # Padding, keys that nobody sees, and sequences without rows.
     for grad in grads.values():
         grad[...] = 0

@@ -5,14 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from cuflash.kept import kept
+
 Array = Any
 DEFAULT_TIME_LIMIT = 60.0
+
+
+class Pending(ABC):
+    """A message that is on its way."""
+
+    @abstractmethod
+    def get(self) -> Any:
+        """The message, ready for the current stream."""
 
 
 class Communicator(ABC):
@@ -35,12 +46,16 @@ class Communicator(ABC):
         self.check = check
 
     @abstractmethod
-    def send(self, message: Any, to: int) -> None:
+    def send(self, message: Any, to: int, tag: int = 0) -> None:
         """Hand arrays to another rank; they must not change before `barrier`."""
 
     @abstractmethod
-    def receive(self, source: int) -> Any:
-        """The next message of another rank, on this rank's device."""
+    def receive(self, source: int, tag: int = 0) -> Any:
+        """The next message of another rank with this tag, on this rank's device."""
+
+    def receive_soon(self, source: int, tag: int = 0) -> Pending:
+        """The next message of another rank, which may arrive while this one computes."""
+        return Later(self, source, tag)
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
@@ -77,14 +92,41 @@ class Communicator(ABC):
         return received
 
 
+@dataclass(frozen=True)
+class Later(Pending):
+    """A message that is received when it is asked for."""
+
+    comm: Communicator
+    source: int
+    tag: int
+
+    def get(self) -> Any:
+        """Wait for the message."""
+        return self.comm.receive(self.source, self.tag)
+
+
+@dataclass(frozen=True)
+class _Copied(Pending):
+    """A message of another GPU, whose copy another stream makes."""
+
+    message: Any
+    done: Any  # the event behind the copy; None where nothing was to be copied
+
+    def get(self) -> Any:
+        """Let the current stream wait for the copy."""
+        if self.done is not None:
+            import cupy
+
+            cupy.cuda.get_current_stream().wait_event(self.done)
+        return self.message
+
+
 class _Board:
     """The mailboxes that the threads of one group share, and their first failure."""
 
     def __init__(self, world: int) -> None:
         self.condition = threading.Condition()
-        self.mailboxes: dict[tuple[int, int], deque[Any]] = {
-            (source, to): deque() for source in range(world) for to in range(world)
-        }
+        self.mailboxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)  # (source, to, tag)
         self.failure: tuple[int, str] | None = None
 
 
@@ -100,21 +142,32 @@ class ThreadCommunicator(Communicator):
         self._is_open = True
         # Other GPUs' arrays that this one copies: their memory must not be used again before the copies are done.
         self._borrowed: list[Any] = []
+        self._stream: Any = None  # copies messages
 
-    def send(self, message: Any, to: int) -> None:
+    def send(self, message: Any, to: int, tag: int = 0) -> None:
         """Hand over references: threads share memory. What another GPU is to copy is contiguous."""
         self._check_open()
         if self.device is not None:
             message = _contiguous(message)
         event = _record(message)
         with self._board.condition:
-            self._board.mailboxes[self.rank, to].append((message, event))
+            self._board.mailboxes[self.rank, to, tag].append((message, event))
             self._board.condition.notify_all()
 
-    def receive(self, source: int) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Any:
         """The next message of another thread; arrays of another GPU are copied to this one's."""
+        return self._copied(*self._take(source, tag)).get()
+
+    def receive_soon(self, source: int, tag: int = 0) -> Pending:
+        """The next message; a GPU's copy engine brings it while this GPU computes what is enqueued later."""
+        if self.device is None:
+            return super().receive_soon(source, tag)
+        return self._copied(*self._take(source, tag))
+
+    def _take(self, source: int, tag: int) -> tuple[Any, Any]:
+        """The next message of another thread, and the event behind the work that makes it."""
         self._check_open()
-        board, mailbox = self._board, self._board.mailboxes[source, self.rank]
+        board, mailbox = self._board, self._board.mailboxes[source, self.rank, tag]
         deadline = time.monotonic() + self.time_limit
         with board.condition:
             while not mailbox:
@@ -128,9 +181,37 @@ class ThreadCommunicator(Communicator):
                     )
                 board.condition.wait(left)
             message, event = mailbox.popleft()
-        if event is not None:
-            self._borrowed.append(message)
-        return _brought_here(message, event, self.device)
+        return message, event
+
+    def _copied(self, message: Any, event: Any) -> Pending:
+        """A message whose arrays come to this rank's GPU by a stream of their own, while others compute."""
+        if event is None or self.device is None:
+            return _Copied(message, None)
+        import cupy
+
+        self._borrowed.append(message)
+        if self._stream is None:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        stream = self._stream
+        stream.wait_event(event)
+        device = self.device
+        copies: list[tuple[Any, Any]] = []
+
+        def here(x: Any) -> Any:
+            if isinstance(x, (tuple, list)):
+                return type(x)(here(part) for part in x)
+            if type(x).__module__ != "cupy" or x.device.id == device:
+                return x
+            copies.append((cupy.empty(x.shape, x.dtype), x))
+            return copies[-1][0]
+
+        brought = here(message)
+        # The copies' memory may still be in use by what was enqueued before.
+        stream.wait_event(cupy.cuda.get_current_stream().record())
+        for to, x in copies:
+            _enable_peer(device, x.device.id)
+            cupy.cuda.runtime.memcpyPeerAsync(to.data.ptr, device, x.data.ptr, x.device.id, x.nbytes, stream.ptr)
+        return _Copied(brought, stream.record())
 
     def barrier(self) -> None:
         """Wait until every rank is here and, on GPUs, has read what it received."""
@@ -156,7 +237,7 @@ class ThreadCommunicator(Communicator):
         """Forget what was not received."""
         self._is_open = False
         with self._board.condition:
-            for (source, _), mailbox in self._board.mailboxes.items():
+            for (source, *_), mailbox in self._board.mailboxes.items():
                 if source == self.rank:
                     mailbox.clear()
 
@@ -234,28 +315,18 @@ def _record(message: Any) -> Any:
         return cupy.cuda.get_current_stream().record()
 
 
-def _brought_here(message: Any, event: Any, device: int | None) -> Any:
-    """A message whose arrays lie on this rank's GPU, ready for its current stream."""
-    if event is None or device is None:
-        return message
+@kept
+def _enable_peer(device: int, other: int) -> bool:
+    """Let a GPU read another one's memory directly; without it copies go by way of the host."""
     import cupy
 
-    cupy.cuda.get_current_stream().wait_event(event)
-
-    def here(x: Any) -> Any:
-        if isinstance(x, (tuple, list)):
-            return type(x)(here(part) for part in x)
-        if type(x).__module__ != "cupy" or x.device.id == device:
-            return x
-        copy = cupy.empty(x.shape, x.dtype)
-        cupy.cuda.runtime.memcpyPeerAsync(
-            copy.data.ptr,
-            device,
-            x.data.ptr,
-            x.device.id,
-            x.nbytes,
-            cupy.cuda.get_current_stream().ptr,
-        )
-        return copy
-
-    return here(message)
+    runtime = cupy.cuda.runtime
+    if not runtime.deviceCanAccessPeer(device, other):
+        return False
+    with cupy.cuda.Device(device):
+        try:
+            runtime.deviceEnablePeerAccess(other)
+        except runtime.CUDARuntimeError as error:
+            if "AlreadyEnabled" not in str(error):
+                raise
+    return True

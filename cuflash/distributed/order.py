@@ -26,6 +26,10 @@ class Stretch(NamedTuple):
         end = min(self.length, max(0, -(-(stop - self.first) // self.stride)))
         return Stretch(self.begin + skipped, max(0, end - skipped), self.first + skipped * self.stride, self.stride)
 
+    def cut(self, start: int, stop: int) -> Stretch:
+        """Its rows from `start` to `stop`, counted from its first."""
+        return Stretch(self.begin + start, stop - start, self.first + start * self.stride, self.stride)
+
     @property
     def rows(self) -> slice:
         """Its place among the rank's rows."""

@@ -1,27 +1,28 @@
 """Attention over a sequence that is spread over ranks, whose keys and values travel around a ring.
 
-Each rank keeps its queries; in every step it holds the keys and values of one rank, computes attention over them while
-the next ones are on their way, and merges the partial results, which stay in the accumulation's dtype (Liu, Zaharia and
-Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the orders: Brandon et al.,
-"Striped Attention", 2023, and the zigzag order of Llama 3's context parallelism, 2024). Backward, dk and dv travel with
-the keys that they belong to.
+Each rank keeps its queries; in every step it holds the keys and values of one rank, and computes attention over them
+while the next ones are on their way. The partial results stay in the accumulation's dtype and are merged at the end
+(Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the orders:
+Brandon et al., "Striped Attention", 2023, and the zigzag order of Llama 3's context parallelism, 2024). Backward, the
+shares of dk and dv go to the keys' rank, which adds them up in the order of the steps.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cuflash import interop
 from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
-from cuflash.distributed.communicators import Communicator
-from cuflash.distributed.order import Stretch
-from cuflash.frontend.partial import Part
-from cuflash.problem.attention_problem import Place
+from cuflash.distributed.communicators import Communicator, Pending
+from cuflash.distributed.regions import Region, keys_seen, regions_of
+from cuflash.frontend.partial import Part, merge_parts, sum_parts
+from cuflash.problem.attention_problem import PartialResult
+from cuflash.problem.checks import check_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -155,140 +156,181 @@ def ring_attention_vjp(
     return RING.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
-class Visit(NamedTuple):
-    """Some of this rank's queries, and some of the keys that it holds."""
+# Parts that are kept until they are merged or added up.
+_MOST_PARTS = 16
+# The two kinds of messages, either of which may overtake the other.
+_KEYS, _SHARES = 0, 1
 
-    sequence: int  # of packed ones; 0 of padded arrays
-    queries: Stretch
-    keys: Stretch
 
-    @property
-    def place(self) -> Place:
-        """Where the part stands in its sequence."""
-        return Place(self.queries.first, self.keys.first, self.queries.stride, first_batch=self.sequence)
+class Step(NamedTuple):
+    """One rank's keys and values, which this rank holds for a while."""
+
+    source: int  # whose they are
+    regions: list[Region]
+    kv: tuple[Array, Array]  # those that the regions see
+    keys: slice  # their rows on their rank
 
 
 class _Ring:
-    """One rank's way around the ring."""
+    """One rank's way around the ring: in step s it works on the keys of the rank that is s places before it."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.comm, self.options, self.edges, self.seqlen = call.comm, call.options, call.edges, call.seqlen
         self.q, self.k, self.v, self._accum = call.q, call.k, call.v, call.accum
         self._sink: Any = call.options.sink
+        self._needs_places = self.options.alibi_slopes is not None or bool(self.options.dropout_p)
+        self._window = check_window(self.options.causal, self.options.window)
 
     def forward(self) -> tuple[Array, Array]:
         """(out in q's dtype, lse)."""
-        q, xp = self.q, interop.namespace_of(self.q)
-        out = xp.zeros((*q.shape[:-1], self.v.shape[-1]), self._accum)
-        lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, self._accum)
-        kv = self.k, self.v
-        for step in range(self.comm.world):
-            self._pass_on(step, kv)
-            for visit in self._visits(step):
-                part = self._part(visit, *kv)
-                if part.sees_anything:
-                    rows = visit.queries.rows
-                    merge_into(out[..., rows, :, :], lse[..., rows], *map(self._without_batch, part.forward()))
-            kv = self._next(step, kv)
-        if self.options.sink is not None:
-            self._add_sink(out, lse)
-        return out.astype(q.dtype, copy=False), lse
+        parts: list[PartialResult] = []
+        for step in self._steps():
+            for region in step.regions:
+                x, lse = (self._without_batch(region, x) for x in self._part(region, step).forward())
+                parts.append(PartialResult(x, lse, region.queries.begin))
+                if len(parts) == _MOST_PARTS:
+                    parts = [PartialResult(*self._merged(parts, self._accum), 0)]
+        if self._sink is None:
+            return self._merged(parts, self.q.dtype)
+        out, lse = self._merged(parts, self._accum)
+        self._add_sink(out, lse)
+        return out.astype(self.q.dtype, copy=False), lse
 
     def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
         """dq, dk, dv, then dsink and dalibi_slopes where these were given; None where not wanted."""
-        xp, world = interop.namespace_of(self.q), self.comm.world
-        dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
+        xp, comm = interop.namespace_of(self.q), self.comm
         given = self.call.extras
-        grads = {name: xp.zeros(getattr(self, name).shape, self._accum) for name in ("q", "k", "v")}
-        grads |= {name: xp.zeros(x.shape, self._accum) for name, x in given.items()}
+        grads = {name: xp.zeros(x.shape, self._accum) for name, x in given.items()}
         if "sink" in wanted:
-            grads["sink"] = self._gradient_of_sink(dout, out, lse, dlse)
-        kv, sums = (self.k, self.v), (grads["k"], grads["v"])
-        for step in range(world):
-            self._pass_on(step, kv)
-            shares = self._shares(step, kv, (dout, out, lse, dlse), wanted - {"sink"}, grads)
-            # The sums of a rank's keys follow them around the ring.
-            sums = sums if step == 0 else self.comm.receive((self.comm.rank - 1) % world)
-            for total, keys, share in shares:
-                sums[total][..., keys, :, :] += share
-            if world > 1:
-                self.comm.send(sums, (self.comm.rank + 1) % world)
-            kv = self._next(step, kv)
-        grads["k"], grads["v"] = sums if world == 1 else self.comm.receive((self.comm.rank - 1) % world)
+            grads["sink"] = self._gradient_of_sink(*(residuals[name] for name in RESIDUALS))
+        if "q" in wanted:
+            grads["q"] = xp.zeros(self.q.shape, self._accum)
+        of_keys: list[str] = [name for name in ("k", "v") if name in wanted]
+        shares: dict[str, list[PartialResult]] = {name: [] for name in of_keys}
+        arriving: deque[tuple[int, Pending]] = deque()
+        for number, step in enumerate(self._steps()):
+            own = {name: self._zeros_of(name, step.keys) for name in of_keys}
+            for region in step.regions:
+                self._add_region(region, step, residuals, wanted - {"sink"}, grads, own)
+            if number == 0:
+                self._keep(shares, step.keys.start, tuple(own.values()))
+            elif step.regions and of_keys:
+                comm.send(tuple(own.values()), step.source, _SHARES)
+            # A step's shares travel while the next step is computed.
+            other = (comm.rank + number) % comm.world
+            if number and of_keys and (regions := self._regions(other, comm.rank)):
+                arriving.append((keys_seen(regions).start, comm.receive_soon(other, _SHARES)))
+            while len(arriving) > 1:
+                first, pending = arriving.popleft()
+                self._keep(shares, first, pending.get())
+        for first, pending in arriving:
+            self._keep(shares, first, pending.get())
         for name in given:
             if name in wanted:
-                grads[name] = self.comm.sum(grads[name])
+                grads[name] = comm.sum(grads[name])
+        for name in of_keys:
+            grads[name] = xp.empty(getattr(self, name).shape, getattr(self, name).dtype)
+            sum_parts(shares[name], grads[name])
         like = {"q": self.q, "k": self.k, "v": self.v, **given}
         return [grads[name].astype(x.dtype, copy=False) if name in wanted else None for name, x in like.items()]
 
-    def _pass_on(self, step: int, kv: tuple[Array, Array]) -> None:
-        if step + 1 < self.comm.world:
-            self.comm.send(kv, (self.comm.rank + 1) % self.comm.world)
+    def _regions(self, rank: int, source: int) -> list[Region]:
+        """The regions of a rank's queries over the keys of `source`."""
+        own, others = self.call.stretches(rank), self.call.stretches(source)
+        return regions_of(own, others, rank == source, self._window, self.edges, self._needs_places)
 
-    def _next(self, step: int, kv: tuple[Array, Array]) -> tuple[Array, Array]:
-        if step + 1 < self.comm.world:
-            received: tuple[Array, Array] = self.comm.receive((self.comm.rank - 1) % self.comm.world)
-            return received
-        return kv
+    def _steps(self) -> Iterator[Step]:
+        """The steps; a step without regions has no keys.
 
-    def _visits(self, step: int) -> Iterator[Visit]:
-        """The parts of a step, in which this rank holds the keys of the one `step` places before it."""
-        edges = [0, self.seqlen] if self.edges is None else self.edges
-        source = (self.comm.rank - step) % self.comm.world
-        for queries in self.call.stretches(self.comm.rank):
-            for keys in self.call.stretches(source):
-                for sequence, (start, stop) in enumerate(pairwise(edges)):
-                    own, others = queries.within(start, stop), keys.within(start, stop)
-                    if own.length and others.length:
-                        yield Visit(
-                            sequence, own._replace(first=own.first - start), others._replace(first=others.first - start)
-                        )
+        A rank sends its own keys to each that sees some of them; those of the next step travel while one is computed.
+        """
+        comm = self.comm
+        ranks = [(comm.rank - step) % comm.world for step in range(comm.world)]
+        for reader in reversed(ranks[1:]):
+            if regions := self._regions(reader, comm.rank):
+                comm.send(_rows_of((self.k, self.v), keys_seen(regions)), reader, _KEYS)
+        regions_by_rank = {rank: self._regions(comm.rank, rank) for rank in ranks}
+        waiting = deque(rank for rank in ranks[1:] if regions_by_rank[rank])
+        ahead = comm.receive_soon(waiting.popleft(), _KEYS) if waiting else None
+        for rank in ranks:
+            regions = regions_by_rank[rank]
+            keys = keys_seen(regions)
+            kv = _rows_of((self.k, self.v), keys)
+            if rank != comm.rank and regions and ahead is not None:
+                kv = ahead.get()
+                ahead = comm.receive_soon(waiting.popleft(), _KEYS) if waiting else None
+            yield Step(rank, regions, kv, keys)
 
-    def _part(self, visit: Visit, k: Array, v: Array) -> Part:
-        """A part of one sequence, or of all sequences of a padded batch; the sink is added at the end."""
+    def _part(self, region: Region, step: Step) -> Part:
+        """The call of a region; the sink is added at the end."""
         options = replace(self.options, sink=None)
+        if region.sees_all:
+            options = replace(options, causal=False, window=None)
         slopes = self.options.alibi_slopes
         if self.edges is not None and slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
-            options = replace(options, alibi_slopes=slopes[visit.sequence : visit.sequence + 1])
-        q = self._with_batch(self.q[..., visit.queries.rows, :, :])
-        k, v = (self._with_batch(x[..., visit.keys.rows, :, :]) for x in (k, v))
-        return Part(q, k, v, options, visit.place)
+            options = replace(options, alibi_slopes=slopes[region.sequence : region.sequence + 1])
+        k, v = _rows_of(step.kv, region.keys_from(step.keys.start))
+        q = self.q[..., region.queries.rows, :, :]
+        if region.edges is not None:
+            edges = interop.namespace_of(q).asarray(region.edges, np.int32)
+            return Part(q, k, v, options, region.place, edges)
+        q, k, v = (self._with_batch(region, x) for x in (q, k, v))
+        return Part(q, k, v, options, region.place)
 
-    def _with_batch(self, x: Array) -> Array:
-        return x if self.edges is None else x[None]
-
-    def _without_batch(self, x: Array) -> Array:
-        return x if self.edges is None else x[0]
-
-    def _shares(
+    def _add_region(
         self,
-        step: int,
-        kv: tuple[Array, Array],
-        residuals: tuple[Array, Array, Array, Array | None],
+        region: Region,
+        step: Step,
+        residuals: Mapping[str, Array],
         wanted: frozenset[str],
         grads: dict[str, Array],
-    ) -> list[tuple[int, slice, Array]]:
-        """Add this step's shares to the gradients of what stays here, and return those of k (0) and v (1)."""
-        shares: list[tuple[int, slice, Array]] = []
-        dout, out, lse, dlse = residuals
-        for visit in self._visits(step):
-            part = self._part(visit, *kv)
-            if not part.sees_anything:
-                continue
-            rows = visit.queries.rows
-            of_rows = [self._with_batch(x[..., rows, :, :]) for x in (dout, out)]
-            of_lse = [None if x is None else self._with_batch(x[..., rows]) for x in (lse, dlse)]
-            for name, share in part.backward(of_rows[0], of_rows[1], of_lse[0], of_lse[1], wanted).items():
-                if name == "q":
-                    grads["q"][..., rows, :, :] += self._without_batch(share)
-                elif name in ("k", "v"):
-                    shares.append((("k", "v").index(name), visit.keys.rows, self._without_batch(share)))
-                elif self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1:
-                    grads[name][visit.sequence] += share[0]
-                else:
-                    grads[name] += share.reshape(grads[name].shape)
-        return shares
+        of_keys: dict[str, Array],
+    ) -> None:
+        """Add a region's shares to the gradients of what stays here, and to those of the keys."""
+        rows, keys = region.queries.rows, region.keys_from(step.keys.start)
+        into = {name: self._with_batch(region, x[..., keys, :, :]) for name, x in of_keys.items()}
+        if "q" in grads:
+            into["q"] = self._with_batch(region, grads["q"][..., rows, :, :])
+        dout, out = (self._with_batch(region, residuals[name][..., rows, :, :]) for name in ("dout", "out"))
+        lse, dlse = (None if (x := residuals[name]) is None else x[..., rows] for name in ("lse", "dlse"))
+        lse, dlse = (None if x is None else self._with_batch(region, x) for x in (lse, dlse))
+        found = self._part(region, step).backward(dout, out, lse, dlse, wanted, into)
+        for name in found.keys() - into.keys():
+            share = found[name]
+            if self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1:
+                grads[name][region.sequence] += share[0]
+            else:
+                grads[name] += share.reshape(grads[name].shape)
+
+    def _zeros_of(self, name: str, keys: slice) -> Array:
+        """A share of the gradient of some of a rank's keys."""
+        like = getattr(self, name)
+        shape = (*like.shape[:-3], keys.stop - keys.start, *like.shape[-2:])
+        return interop.namespace_of(like).zeros(shape, self._accum)
+
+    def _keep(self, shares: dict[str, list[PartialResult]], first: int, given: Sequence[Array]) -> None:
+        """Keep the shares of all names, which begin at this rank's row `first`."""
+        for name, x in zip(shares, given, strict=True):
+            shares[name].append(PartialResult(x, None, first))
+            if len(shares[name]) == _MOST_PARTS:
+                total = self._zeros_of(name, slice(0, getattr(self, name).shape[-3]))
+                sum_parts(shares[name], total)
+                shares[name] = [PartialResult(total, None, 0)]
+
+    def _merged(self, parts: Sequence[PartialResult], dtype: Any) -> tuple[Array, Array]:
+        q, xp = self.q, interop.namespace_of(self.q)
+        out = xp.empty((*q.shape[:-1], self.v.shape[-1]), dtype)
+        lse = xp.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), self._accum)
+        merge_parts(parts, out, lse)
+        return out, lse
+
+    def _with_batch(self, region: Region, x: Array) -> Array:
+        """An array as the region's call takes it: one sequence of packed arrays is a batch of one."""
+        return x if self.edges is None or region.edges is not None else x[None]
+
+    def _without_batch(self, region: Region, x: Array) -> Array:
+        return x if self.edges is None or region.edges is not None else x[0]
 
     def _in_sequences(self) -> Array:
         """Bool (this rank's tokens,): which lie in a sequence."""
@@ -322,15 +364,9 @@ class _Ring:
         return shares.sum(axis=axes).astype(self._accum)
 
 
-def merge_into(out: Array, lse: Array, part_out: Array, part_lse: Array) -> None:
-    """Merge results over further keys into those so far, in place: (.., rows, heads, dim) and (.., heads, rows)."""
-    xp = interop.namespace_of(lse)
-    with np.errstate(all="ignore"):
-        total = xp.logaddexp(lse, part_lse)
-        own, others = (xp.where(x == -np.inf, 0, xp.exp(x - total)) for x in (lse, part_lse))
-    out *= own.swapaxes(-1, -2)[..., None]
-    out += xp.where(part_lse == -np.inf, 0, others).swapaxes(-1, -2)[..., None] * part_out
-    lse[...] = total
+def _rows_of(kv: tuple[Array, Array], rows: slice) -> tuple[Array, Array]:
+    k, v = kv
+    return k[..., rows, :, :], v[..., rows, :, :]
 
 
 RING = Scheme("ring_attention", lambda call: _Ring(call).forward(), lambda call, *given: _Ring(call).backward(*given))

@@ -5,15 +5,16 @@ Results are in the accumulation's dtype, so that parts are merged without being 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
-from cuflash.problem.attention_problem import Array, AttentionProblem, Place
+from cuflash.problem.attention_problem import WHOLE, Array, PartialResult, Place
 from cuflash.problem.make import make_problem
-from cuflash.problem.operands import Operands, make_operands, with_contiguous_rows
+from cuflash.problem.operands import make_operands, with_contiguous_rows
 from cuflash.problem.options import Options
 
 Window = tuple[int | None, int | None]
@@ -53,7 +54,7 @@ def sees_everything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
 class Part:
     """One part, checked; `options` are those of the whole problem, with the part's heads.
 
-    A packed part has `cu_seqlens` and holds whole sequences.
+    A packed part has `cu_seqlens`; of each sequence its queries and keys begin at the same token.
     """
 
     def __init__(
@@ -68,17 +69,21 @@ class Part:
         problem = make_problem(arrays, options)
         window = problem.window_left, problem.window_right
         self.sees_anything = True
-        if cu_seqlens is None:
+        if cu_seqlens is not None:
+            window = window_of_part(window, 0, 0, place)  # a sequence's own rows and keys begin at one token
+        else:
             window = window_of_part(window, problem.seqlen_q, problem.seqlen_k, place)
             self.sees_anything = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
             if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
                 window = None, None
+        # Problems that differ in a place that nothing depends on share plans and launches.
+        place = place if problem.alibi is not None or problem.dropout_p else WHOLE
         self._problem = replace(problem, window_left=window[0], window_right=window[1], place=place)
         self._operands = make_operands(self._problem, arrays, options)
 
     def forward(self) -> tuple[Array, Array]:
         """(out, lse), both in the accumulation's dtype."""
-        problem, operands = self._wide()
+        problem, operands = self._problem, self._operands
         xp = interop.namespace_of(operands.q)
         out = xp.empty(problem.out_shape, problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
@@ -86,26 +91,48 @@ class Part:
         return out, lse
 
     def backward(
-        self, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: frozenset[str]
+        self,
+        dout: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        wanted: frozenset[str],
+        into: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """The part's shares of the wanted gradients of q, k, v, sink and slopes, in the accumulation's dtype.
 
-        `out` and `lse` are the whole problem's, so that the shares add up to its gradients.
+        `out` and `lse` are the whole problem's, so that the shares add up to its gradients. The shares of q, k and v
+        are added to the arrays of `into`, if these are given for all that are wanted.
         """
-        problem, operands = self._wide()
+        problem, operands = self._problem, self._operands
         xp = interop.namespace_of(operands.q)
         names = [name for name in ("q", "k", "v", *problem.extra_grads) if name in wanted]
-        grads = {name: xp.empty(getattr(operands, name).shape, problem.accum_dtype) for name in names}
-        if not isinstance(out, np.ndarray):
-            dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
-        rows = with_contiguous_rows(dout), with_contiguous_rows(out)
-        call.backend_of(isinstance(out, np.ndarray)).backward(problem, operands, *rows, lse, dlse, grads)
+        into = {} if into is None else into
+        grads = {
+            name: into[name] if name in into else xp.empty(getattr(operands, name).shape, problem.accum_dtype)
+            for name in names
+        }
+        given = with_contiguous_rows(dout), with_contiguous_rows(out), lse, dlse
+        backend = call.backend_of(isinstance(out, np.ndarray))
+        backend.backward(problem, operands, *given, grads, adds=bool(into))
         return grads
 
-    def _wide(self) -> tuple[AttentionProblem, Operands]:
-        """The problem whose results have the accumulation's dtype: on a GPU that of wide inputs."""
-        problem, operands = self._problem, self._operands
-        if isinstance(operands.q, np.ndarray) or problem.dtype == problem.accum_dtype:
-            return problem, operands
-        wide = {name: getattr(operands, name).astype(problem.accum_dtype) for name in ("q", "k", "v")}
-        return replace(problem, dtype=problem.accum_dtype), operands._replace(**wide)
+
+def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
+    """Write the attention over all keys, from those over disjoint parts of them that may have some of the rows each.
+
+    Parameters
+    ----------
+    parts : sequence of PartialResult
+        Contiguous, in the accumulation's dtype.
+    out : array (batch, rows, heads, columns), packed without batch
+        Contiguous, of any dtype; 0 where no part has the row.
+    lse : array (batch, heads, rows), packed without batch
+        Contiguous; -inf where no part has the row.
+    """
+    call.backend_of(isinstance(out, np.ndarray)).merge_parts(parts, out, lse)
+
+
+def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
+    """Write the sum of shares of a gradient that may have some of the rows each; arrays as of `merge_parts`."""
+    call.backend_of(isinstance(total, np.ndarray)).sum_parts(parts, total)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Work
+from cuflash.gpu.params import Arrays
+from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
 from cuflash.plan.split import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -21,6 +25,8 @@ def _by_halves(work: Work) -> bool:
     return all(gpu_split.forward(own) or gpu_sm80.forward(own) for own in halves)
 
 
+__all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
+
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
@@ -31,9 +37,18 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    next(filter(None, (family(work) for family in _FORWARD)))
+    if out.dtype.name == problem.dtype:
+        next(filter(None, (family(work) for family in _FORWARD)))
+    elif not gpu_sm90.forward(work):
+        return forward(*_in_accum_dtype(problem, operands), out, lse)
     work.recording.end()
     return work.recording
+
+
+def _in_accum_dtype(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:
+    """The same problem on inputs of the accumulation's dtype, whose kernels write results of that dtype."""
+    wide = {name: getattr(operands, name).astype(problem.accum_dtype) for name in ("q", "k", "v")}
+    return replace(problem, dtype=problem.accum_dtype), operands._replace(**wide)
 
 
 def backward(
@@ -44,20 +59,60 @@ def backward(
     lse: Array,
     dlse: Array | None,
     grads: dict[str, Array],
+    adds: bool = False,
 ) -> Recording:
-    """Write the wanted gradients of a problem; return the recorded launches."""
+    """Write the wanted gradients of a problem; return the recorded launches.
+
+    Those of q, k and v have the inputs' dtype, or all the accumulation's; with `adds` they are added to what their
+    arrays hold.
+    """
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}
     work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    for family in _BACKWARD:
-        rest = family(work, work.arrays | of_lse, grads)
-        if rest is not None:
-            break
+    is_own = adds or any(grads[name].dtype.name != problem.dtype for name in ("q", "k", "v") if name in grads)
+    if is_own:
+        rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
+        if rest is None:
+            return _backward_in_accum_dtype(problem, operands, dout, out, lse, dlse, grads, adds)
     else:
-        gpu_portable.delta(work, work.arrays | of_lse)
-        rest = grads
+        rest = _by_families(work, of_lse, grads)
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
     work.recording.end()
     return work.recording
+
+
+def _by_families(work: Work, of_lse: Arrays, grads: Arrays) -> Arrays:
+    """Write what the first family writes that takes the problem; return the other gradients."""
+    for family in _BACKWARD:
+        rest = family(work, work.arrays | of_lse, grads)
+        if rest is not None:
+            return rest
+    gpu_portable.delta(work, work.arrays | of_lse)
+    return grads
+
+
+def _backward_in_accum_dtype(
+    problem: AttentionProblem,
+    operands: Operands,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    grads: Arrays,
+    adds: bool,
+) -> Recording:
+    """`backward` by the kernels of inputs of the accumulation's dtype."""
+    problem, operands = _in_accum_dtype(problem, operands)
+    dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
+    if not adds:
+        return backward(problem, operands, dout, out, lse, dlse, grads)
+    shares = {name: cuda_device.device_of(x).namespace.empty(x.shape, x.dtype) for name, x in grads.items()}
+    recording = backward(problem, operands, dout, out, lse, dlse, shares)
+    for name, share in shares.items():
+        if name in ("q", "k", "v"):
+            grads[name] += share
+        else:
+            grads[name][...] = share
+    return recording

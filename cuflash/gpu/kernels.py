@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 from cuflash.cuda import device as cuda_device
@@ -38,10 +39,15 @@ def text_of(paths: str, constants: Constants) -> str:
 
 
 def load(
-    paths: str, function: str, constants: Constants, device: cuda_device.Device, smem_bytes: int = 0
+    paths: str,
+    function: str,
+    constants: Constants,
+    device: cuda_device.Device,
+    smem_bytes: int = 0,
+    generated: Mapping[str, str] = _HEADERS,
 ) -> cuda_device.LoadedKernel:
-    """A compiled function of such files (see `text_of`), loaded once for each device."""
-    return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, _HEADERS)
+    """A compiled function of such files (see `text_of`), loaded once for each device; `generated` as in `source_of`."""
+    return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, generated)
 
 
 def load_kernel(

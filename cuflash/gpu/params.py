@@ -214,7 +214,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
         p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
         p["splits"] = num_splits(arrays)
     if "out_splits" in arrays:
-        p["splits"] = len(arrays["out_splits"]) // problem.batch
+        p["splits"] = num_key_splits(problem, arrays)
     if "block_list" in arrays:
         slots, lists = arrays["block_slots"], arrays["block_list"]
         p["slot_rows"], p["slot_columns"] = slots.shape[2:]
@@ -222,6 +222,11 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
         p["block_batch_stride"] = slots.shape[1] if slots.shape[0] > 1 else 0
         p["block_head_stride"] = 1 if slots.shape[1] > 1 else 0
     return params
+
+
+def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
+    """The number of splits of the keys; packed sequences have one."""
+    return 1 if problem.packed or "out_splits" not in arrays else len(arrays["out_splits"]) // problem.batch
 
 
 def num_splits(arrays: Arrays) -> int:

@@ -10,10 +10,10 @@ import numpy as np
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
-from cuflash.gpu.params import SCORE_TENSORS, Arrays
+from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
-from cuflash.hardware import ALIGNMENT, WARP
+from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
@@ -48,7 +48,7 @@ class Forward(Kernel):
         """Numbers of tiles: (of one head, in all); each split of the keys has its own."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m * self.config.pair)
         total = tiles * batch_heads(problem, problem.num_heads_q)
-        return tiles, total * (len(arrays["out_splits"]) // problem.batch if self.config.splits_keys else 1)
+        return tiles, total * (num_key_splits(problem, arrays))
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
         """The query heads of a group as rows of a tile, where each has one query."""
@@ -97,6 +97,8 @@ def forward(work: Work) -> bool:
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
+    if work.arrays["out"].dtype.itemsize > HALF_BYTES:
+        return _wide_forward(work, config)
     partials = _partial_results(work, num_splits)
     if partials or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
@@ -104,6 +106,20 @@ def forward(work: Work) -> bool:
     if partials:
         entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_splits"
         work.run(Merge(entry, types_of(work.problem)), work.arrays | partials)
+    return True
+
+
+def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
+    """Write a float32 out and lse, as those of the only split of the keys; False where another family runs."""
+    problem, out, lse = work.problem, work.arrays["out"], work.arrays["lse"]
+    wide = sm90_forward.wide_config(problem, config)
+    if wide is None:
+        return False
+    seen = sm90_forward.heads_as_rows(problem)
+    if seen is not problem:
+        heads, rows = seen.num_heads_kv, seen.seqlen_q
+        out, lse = out.reshape(len(out), heads, rows, -1).swapaxes(1, 2), lse.reshape(len(lse), heads, rows)
+    work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
 
 
@@ -202,8 +218,11 @@ class Gradients(_OfQueries):
         return Persistent(problem, maps, arrays, device, tiles, pair)
 
 
-def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
-    """Write dq, dk, dv and delta; return the gradients that are left, None where another family runs."""
+def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -> Arrays | None:
+    """Write dq, dk, dv and delta; return the gradients that are left, None where another family runs.
+
+    float32 gradients of 16-bit inputs are not rounded; with `adds` they are added to what the arrays hold.
+    """
     problem, arrays = work.problem, work.arrays
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
@@ -213,6 +232,8 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     )
     if config is None:
         return None
+    is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
+    config = replace(config, wide_results=is_wide, adds_results=adds)
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:

@@ -89,6 +89,8 @@ class Sm90BackwardConfig(Sm90Config):
     has_bias_tiles: bool  # TMA loads the bias; else it is read element by element
     has_mask_vectors: bool  # a mask is read 16 keys at a time; else element by element
     writes_dbias: bool  # the kernel writes dbias, which has one element for each score
+    wide_results: bool  # dq, dk and dv are float32, so that shares of several calls are added before they are rounded
+    adds_results: bool  # dq, dk and dv are added to what the arrays hold
 
     @property
     def of_rows(self) -> Sm90BackwardConfig:
@@ -209,6 +211,8 @@ def backward_config(
         has_bias_tiles=bias_tiles,
         has_mask_vectors=mask_vectors,
         writes_dbias=False,
+        wide_results=False,
+        adds_results=False,
         smem_bytes=smem_bytes,
         **common(Sm90BackwardConfig, dtype, bias_dtype, flags, replace(row, key_stages=key_stages)),
     )
@@ -308,7 +312,9 @@ def table() -> Iterator[tuple[Sm90BackwardConfig, str]]:
 def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
     for row, dtype in product(BACKWARD, DTYPES):
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
-            yield backward_config(row, dtype, None, flags, deterministic), dtype
+            config = backward_config(row, dtype, None, flags, deterministic)
+            yield config, dtype
+            yield from ((replace(config, wide_results=True, adds_results=adds), dtype) for adds in (False, True))
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

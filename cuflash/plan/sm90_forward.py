@@ -225,6 +225,19 @@ def config_of(
     )
 
 
+def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig | None:
+    """The kernel that writes float32 results, as the only split of the keys; None where there is none.
+
+    Its epilogue holds addresses, which beside a softcap's numbers do not fit the registers of the largest tiles.
+    """
+    if config.teams > 1:
+        return None
+    if problem.softcap:
+        row, flags = row_of(problem), flags_of(problem)
+        config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags)
+    return replace(config, splits_keys=True, staging_panels=0, pair=1)
+
+
 def _mask_row_bytes(block_n: int) -> int:
     """Bytes of a row of a mask's tile in shared memory, so that TMA swizzles rows or they lie in different banks."""
     return block_n if block_n == SWIZZLE_BYTES or block_n // ALIGNMENT % 2 else block_n + ALIGNMENT
@@ -372,6 +385,8 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
+            softcap = config_of(row, row.with_more, dtype, None, ("has_window", "has_softcap"))
+            yield replace(softcap, splits_keys=True, staging_panels=0, pair=1), dtype
             yield forward_config(row, dtype, None, (), splits_keys=True, few_queries=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype

@@ -41,6 +41,19 @@ class Place(NamedTuple):
 WHOLE = Place()
 
 
+class PartialResult(NamedTuple):
+    """A result over some of the keys, or a share of a gradient, in the accumulation's dtype."""
+
+    x: Array  # (batch, rows, heads, columns), packed without batch
+    lse: Array | None  # (batch, heads, rows), packed without batch; None of gradients
+    first_row: int  # the whole's row that is its first
+
+    @property
+    def rows(self) -> slice:
+        """Its rows among the whole's."""
+        return slice(self.first_row, self.first_row + self.x.shape[-3])
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One attention problem without its data.

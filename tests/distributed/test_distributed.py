@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import accum_dtype, gaussian
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import CpuDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,6 +22,7 @@ from cuflash import distributed, reference
 from cuflash.distributed.__main__ import run
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import ORDERS, length_of, stretches_of
+from cuflash.distributed.regions import regions_of
 
 Array = NDArray[Any]
 SCHEMES = {
@@ -350,6 +354,79 @@ def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
     from cuflash.distributed import __main__ as selftest
     from cuflash.distributed import ring
 
-    monkeypatch.setattr(ring, "merge_into", lambda out, lse, part_out, part_lse: None)
+    monkeypatch.setattr(ring, "merge_parts", lambda parts, out, lse: (out.fill(0), lse.fill(0)))
     assert selftest.main(["--selftest", "--device", "cpu", "--world", "2", "--seqlen", "64"]) == 1
     assert "errors above" in capsys.readouterr().out
+
+
+def seen_by_positions(
+    rows: Array, keys: Array, window: tuple[int | None, int | None], edges: list[int] | None
+) -> Array:
+    """Bool (rows, keys): which tokens see which, by their positions."""
+    left, right = window
+    distance = keys - rows[:, None]
+    shown = np.ones(distance.shape, bool)
+    if left is not None:
+        shown &= distance >= -left
+    if right is not None:
+        shown &= distance <= right
+    if edges is not None:
+        sequence = [np.searchsorted(edges, x, side="right") for x in (rows, keys)]
+        inside = [(s > 0) & (s < len(edges)) for s in sequence]
+        shown &= (sequence[0][:, None] == sequence[1]) & inside[0][:, None] & inside[1]
+    return shown
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(data=st.data())
+def test_regions_cover_what_is_seen_once(order: str, data: st.DataObject) -> None:
+    """Every pair that sees is in one region, and a region that sees all hides nothing."""
+    world, seqlen = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 60))
+    sides = st.none() | st.integers(0, 40)
+    window = data.draw(st.sampled_from(((None, 0), (None, None)))) if data.draw(st.booleans()) else None
+    window = window or (data.draw(sides), data.draw(sides))
+    edges = None
+    if data.draw(st.booleans()):
+        edges = sorted(data.draw(st.lists(st.integers(0, seqlen), min_size=2, max_size=5)))
+    for rank in range(world):
+        for source in range(world):
+            own, others = (stretches_of(seqlen, r, world, order) for r in (rank, source))
+            rows, keys = (
+                np.concatenate([s.first + s.stride * np.arange(s.length) for s in x]).astype(int) for x in (own, others)
+            )
+            expected = seen_by_positions(rows, keys, window, edges)
+            count = np.zeros(expected.shape, int)
+            for region in regions_of(own, others, rank == source, window, edges, data.draw(st.booleans())):
+                block = expected[region.queries.rows, region.keys.rows]
+                count[region.queries.rows, region.keys.rows] += block
+                assert block.all() or not region.sees_all
+                assert block.any() or region.edges is not None
+            np.testing.assert_array_equal(count, expected)
+
+
+def test_a_causal_step_of_the_zigzag_order_is_one_call() -> None:
+    """Three quarters of the pairs are seen by calls without a mask."""
+    world, seqlen = 4, 64
+    for rank in range(world):
+        for source in range(world):
+            own, others = (stretches_of(seqlen, r, world, "zigzag") for r in (rank, source))
+            (region,) = regions_of(own, others, rank == source, (None, 0), None, False)
+            assert region.sees_all == (rank != source)
+            assert region.queries.length * region.keys.length == (256 if rank == source else 128)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: tuple[int, int]) -> None:
+    """The kernels' partial results, merged and summed by kernels, one rank after the other on one test device."""
+    rng = np.random.default_rng(4)
+    arrays = make_arrays(rng, 150, (4, 2), None if packed else 2, dtype, (64, 64))
+    edges = np.array([0, 7, 90, 140], np.int32) if packed else None
+    options: dict[str, Any] = {"causal": True, "sink": rng.standard_normal(4).astype(accum_dtype(arrays["q"].dtype))}
+    spread_options = options if edges is None else {**options, "cu_seqlens": edges}
+    expected = alone(arrays, options, edges)
+    with hook.kernels_on(CpuDevice(capability, 3)):
+        found = spread("ring", 3, "zigzag", arrays, packed, spread_options)
+    assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)

@@ -91,3 +91,31 @@ def test_options_that_need_positions_are_no_kernels_yet() -> None:
         pytest.raises(NotImplementedError, match="no kernel takes these inputs with place"),
     ):
         results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 192)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_dims: tuple[int, int]) -> None:
+    """Partial results of bfloat16 inputs are float32 to float32's accuracy but for the weights' own rounding."""
+    rng = np.random.default_rng(5)
+    head_dim, head_dim_v = head_dims
+    q, dout = gaussian(rng, (1, 1, 4, head_dim), "bfloat16"), gaussian(rng, (1, 1, 4, head_dim_v), "bfloat16")
+    k, v = gaussian(rng, (1, 33, 2, head_dim), "bfloat16"), gaussian(rng, (1, 33, 2, head_dim_v), "bfloat16")
+    place = Place(40, 0, 1)
+    with hook.kernels_on(CpuDevice(capability, 3)):
+        part = Part(q, k, v, Options(causal=True), place)
+        out, lse = part.forward()
+        names = frozenset(("q", "k", "v"))
+        grads = part.backward(dout, out.astype(q.dtype), lse, None, names)
+        sums = {name: np.ones(x.shape, np.float32) for name, x in grads.items()}
+        part.backward(dout, out.astype(q.dtype), lse, None, names, sums)
+    expected = Part(q, k, v, Options(causal=True), place).forward()[0]
+    for x in (out, lse, *grads.values()):
+        assert x.dtype == np.float32
+    # More bits than bfloat16 has are in use.
+    assert not np.array_equal(out, out.astype(q.dtype).astype(np.float32))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=4e-3)
+    for name, x in grads.items():
+        assert not np.array_equal(x, x.astype(q.dtype).astype(np.float32))
+        np.testing.assert_allclose(sums[name], 1 + x, rtol=0, atol=1e-6, err_msg=name)

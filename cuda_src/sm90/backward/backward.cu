@@ -6,6 +6,7 @@
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
+#include "results.cuh"
 
 constexpr int WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = CONSUMERS * DS_PANEL_BYTES;
@@ -351,7 +352,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
     }
 
     // The epilogue writes dk and dv, and hands on dQ of the last step.
-    const i64 batch = p.cu_seqlens_q == nullptr ? s.batch : 0;
     const int row = first_key() + warp_row();
     dq_ring.acquire();  // the results pass through the warp's own part of the buffer of dq
     auto* staging = reinterpret_cast<unsigned char*>(&shared.dq[warpgroup][dq_ring.stage][dq_place() - lane()]);
@@ -359,13 +359,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, Rings rings
       // The scale is converted again where there is dropout: registers are scarce.
       const float own_scale = HAS_DROPOUT ? static_cast<float>(p.softmax_scale) * ds_unit(p) : scale;
       const float factor[2] = {own_scale, own_scale};
-      write_rows(p.dk.at(batch, s.row_k, work.head), p.dk.row_stride, row, s.len_k, s.rows_k, p.head_dim, dk, factor,
-                 staging);
+      write_results(p, p.dk, s, work.head, 0, row, p.head_dim, dk, factor, staging);
     }
     if (p.dv.data != nullptr) {
       const float rescale = HAS_DROPOUT ? static_cast<float>(p.dropout_rescale) : 1, factor[2] = {rescale, rescale};
-      write_rows(p.dv.at(batch, s.row_k, work.head), p.dv.row_stride, row, s.len_k, s.rows_k, p.head_dim_v, dv, factor,
-                 staging);
+      write_results(p, p.dv, s, work.head, 0, row, p.head_dim_v, dv, factor, staging);
     }
     if (!work.is_hidden) {
       store_dq(dq, rings.ds.previous_stage());

@@ -4,7 +4,7 @@
 // itself (programmatic dependent launch).
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
-#include "rows.cuh"
+#include "results.cuh"
 
 // The constants of these kernels' own stages: tiles of dout and out, and sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
@@ -256,6 +256,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     const int first_row = work.tile * BLOCK_M + (DQ_BY_QUERIES ? piece * ROWS_OF_WARPGROUP : 0);
     const int column = DQ_BY_QUERIES ? 0 : piece * DQ_COLUMNS;
     const int used = found != 0 ? s.len_q : 0;  // rows that are not padding
+    if constexpr (WIDE_RESULTS) {
+      float* target = wide(p.dq).at(batch_of(p, s), s.row_q, work.head);
+#pragma unroll
+      for (int i = 0; i < DQ_COLUMNS / 8; i++) {
+        const int row = first_row + warp_row() + fragment_row(), own = column + 8 * i + fragment_column();
+        const float4 x = dq[i];
+        const auto write = [&](int row, float a, float b) {
+          if (row >= s.rows_q) return;
+          const bool is_used = row < used;  // padding is selected rather than multiplied by 0, because it may be NaN
+          write_pair(target + row * p.dq.row_stride, own, p.head_dim, is_used ? a * scale : 0, is_used ? b * scale : 0);
+        };
+        write(row, x.x, x.y);
+        write(row + 8, x.z, x.w);
+      }
+      continue;
+    }
     Element* target = p.dq.at(batch_of(p, s), s.row_q, work.head) + column;
     const bool vectors =
         (reinterpret_cast<u64>(target) | static_cast<u64>(p.dq.row_stride) * sizeof(Element)) % sizeof(uint4) == 0;

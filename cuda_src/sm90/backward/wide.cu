@@ -7,6 +7,7 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "loader.cuh"
 #include "options.cuh"
+#include "results.cuh"
 
 constexpr u32 DS_PANEL_BYTES = BLOCK_M * ROW_BYTES, DS_BYTES = PAIR * DS_PANEL_BYTES;
 constexpr int WEIGHT_VECTORS = FRAGMENT / 4;  // vectors of four weights of a thread
@@ -112,11 +113,10 @@ struct Gradient {
     if (to.data == nullptr) return;
     const Sequence& s = work.sequence;
     const float factor[2] = {scale, scale};
-    Element* target = to.at(batch_of(p, s), s.row_k, work.head);
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      write_rows(target + piece * WIDTH, to.row_stride, work.tile * BLOCK_N + warp_row(), s.len_k, s.rows_k,
-                 head_dim - piece * WIDTH, x[piece], factor, static_cast<unsigned char*>(staging));
+      write_results(p, to, s, work.head, piece * WIDTH, work.tile * BLOCK_N + warp_row(), head_dim, x[piece], factor,
+                    static_cast<unsigned char*>(staging));
     }
   }
 };

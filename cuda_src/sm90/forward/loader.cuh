@@ -67,7 +67,8 @@ DEVICE Blocks blocks_of_split(const AttentionParams& p, const SplitWork& work) {
   return blocks;
 }
 
-// write_split() writes the thread's rows `row` and row + 8 of a split's result, in float32.
+// write_split() writes the thread's rows `row` and row + 8 of a split's result, in float32. Packed sequences have one
+// split, and the batch stride is 0.
 DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row, const float (&out)[HEAD_DIM_V / 2],
                         const float (&factor)[2], const float (&lse)[2]) {
   const i64 split = static_cast<i64>(work.sequence.batch) * p.splits + work.split();
@@ -76,8 +77,9 @@ DEVICE void write_split(const AttentionParams& p, const SplitWork& work, int row
     const int i = row + 8 * r;
     if (i >= work.sequence.rows_q) continue;
     const bool used = i < work.sequence.len_q;
-    if (lane() % 4 == 0) *p.lse_splits.at(split, i, work.head) = used ? lse[r] : -infinity();
-    float* target = p.out_splits.at(split, i, work.head);
+    const i64 at = work.sequence.row_q + i;
+    if (lane() % 4 == 0) *p.lse_splits.at(split, at, work.head) = used ? lse[r] : -infinity();
+    float* target = p.out_splits.at(split, at, work.head);
 #pragma unroll
     for (int e = 2 * r; e < HEAD_DIM_V / 2; e += 4) {
 #pragma unroll

@@ -1,0 +1,162 @@
+"""Which parts of the score matrix a rank computes over some rank's keys, in as few calls as there can be.
+
+A region is one call. Neighbouring regions in which every query sees every key are one; a rank's own keys under a causal
+mask are one, too, because its tokens stand in the order of the sequence; so are packed sequences whose rows and keys
+coincide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from cuflash.distributed.order import Stretch
+from cuflash.frontend.partial import Window, sees_anything, sees_everything, window_of_part
+from cuflash.problem.attention_problem import Place
+
+UNBOUNDED: Window = (None, None)
+
+
+class Region(NamedTuple):
+    """Some of a rank's queries over some of the keys that it holds."""
+
+    queries: Stretch
+    keys: Stretch
+    sees_all: bool  # every query sees every key, so that the call has no mask
+    sequence: int = 0  # number of the packed sequence; 0 of padded arrays
+    edges: tuple[int, ...] | None = None  # where the sequences of several begin and end, counted from the first row
+
+    @property
+    def place(self) -> Place:
+        """Where the region stands in its sequence."""
+        if self.edges is not None:
+            return Place(stride=self.queries.stride)
+        return Place(self.queries.first, self.keys.first, self.queries.stride, first_batch=self.sequence)
+
+    def keys_from(self, first: int) -> slice:
+        """Rows of its keys in an array that begins with their rank's row `first`."""
+        return slice(self.keys.begin - first, self.keys.begin - first + self.keys.length)
+
+
+def regions_of(
+    own: Sequence[Stretch],
+    others: Sequence[Stretch],
+    is_same_rank: bool,
+    window: Window,
+    edges: Sequence[int] | None,
+    needs_places: bool,
+) -> list[Region]:
+    """The regions of one step.
+
+    Parameters
+    ----------
+    own, others : sequence of Stretch
+        The tokens of the queries' rank and of the keys' rank.
+    is_same_rank : bool
+        They are one rank.
+    window : (left, right)
+        Of the whole sequence, with causal folded in.
+    edges : sequence of int or None
+        Where packed sequences begin and end.
+    needs_places : bool
+        ALiBi or dropout depend on positions, so that stretches do not become one region.
+    """
+    if needs_places:
+        return list(_visible(own, others, window, edges))
+    if is_same_rank and edges is None and window in ((None, 0), UNBOUNDED):
+        rows = Stretch(0, sum(stretch.length for stretch in own), 0, 1)
+        return [Region(rows, rows, window == UNBOUNDED)] if rows.length else []
+    found: list[Region] = []
+    if is_same_rank and edges is not None:
+        found += [Region(stretch, stretch, False, edges=_edges_within(stretch, edges)) for stretch in own]
+        pairs = [(a, b) for a in own for b in others if a != b]
+    else:
+        pairs = [(a, b) for a in own for b in others]
+    for a, b in pairs:
+        found += _visible([a], [b], window, edges)
+    return _joined(found)
+
+
+def keys_seen(regions: Sequence[Region]) -> slice:
+    """The rows of the keys' rank from the first to the last that some region reads; empty where there is none."""
+    starts = [region.keys.begin for region in regions]
+    stops = [region.keys.begin + region.keys.length for region in regions]
+    return slice(min(starts, default=0), max(stops, default=0))
+
+
+def _visible(
+    own: Sequence[Stretch], others: Sequence[Stretch], window: Window, edges: Sequence[int] | None
+) -> Iterator[Region]:
+    """Each pair of stretches of one sequence, cut down to the rows and keys that see anything."""
+    for queries in own:
+        for keys in others:
+            for sequence, bounds in enumerate([None] if edges is None else pairwise(edges)):
+                start, stop = (0, 1 << 62) if bounds is None else bounds
+                region = _cut(_of_sequence(queries, start, stop), _of_sequence(keys, start, stop), window)
+                if region is not None:
+                    yield region._replace(sequence=sequence)
+
+
+def _of_sequence(stretch: Stretch, start: int, stop: int) -> Stretch:
+    """The rows of a stretch in a sequence, with tokens counted from its start."""
+    within = stretch.within(start, stop)
+    return within._replace(first=within.first - start)
+
+
+def _cut(queries: Stretch, keys: Stretch, window: Window) -> Region | None:
+    """The region of two stretches without rows and keys at its ends that see nothing; None where nothing does."""
+    for _ in range(2):  # fewer queries may see fewer keys
+        place = Place(queries.first, keys.first, queries.stride)
+        left, right = own = window_of_part(window, queries.length, keys.length, place)
+        if not sees_anything(own, queries.length, keys.length):
+            return None
+        diagonal = keys.length - queries.length
+        first = 0 if right is None else max(0, -diagonal - right)
+        stop = queries.length if left is None else min(queries.length, keys.length - diagonal + left)
+        first_key = 0 if left is None else max(0, first + diagonal - left)
+        stop_key = keys.length if right is None else min(keys.length, stop + diagonal + right)
+        queries, keys = queries.cut(first, stop), keys.cut(first_key, stop_key)
+    place = Place(queries.first, keys.first, queries.stride)
+    own = window_of_part(window, queries.length, keys.length, place)
+    return Region(queries, keys, sees_everything(own, queries.length, keys.length))
+
+
+def _edges_within(stretch: Stretch, edges: Sequence[int]) -> tuple[int, ...]:
+    """Where sequences begin and end among the rows of a stretch."""
+    rows = [stretch.within(stretch.first, edge).length for edge in edges]
+    return tuple(rows)
+
+
+def _joined(regions: Sequence[Region]) -> list[Region]:
+    """The same regions, with neighbours that see all made one: first along the keys, then along the queries."""
+    masked = [region for region in regions if not region.sees_all]
+    full = [region for region in regions if region.sees_all]
+    by_keys: list[Region] = []
+    for region in sorted(full, key=lambda r: (r.sequence, r.queries.begin, r.queries.length, r.keys.begin)):
+        last = by_keys[-1] if by_keys else None
+        if last is not None and _rows(last.queries) == _rows(region.queries) and _follows(last.keys, region.keys):
+            by_keys[-1] = last._replace(keys=_together(last.keys, region.keys))
+        else:
+            by_keys.append(region)
+    by_queries: list[Region] = []
+    for region in sorted(by_keys, key=lambda r: (r.sequence, r.keys.begin, r.keys.length, r.queries.begin)):
+        last = by_queries[-1] if by_queries else None
+        if last is not None and _rows(last.keys) == _rows(region.keys) and _follows(last.queries, region.queries):
+            by_queries[-1] = last._replace(queries=_together(last.queries, region.queries))
+        else:
+            by_queries.append(region)
+    return masked + by_queries
+
+
+def _rows(stretch: Stretch) -> tuple[int, int]:
+    return stretch.begin, stretch.length
+
+
+def _follows(first: Stretch, second: Stretch) -> bool:
+    return first.begin + first.length == second.begin
+
+
+def _together(first: Stretch, second: Stretch) -> Stretch:
+    """Rows that follow each other; nothing asks for their tokens, as every query sees every key."""
+    return first._replace(length=first.length + second.length)
