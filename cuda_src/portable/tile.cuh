@@ -325,6 +325,18 @@ DEVICE bool needs_mask(const Mask& mask, const Blocks& blocks, int i, int m, int
 template <bool TRANSPOSED, int ROWS, int COLUMNS, class Drop>
 DEVICE void for_each_kept(const Dropout& dropout, int first_row, int first_column, Drop drop) {
   constexpr int KEYS = TRANSPOSED ? ROWS : COLUMNS, QUERIES = TRANSPOSED ? COLUMNS : ROWS;
+  if constexpr (HAS_PLACE) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        const int row = first_row + owned_index<ROWS>(thread_row(), r);
+        const int column = first_column + owned_index<COLUMNS>(thread_column(), c);
+        drop(r, c, TRANSPOSED ? dropout.keeps(column, row) : dropout.keeps(row, column));
+      }
+    }
+    return;
+  }
   constexpr bool PAIRS = KEYS > 2;  // a thread owns both keys j and j + 1 of a word, or only one of them
 #pragma unroll
   for (int q = 0; q < QUERIES / 2; q++) {

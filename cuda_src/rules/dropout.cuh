@@ -22,13 +22,29 @@ DEVICE uint4 philox(uint4 counter, u32 key_low, u32 key_high) {
 // 9}.
 struct Dropout {
   u32 key_low, key_high, head, batch;
-  u32 limits;  // the threshold that a half word must reach to keep its weight, in either half
+  u32 limits;                    // the threshold that a half word must reach to keep its weight, in either half
+  int first_q, first_k, stride;  // positions of a part (HAS_PLACE)
 
   DEVICE Dropout(const AttentionParams& p, const Sequence& s, int head)
       : head(head), batch(s.batch), limits(p.dropout_limits) {
     const u64 key = p.dropout_seed == nullptr ? p.dropout_key : *p.dropout_seed;
     key_low = static_cast<u32>(key);
     key_high = static_cast<u32>(key >> 32);
+    if constexpr (HAS_PLACE) {
+      this->head += p.first_head;
+      batch += p.first_batch;
+      first_q = p.first_q;
+      first_k = p.first_k;
+      stride = p.place_stride;
+    }
+  }
+
+  // keeps() decides on element (i, j) of a part by a call of its own: strides may tear apart what one call decides on.
+  DEVICE bool keeps(int i, int j) const {
+    const int row = first_q + i * stride, key = first_k + j * stride;
+    const uint4 w = words(row & ~8, key & ~9);
+    const u32 low = key & 8 ? w.y : w.x, high = key & 8 ? w.w : w.z, word = row & 8 ? high : low;
+    return key & 1 ? keeps_high(word) : keeps_low(word);
   }
 
   // words() makes the call for (i, j), where bit 3 of i and bits 0 and 3 of j are clear. Word 2 * bit3(i) + bit3(j) has

@@ -20,11 +20,17 @@ struct Score {
   i64 bias_row_stride, bias_column_stride;
   int bias_last_row, bias_last_column;
   int diagonal;
+  int first_q, first_k, stride;  // positions of a part (HAS_PLACE): row i is the whole's first_q + i * stride
 
   DEVICE Score(const AttentionParams& p, const Sequence& s, int head) {
     scale = static_cast<Accum>(p.softmax_scale);
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
+    if constexpr (HAS_PLACE) {
+      first_q = p.first_q;
+      first_k = p.first_k;
+      stride = p.place_stride;
+    }
     // Rows outside every sequence have no slope, and without sequences there is no array of slopes to read.
     if constexpr (HAS_ALIBI) slope = s.batch < 0 ? Accum(0) : p.alibi_slopes[s.batch * p.alibi_batch_stride + head];
     if constexpr (HAS_BIAS) {
@@ -53,7 +59,7 @@ struct Score {
 
   // distance() is how far key j is from the diagonal of query i, which ALiBi multiplies by its slope.
   DEVICE Accum distance(int i, int j) const {
-    const int d = i + diagonal - j;
+    const int d = HAS_PLACE ? first_q - first_k + (i - j) * stride : i + diagonal - j;
     return static_cast<Accum>(d < 0 ? -d : d);
   }
 

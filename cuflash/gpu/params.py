@@ -147,6 +147,11 @@ PARAMS = Struct(
         *map(_integer, _SIZES),
         _integer("window_left", "how many keys a query sees on either side of its diagonal"),
         _integer("window_right"),
+        _integer("first_q", "where a part of a longer problem stands in it: row i is the whole's first_q + i * stride"),
+        _integer("first_k"),
+        _integer("place_stride"),
+        _integer("first_head"),
+        _integer("first_batch"),
         _integer("alibi_batch_stride", "in elements; 0 if all sequences share the slopes"),
         _integer("dalibi_batch_stride"),
         _integer("dbias_batches", "the shape of dbias"),
@@ -200,6 +205,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     left, right = problem.window_left, problem.window_right
     p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
+    p["first_q"], p["first_k"], p["place_stride"], p["first_head"], p["first_batch"] = problem.place
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
     p["dropout_rescale"] = problem.dropout_rescale
     # The kernel doubles a kept weight, which costs no selection, so that the unit is half of the factor.

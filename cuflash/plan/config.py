@@ -36,6 +36,7 @@ class KernelConfig:
     has_alibi: bool  # the slopes are compiled in
     has_dropout: bool  # dropout is compiled in
     has_block_mask: bool  # the lists of visited tiles are compiled in
+    has_place: bool  # positions of a part in a longer problem are compiled in, which ALiBi and dropout depend on
 
     @property
     def flags(self) -> str:
@@ -64,7 +65,6 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    # No family's kernels know positions yet.
     "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
 }
 KNOWN_TO_ALL = (

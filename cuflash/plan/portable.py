@@ -28,7 +28,7 @@ from cuflash.problem.attention_problem import MAX_HEAD_DIM, AttentionProblem, ac
 
 _SIZES = {"float32": 4, "float64": 8}
 SIDE = 16  # threads along either side of a tile
-HANDLES = KNOWN_TO_ALL  # the flags that the portable kernels know
+HANDLES = (*KNOWN_TO_ALL, "has_place")  # the flags that the portable kernels know
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def results(
     k, v = (gaussian(rng, (2, SEQLEN_K, 2, head_dim), dtype) for _ in range(2))
     part = Part(q, k, v, Options(window=window, **options), place)
     out, lse = part.forward()
-    grads = part.backward(dout, out.astype(q.dtype), lse, None, frozenset(("q", "k", "v")))
+    names = frozenset(("q", "k", "v", "alibi_slopes"))
+    grads = part.backward(dout, out.astype(q.dtype), lse, None, names)
     return {"out": out, "lse": lse, **grads}
 
 
@@ -82,15 +83,29 @@ def test_kernels_agree_with_numpy(
         np.testing.assert_allclose(found[name][shown], x[shown], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-def test_options_that_need_positions_are_no_kernels_yet() -> None:
-    """On a GPU they are an error that names what is missing; NumPy computes them."""
-    slopes = {"alibi_slopes": np.full(4, 0.1, np.float32)}
-    results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
-    with (
-        hook.kernels_on(CpuDevice((9, 0), 3)),
-        pytest.raises(NotImplementedError, match="no kernel takes these inputs with place"),
-    ):
-        results("float32", (None, 0), Place(3, 0, 2), 16, slopes)
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", ["alibi", "dropout", "both"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_options_that_need_positions(dtype: str, name: str, where: tuple[int, int, int]) -> None:
+    """ALiBi and dropout of a part are those of the whole, whatever stride and first head it has."""
+    place = Place(*where, first_head=3, first_batch=5)
+    accum = "float64" if dtype == "float64" else "float32"
+    options: dict[str, Any] = {}
+    if name != "dropout":
+        options["alibi_slopes"] = np.array([0.01, 0.1, -0.02, 0.3], accum)
+    if name != "alibi":
+        options |= {"dropout_p": 0.4, "dropout_seed": 12345678901234567}
+    expected = results(dtype, (30, None), place, 16, options)
+    with hook.kernels_on(CpuDevice((9, 0), 3)):
+        found = results(dtype, (30, None), place, 16, options)
+    limit = 1e-12 if dtype == "float64" else 2e-5 if dtype == "float32" else 2e-2
+    for key, x in expected.items():
+        shown = np.isfinite(x)
+        np.testing.assert_array_equal(np.isfinite(found[key]), shown, err_msg=key)
+        # The terms of a slope's gradient are gradients of scores times distances.
+        farthest = abs(where[0] - where[1]) + where[2] * SEQLEN_Q if key == "alibi_slopes" else 1
+        np.testing.assert_allclose(found[key][shown], x[shown], rtol=limit, atol=limit * farthest, err_msg=key)
 
 
 @pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
