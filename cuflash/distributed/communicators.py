@@ -6,8 +6,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,14 @@ class _Copied(Pending):
         return self.message
 
 
+@dataclass
+class _Gathering:
+    """The values that the threads bring to one call of `all_gather`."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    is_complete: bool = False
+
+
 class _Board:
     """The mailboxes that the threads of one group share, and their first failure."""
 
@@ -128,6 +136,7 @@ class _Board:
         self.condition = threading.Condition()
         self.mailboxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)  # (source, to, tag)
         self.failure: tuple[int, str] | None = None
+        self.gathering = _Gathering()
 
 
 class ThreadCommunicator(Communicator):
@@ -168,20 +177,25 @@ class ThreadCommunicator(Communicator):
         """The next message of another thread, and the event behind the work that makes it."""
         self._check_open()
         board, mailbox = self._board, self._board.mailboxes[source, self.rank, tag]
-        deadline = time.monotonic() + self.time_limit
         with board.condition:
-            while not mailbox:
-                if board.failure is not None:
-                    rank, text = board.failure
-                    raise RuntimeError(f"rank {rank} failed: {text}")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"rank {self.rank}: expected a message of rank {source} within {self.time_limit:g} s, got none"
-                    )
-                board.condition.wait(left)
+            self._wait(lambda: bool(mailbox), lambda: source)
             message, event = mailbox.popleft()
         return message, event
+
+    def _wait(self, is_here: Callable[[], bool], missing: Callable[[], int]) -> None:
+        """Wait for what other threads bring, of which `missing` is one; the caller holds the board's condition."""
+        board = self._board
+        deadline = time.monotonic() + self.time_limit
+        while not is_here():
+            if board.failure is not None:
+                rank, text = board.failure
+                raise RuntimeError(f"rank {rank} failed: {text}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"rank {self.rank}: expected a message of rank {missing()} within {self.time_limit:g} s, got none"
+                )
+            board.condition.wait(left)
 
     def _copied(self, message: Any, event: Any) -> Pending:
         """A message whose arrays come to this rank's GPU by a stream of their own, while others compute."""
@@ -223,8 +237,18 @@ class ThreadCommunicator(Communicator):
         self._borrowed.clear()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Threads pass values as they are."""
-        return self.exchange([value] * self.world)
+        """Threads pass values as they are, and wait for the last of them."""
+        self._check_open()
+        board = self._board
+        with board.condition:
+            own = board.gathering
+            own.values[self.rank] = value
+            if len(own.values) == self.world:
+                own.is_complete = True
+                board.gathering = _Gathering()
+                board.condition.notify_all()
+            self._wait(lambda: own.is_complete, lambda: min(set(range(self.world)) - own.values.keys()))
+        return [own.values[rank] for rank in range(self.world)]
 
     def fail(self, error: BaseException) -> None:
         """The first failure is the one that others hear of."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cuflash import interop
+from cuflash.kept import kept
 
 Array = Any
 
@@ -50,6 +51,7 @@ def check_order(order: object) -> str:
     return order
 
 
+@kept
 def stretches_of(seqlen: int, rank: int, world: int, order: str) -> tuple[Stretch, ...]:
     """A rank's rows in their order.
 

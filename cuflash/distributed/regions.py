@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cuflash.distributed.order import Stretch
 from cuflash.frontend.partial import Window, sees_anything, sees_everything, window_of_part
+from cuflash.kept import kept
 from cuflash.problem.attention_problem import Place
 
 UNBOUNDED: Window = (None, None)
@@ -39,34 +40,35 @@ class Region(NamedTuple):
         return slice(self.keys.begin - first, self.keys.begin - first + self.keys.length)
 
 
+@kept
 def regions_of(
-    own: Sequence[Stretch],
-    others: Sequence[Stretch],
+    own: tuple[Stretch, ...],
+    others: tuple[Stretch, ...],
     is_same_rank: bool,
     window: Window,
-    edges: Sequence[int] | None,
+    edges: tuple[int, ...] | None,
     needs_places: bool,
-) -> list[Region]:
+) -> tuple[Region, ...]:
     """The regions of one step.
 
     Parameters
     ----------
-    own, others : sequence of Stretch
+    own, others : tuple of Stretch
         The tokens of the queries' rank and of the keys' rank.
     is_same_rank : bool
         They are one rank.
     window : (left, right)
         Of the whole sequence, with causal folded in.
-    edges : sequence of int or None
+    edges : tuple of int or None
         Where packed sequences begin and end.
     needs_places : bool
         ALiBi or dropout depend on positions, so that stretches do not become one region.
     """
     if needs_places:
-        return list(_visible(own, others, window, edges))
+        return tuple(_visible(own, others, window, edges))
     if is_same_rank and edges is None and window in ((None, 0), UNBOUNDED):
         rows = Stretch(0, sum(stretch.length for stretch in own), 0, 1)
-        return [Region(rows, rows, window == UNBOUNDED)] if rows.length else []
+        return (Region(rows, rows, window == UNBOUNDED),) if rows.length else ()
     found: list[Region] = []
     if is_same_rank and edges is not None:
         found += [Region(stretch, stretch, False, edges=_edges_within(stretch, edges)) for stretch in own]
@@ -75,10 +77,11 @@ def regions_of(
         pairs = [(a, b) for a in own for b in others]
     for a, b in pairs:
         found += _visible([a], [b], window, edges)
-    return _joined(found)
+    return tuple(_joined(found))
 
 
-def keys_seen(regions: Sequence[Region]) -> slice:
+@kept
+def keys_seen(regions: tuple[Region, ...]) -> slice:
     """The rows of the keys' rank from the first to the last that some region reads; empty where there is none."""
     starts = [region.keys.begin for region in regions]
     stops = [region.keys.begin + region.keys.length for region in regions]

@@ -166,7 +166,7 @@ class Step(NamedTuple):
     """One rank's keys and values, which this rank holds for a while."""
 
     source: int  # whose they are
-    regions: list[Region]
+    regions: tuple[Region, ...]
     kv: tuple[Array, Array]  # those that the regions see
     keys: slice  # their rows on their rank
 
@@ -176,11 +176,14 @@ class _Ring:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.comm, self.options, self.edges, self.seqlen = call.comm, call.options, call.edges, call.seqlen
+        self.comm, self.options, self.seqlen = call.comm, call.options, call.seqlen
+        self.edges = None if call.edges is None else tuple(call.edges)
         self.q, self.k, self.v, self._accum = call.q, call.k, call.v, call.accum
         self._sink: Any = call.options.sink
         self._needs_places = self.options.alibi_slopes is not None or bool(self.options.dropout_p)
         self._window = check_window(self.options.causal, self.options.window)
+        self._masked = replace(self.options, sink=None)
+        self._unmasked = replace(self._masked, causal=False, window=None)
 
     def forward(self) -> tuple[Array, Array]:
         """(out in q's dtype, lse)."""
@@ -235,7 +238,7 @@ class _Ring:
         like = {"q": self.q, "k": self.k, "v": self.v, **given}
         return [grads[name].astype(x.dtype, copy=False) if name in wanted else None for name, x in like.items()]
 
-    def _regions(self, rank: int, source: int) -> list[Region]:
+    def _regions(self, rank: int, source: int) -> tuple[Region, ...]:
         """The regions of a rank's queries over the keys of `source`."""
         own, others = self.call.stretches(rank), self.call.stretches(source)
         return regions_of(own, others, rank == source, self._window, self.edges, self._needs_places)
@@ -264,9 +267,7 @@ class _Ring:
 
     def _part(self, region: Region, step: Step) -> Part:
         """The call of a region; the sink is added at the end."""
-        options = replace(self.options, sink=None)
-        if region.sees_all:
-            options = replace(options, causal=False, window=None)
+        options = self._unmasked if region.sees_all else self._masked
         slopes = self.options.alibi_slopes
         if self.edges is not None and slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
             options = replace(options, alibi_slopes=slopes[region.sequence : region.sequence + 1])

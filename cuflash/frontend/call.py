@@ -56,8 +56,8 @@ class Call:
             inputs = {name: self.inputs[name] for name in inputs}
             keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
         key = (
-            tuple([_signature(x) for x in inputs.values()]),
-            tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
+            tuple([signature(x) for x in inputs.values()]),
+            tuple([(name, signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
         )
         checked = _checked.get(key)
         if checked is None:
@@ -195,7 +195,7 @@ def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]
     return library, interop.adopt_all(library, arrays)
 
 
-def _signature(x: Any) -> tuple[Any, ...]:
+def signature(x: Any) -> tuple[Any, ...]:
     """Everything about an argument that the checks look at, as a dictionary key."""
     kind = type(x)
     if isinstance(x, np.ndarray):

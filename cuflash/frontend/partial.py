@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
-from cuflash.problem.attention_problem import WHOLE, Array, PartialResult, Place
+from cuflash.kept import Kept
+from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import make_operands, with_contiguous_rows
-from cuflash.problem.options import Options
+from cuflash.problem.options import OPTION_NAMES, Options
 
 Window = tuple[int | None, int | None]
 
@@ -66,19 +68,12 @@ class Part:
         for name in ("alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
-        problem = make_problem(arrays, options)
-        window = problem.window_left, problem.window_right
-        self.sees_anything = True
-        if cu_seqlens is not None:
-            window = window_of_part(window, 0, 0, place)  # a sequence's own rows and keys begin at one token
-        else:
-            window = window_of_part(window, problem.seqlen_q, problem.seqlen_k, place)
-            self.sees_anything = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
-            if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
-                window = None, None
-        # Problems that differ in a place that nothing depends on share plans and launches.
-        place = place if problem.alibi is not None or problem.dropout_p else WHOLE
-        self._problem = replace(problem, window_left=window[0], window_right=window[1], place=place)
+        values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
+        key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
+        known = _problems.get(key)
+        if known is None:
+            known = _problems[key] = _problem_of_part(arrays, options, place)
+        self._problem, self.sees_anything = known
         self._operands = make_operands(self._problem, arrays, options)
 
     def forward(self) -> tuple[Array, Array]:
@@ -116,6 +111,27 @@ class Part:
         backend = call.backend_of(isinstance(out, np.ndarray))
         backend.backward(problem, operands, *given, grads, adds=bool(into))
         return grads
+
+
+# Only metadata is checked, so once for calls that are repeated.
+_problems: Kept[Any, tuple[AttentionProblem, bool]] = Kept()
+
+
+def _problem_of_part(arrays: dict[str, Array], options: Options, place: Place) -> tuple[AttentionProblem, bool]:
+    """A part's problem with its own window, and whether some query sees a key."""
+    problem = make_problem(arrays, options)
+    window = problem.window_left, problem.window_right
+    is_visible = True
+    if problem.packed:
+        window = window_of_part(window, 0, 0, place)  # a sequence's own rows and keys begin at one token
+    else:
+        window = window_of_part(window, problem.seqlen_q, problem.seqlen_k, place)
+        is_visible = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
+        if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
+            window = None, None
+    # Problems that differ in a place that nothing depends on share plans and launches.
+    place = place if problem.alibi is not None or problem.dropout_p else WHOLE
+    return replace(problem, window_left=window[0], window_right=window[1], place=place), is_visible
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:

@@ -360,7 +360,7 @@ def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def seen_by_positions(
-    rows: Array, keys: Array, window: tuple[int | None, int | None], edges: list[int] | None
+    rows: Array, keys: Array, window: tuple[int | None, int | None], edges: tuple[int, ...] | None
 ) -> Array:
     """Bool (rows, keys): which tokens see which, by their positions."""
     left, right = window
@@ -387,7 +387,7 @@ def test_regions_cover_what_is_seen_once(order: str, data: st.DataObject) -> Non
     window = window or (data.draw(sides), data.draw(sides))
     edges = None
     if data.draw(st.booleans()):
-        edges = sorted(data.draw(st.lists(st.integers(0, seqlen), min_size=2, max_size=5)))
+        edges = tuple(sorted(data.draw(st.lists(st.integers(0, seqlen), min_size=2, max_size=5))))
     for rank in range(world):
         for source in range(world):
             own, others = (stretches_of(seqlen, r, world, order) for r in (rank, source))

@@ -1,0 +1,135 @@
+"""Attention over the GPUs of one host beside one GPU's on the same work.
+
+    python examples/benchmarks/ring.py [--world 4] [--tokens 8192 32768] [--commit COMMIT] [--json FILE]
+
+Every GPU has so many tokens; 16 heads of 128 columns, causal, bfloat16. The ideal is one GPU that computes all tokens
+of its share of the heads, measured in the same run. A time is that of the slowest rank, the median of all calls;
+figures are TFLOP/s a GPU. It needs two GPUs or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuflash
+from cuflash import distributed
+from cuflash.distributed.__main__ import run
+from cuflash.distributed.communicators import Communicator
+from cuflash.tools import bench
+from cuflash.tools.bench import records, report
+
+HEADS, HEAD_DIM, WARM_UP = 16, 128, 3
+SCHEMES: dict[str, tuple[Any, str]] = {
+    "ring zigzag": (distributed.ring_attention_vjp, "zigzag"),
+    "ring striped": (distributed.ring_attention_vjp, "striped"),
+    "ulysses": (distributed.ulysses_attention_vjp, "plain"),
+}
+
+
+def random(xp: Any, shape: tuple[int, ...], seed: int) -> Any:
+    """Normal numbers in bfloat16."""
+    import ml_dtypes
+
+    return xp.random.default_rng(seed).standard_normal(shape, dtype="float32").astype(ml_dtypes.bfloat16)
+
+
+def seconds_of(call: Callable[[], Any], rounds: int, meet: Callable[[], None]) -> list[float]:
+    """Wall times of calls that all ranks begin together and that end when their GPU is done."""
+    import cupy
+
+    times = []
+    for number in range(WARM_UP + rounds):
+        cupy.cuda.get_current_stream().synchronize()
+        meet()
+        start = time.perf_counter()
+        call()
+        cupy.cuda.get_current_stream().synchronize()
+        if number >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def of_ranks(world: int, tokens: int, name: str, rounds: int) -> dict[str, float]:
+    """Seconds of both passes: each call's slowest rank, the median of all calls."""
+    make, order = SCHEMES[name]
+
+    def work(comm: Communicator) -> dict[str, list[float]]:
+        import cupy
+
+        arrays = [random(cupy, (1, tokens, HEADS, HEAD_DIM), 4 * comm.rank + i) for i in range(4)]
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.use()
+        cupy.cuda.Device().synchronize()
+
+        def forward() -> Any:
+            return make(*arrays[:3], comm, order=order, causal=True)
+
+        _, backward = forward()
+        times = {"forward": seconds_of(forward, rounds, comm.barrier)}
+        times["backward"] = seconds_of(lambda: backward(arrays[3]), rounds, comm.barrier)
+        cupy.cuda.Stream.null.use()
+        return times
+
+    found = run(world, work, range(world))
+    return {
+        direction: statistics.median(max(times) for times in zip(*(own[direction] for own in found), strict=True))
+        for direction in ("forward", "backward")
+    }
+
+
+def ideal(world: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds of one GPU on all tokens of its share of the heads."""
+    import cupy
+
+    arrays = [random(cupy, (1, world * tokens, HEADS // world, HEAD_DIM), i) for i in range(4)]
+    out, backward = cuflash.attention_vjp(*arrays[:3], causal=True)
+    calls = {
+        "forward": lambda: cuflash.attention(*arrays[:3], causal=True, out=out),
+        "backward": lambda: backward(arrays[3]),
+    }
+    return {direction: statistics.median(seconds_of(call, rounds, lambda: None)) for direction, call in calls.items()}
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, nargs="+", default=(4,), metavar="N")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 32768), metavar="N", help="of each GPU")
+    parser.add_argument("--schemes", nargs="+", default=tuple(SCHEMES), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
+    args = parser.parse_args()
+    xp = bench.namespace("gpu")
+    if xp is None:
+        parser.error("no GPU that CuPy can use")
+    facts = report.environment(xp, args.commit, "ring")
+    cells: list[dict[str, Any]] = []
+    for world in args.world:
+        for tokens in args.tokens:
+            flops = 2.0 * HEADS * HEAD_DIM * (world * tokens) ** 2 / world
+            best = ideal(world, tokens, args.rounds)
+            for name in args.schemes:
+                times = of_ranks(world, tokens, name, args.rounds)
+                cell: dict[str, Any] = {"cell": f"{name} on {world} GPUs, {tokens} tokens each"}
+                for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+                    rates = {"cuflash": times[direction], "one_gpu": best[direction]}
+                    cell[direction] = {key: factor * flops / t / 1e12 for key, t in rates.items()}
+                    cell[direction]["of_ideal"] = best[direction] / times[direction]
+                cells.append(cell)
+                shares = ", ".join(
+                    f"{d} {cell[d]['cuflash']:.0f} of {cell[d]['one_gpu']:.0f} TFLOP/s ({cell[d]['of_ideal']:.3f})"
+                    for d in ("forward", "backward")
+                )
+                print(f"{cell['cell']}: {shares}", flush=True)
+    if args.json:
+        records.write(args.json, facts, cells)
+
+
+if __name__ == "__main__":
+    main()
