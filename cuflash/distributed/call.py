@@ -76,12 +76,13 @@ class Scheme:
     ) -> Any:
         """out, or (out, lse), as the caller's kind of arrays."""
         return_lse = check_bool("return_lse", return_lse)
-        call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
-        with telling(comm), interop.on_stream_of(call.library, call.q):
-            out, lse = self.forward(call)
-            comm.barrier()
-            result = call.library.release(out)
-            return (result, call.library.release(lse)) if return_lse else result
+        with comm.turn():
+            call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
+            with telling(comm), interop.on_stream_of(call.library, call.q):
+                out, lse = self.forward(call)
+                comm.barrier()
+                result = call.library.release(out)
+                return (result, call.library.release(lse)) if return_lse else result
 
     def gradients(
         self,
@@ -93,11 +94,13 @@ class Scheme:
         options: Mapping[str, Any],
     ) -> Gradients:
         """The gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
-        call, residuals, wanted = _prepared(f"{self.name}_backward", arrays, comm, order, cu_seqlens, options, grads)
-        with telling(comm), interop.on_stream_of(call.library, call.q):
-            results = self.backward(call, residuals, wanted)
-            comm.barrier()
-            return tuple(None if x is None else call.library.release(x) for x in results)
+        what = f"{self.name}_backward"
+        with comm.turn():
+            call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads)
+            with telling(comm), interop.on_stream_of(call.library, call.q):
+                results = self.backward(call, residuals, wanted)
+                comm.barrier()
+                return tuple(None if x is None else call.library.release(x) for x in results)
 
     def vjp(
         self,

@@ -6,12 +6,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cuflash.distributed.turns import Turns
 from cuflash.kept import kept
 
 Array = Any
@@ -68,6 +70,13 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the communicator holds; it cannot be used again."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """The context in which a rank enqueues work; ranks of one process take turns."""
+        return nullcontext()
+
+    def pass_turn(self) -> None:  # noqa: B027 - ranks that are processes take no turns
+        """Let the other ranks of the process enqueue work."""
 
     def barrier(self) -> None:
         """Wait until every rank is here: what was sent has been read."""
@@ -137,6 +146,7 @@ class _Board:
         self.mailboxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)  # (source, to, tag)
         self.failure: tuple[int, str] | None = None
         self.gathering = _Gathering()
+        self.turns = Turns()
 
 
 class ThreadCommunicator(Communicator):
@@ -152,6 +162,29 @@ class ThreadCommunicator(Communicator):
         # Other GPUs' arrays that this one copies: their memory must not be used again before the copies are done.
         self._borrowed: list[Any] = []
         self._stream: Any = None  # copies messages
+        self._has_turn = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """On GPUs one thread enqueues at a time; NumPy's threads compute at once."""
+        if self.device is None or self._has_turn:
+            yield
+            return
+        with self._board.turns.take():
+            self._has_turn = True
+            try:
+                yield
+            finally:
+                self._has_turn = False
+
+    def pass_turn(self) -> None:
+        """Let each other thread enqueue some work."""
+        if self._has_turn:
+            self._board.turns.pass_on()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """The context in which this thread waits, and others have the turn."""
+        return self._board.turns.leave() if self._has_turn else nullcontext()
 
     def send(self, message: Any, to: int, tag: int = 0) -> None:
         """Hand over references: threads share memory. What another GPU is to copy is contiguous."""
@@ -177,9 +210,10 @@ class ThreadCommunicator(Communicator):
         """The next message of another thread, and the event behind the work that makes it."""
         self._check_open()
         board, mailbox = self._board, self._board.mailboxes[source, self.rank, tag]
-        with board.condition:
-            self._wait(lambda: bool(mailbox), lambda: source)
-            message, event = mailbox.popleft()
+        if not mailbox:
+            with self._waiting(), board.condition:
+                self._wait(lambda: bool(mailbox), lambda: source)
+        message, event = mailbox.popleft()
         return message, event
 
     def _wait(self, is_here: Callable[[], bool], missing: Callable[[], int]) -> None:
@@ -232,7 +266,8 @@ class ThreadCommunicator(Communicator):
         if self.device is not None:
             import cupy
 
-            cupy.cuda.get_current_stream().synchronize()
+            with self._waiting():
+                cupy.cuda.get_current_stream().synchronize()
         super().barrier()
         self._borrowed.clear()
 
@@ -240,7 +275,7 @@ class ThreadCommunicator(Communicator):
         """Threads pass values as they are, and wait for the last of them."""
         self._check_open()
         board = self._board
-        with board.condition:
+        with self._waiting(), board.condition:
             own = board.gathering
             own.values[self.rank] = value
             if len(own.values) == self.world:

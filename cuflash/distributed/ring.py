@@ -194,6 +194,7 @@ class _Ring:
                 parts.append(PartialResult(x, lse, region.queries.begin))
                 if len(parts) == _MOST_PARTS:
                     parts = [PartialResult(*self._merged(parts, self._accum), 0)]
+            self.comm.pass_turn()
         if self._sink is None:
             return self._merged(parts, self.q.dtype)
         out, lse = self._merged(parts, self._accum)
@@ -216,6 +217,7 @@ class _Ring:
             own = {name: self._zeros_of(name, step.keys) for name in of_keys}
             for region in step.regions:
                 self._add_region(region, step, residuals, wanted - {"sink"}, grads, own)
+            comm.pass_turn()
             if number == 0:
                 self._keep(shares, step.keys.start, tuple(own.values()))
             elif step.regions and of_keys:
