@@ -195,7 +195,7 @@ class GPT2:
         ops, w, dw = self.ops, self.w, self.dw
         for factor in self.factors.values():
             ops.refresh(factor)
-        x = ops.embed(tokens, w["tokens"], w["positions"])
+        x = ops.embed(tokens, w["tokens"], self.rows_of_positions(w["positions"], tokens.shape[1]))
         way_back = []
         for layer in range(self.config.num_layers):
             x, backward = self._layer(layer, x, tokens.shape)
@@ -212,15 +212,16 @@ class GPT2:
 
     def loss(self, windows: Array) -> Array:
         """Mean loss in nats of each token of `windows` (batch, seqlen + 1) but the first, given those before."""
-        logits, _, _ = self._forward(self._contiguous(windows[:, :-1]))
-        return self.ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())[0]
+        tokens, targets = self.split(windows)
+        logits, _, _ = self._forward(tokens)
+        return self.ops.cross_entropy(logits, targets.ravel())[0]
 
     def loss_and_gradients(self, windows: Array) -> Array:
         """The same, and all of `gradients` are written."""
         ops, dw = self.ops, self.dw
-        tokens = self._contiguous(windows[:, :-1])
+        tokens, targets = self.split(windows)
         logits, way_back, head_backward = self._forward(tokens)
-        loss, dlogits = ops.cross_entropy(logits, self._contiguous(windows[:, 1:]).ravel())
+        loss, dlogits = ops.cross_entropy(logits, targets.ravel())
         with ops.sums_into(self.gradients[self.decayed :], tokens.size):
             rounded = head_backward(dlogits)
             del logits, dlogits
@@ -229,11 +230,24 @@ class GPT2:
         dx = rounded.full
         ops.add_rows(dw["tokens"], tokens, dx)
         seqlen, width = tokens.shape[1], self.config.width
-        dw["positions"][seqlen:] = 0
-        of_position = dw["positions"][:seqlen].reshape(-1)
-        with ops.sums_into(of_position, len(tokens)):
-            ops.bias_gradient(dx.reshape(-1, seqlen * width), of_position)
+        of_position = ops.xp.empty((seqlen, width), self.gradients.dtype)
+        with ops.sums_into(of_position.reshape(-1), len(tokens)):
+            ops.bias_gradient(dx.reshape(-1, seqlen * width), of_position.reshape(-1))
+        dw["positions"][...] = 0
+        self.put_rows_of_positions(dw["positions"], of_position)
         return loss
+
+    def split(self, windows: Array) -> tuple[Array, Array]:
+        """The tokens (batch, seqlen) of `windows` that this model reads, and those that follow each."""
+        return self._contiguous(windows[:, :-1]), self._contiguous(windows[:, 1:])
+
+    def rows_of_positions(self, table: Array, seqlen: int) -> Array:
+        """The rows of a table (context, width) that belong to this model's tokens."""
+        return table[:seqlen]
+
+    def put_rows_of_positions(self, table: Array, rows: Array) -> None:
+        """Write the rows of this model's tokens."""
+        table[: len(rows)] = rows
 
     def _contiguous(self, tokens: Array) -> Array:
         return self.ops.xp.ascontiguousarray(tokens, dtype=np.int32)

@@ -2,10 +2,13 @@
 
     python -m cuflash.examples.train_gpt2 --text book.txt --context 1024 --steps 1000 --out run
     python -m cuflash.examples.train_gpt2 --compare 20 --context 4096 --batch 8
+    python -m cuflash.examples.train_gpt2 --ring 2 --context 32768 --batch 1
 
 The first trains, shows its progress, and leaves a checkpoint, the losses and their picture in the folder; given again,
 it goes on from the checkpoint as if nothing had happened (to the bit on the CPU, and with ``--deterministic``). The
-second measures the time of a step with cuflash and with plain attention by cuBLAS, in turn. Without ``--text`` the text
+second measures the time of a step with cuflash and with plain attention by cuBLAS, in turn. The third spreads every
+sequence over two GPUs; its losses are those of one GPU up to rounding, and either goes on from the other's checkpoint.
+Without ``--text`` the text
 is Python's own help. Tokens are bytes, or with ``--tokens bpe`` byte pairs, which the package tokenizers learns from
 the text. On a GPU everything but the master weights is bfloat16, and CuPy needs cuBLAS:
 ``pip install "cuflash[demo,cuda13-full]"``.
@@ -28,12 +31,15 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.distributed.__main__ import run as run_ranks
+from cuflash.distributed.communicators import Communicator
 from cuflash.tools.bench import records
 from cuflash.tools.bench.report import environment
 
 from .gpu_ops import CupyOps
 from .model import ATTENTIONS, GPT2, TINY, Config
 from .ops import NumpyOps
+from .ring import RingGPT2
 from .text import BPE, BYTES, NUMBERS, Text
 
 SIZES = {"small": Config(), "tiny": TINY}
@@ -123,8 +129,9 @@ class Run:
 class Trainer:
     """A model with its optimizer, which moves on step by step."""
 
-    def __init__(self, run: Run, ops: NumpyOps, text: Text) -> None:
+    def __init__(self, run: Run, ops: NumpyOps, text: Text, comm: Communicator | None = None) -> None:
         self.run, self.ops, self.text = run, ops, text
+        self.is_first = comm is None or comm.rank == 0  # of the ranks, which saves and shows
         config = replace(SIZES[run.size], context=run.context)
         if config.vocabulary < NUMBERS[run.tokens]:
             config = replace(config, vocabulary=Config.vocabulary)
@@ -132,7 +139,10 @@ class Trainer:
         attention: Callable[..., Any] = ATTENTIONS[run.attention]
         if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
             attention = partial(attention, deterministic=True)
-        self.model = GPT2(config, ops, self.watch.attention(attention), run.seed)
+        if comm is None:
+            self.model = GPT2(config, ops, self.watch.attention(attention), run.seed)
+        else:
+            self.model = RingGPT2(config, ops, comm, self.watch.attention, run.seed, run.deterministic or None)
         self.moments = tuple(ops.xp.zeros_like(self.model.master) for _ in range(2))
         self.losses: list[float] = []
 
@@ -205,15 +215,38 @@ def train(trainer: Trainer, folder: Path, checkpoint_every: int) -> None:
 
     run = trainer.run
     tokens = run.batch * run.context
-    with tqdm(total=run.steps * tokens, initial=trainer.step * tokens, unit=" tokens", unit_scale=True) as bar:
+    total, hidden = run.steps * tokens, not trainer.is_first
+    with tqdm(total=total, initial=trainer.step * tokens, unit=" tokens", unit_scale=True, disable=hidden) as bar:
         while trainer.step < run.steps:
             trainer.advance()
             bar.update(tokens)
             if trainer.step % 10 == 0:  # seldom: reading the loss makes the host wait
                 bar.set_postfix(loss=f"{float(trainer.losses[-1]):.3f}")
-            if trainer.step % checkpoint_every == 0 or trainer.step == run.steps:
+            if trainer.is_first and (trainer.step % checkpoint_every == 0 or trainer.step == run.steps):
                 trainer.save(folder)
     trainer.watch.read()
+
+
+def train_and_validate(args: argparse.Namespace, trainer: Trainer) -> tuple[Trainer, float]:
+    """All steps that are left, and the loss of the text held out."""
+    if trainer.load(args.out) and trainer.is_first:
+        print(f"going on after step {trainer.step} of {args.out / CHECKPOINT}")
+    train(trainer, args.out, args.checkpoint_every)
+    return trainer, trainer.validate()
+
+
+def train_on_ranks(args: argparse.Namespace, run: Run, text: Text) -> tuple[Trainer, float]:
+    """The same on every rank, each a thread with a GPU of its own; the first one's results."""
+    if run.attention != "cuflash":
+        raise ValueError(f"--ring: expected --attention cuflash, got {run.attention}")
+    device = "cpu" if type(choose_ops(args.device, SIZES[run.size].width, False, run.fp8)) is NumpyOps else "gpu"
+
+    def work(comm: Communicator) -> tuple[Trainer, float]:
+        ops = choose_ops(device, SIZES[run.size].width, run.deterministic, run.fp8)
+        return train_and_validate(args, Trainer(run, ops, text, comm))
+
+    results: list[tuple[Trainer, float]] = run_ranks(args.ring, work, None if device == "cpu" else range(args.ring))
+    return results[0]
 
 
 def compare(run: Run, ops: NumpyOps, text: Text, rounds: int) -> dict[str, Any]:
@@ -289,6 +322,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--attention", choices=ATTENTIONS, default="cuflash")
     add("--fp8", action="store_true", help="products with weights in 8 bits: from compute capability 8.9 on")
     add("--deterministic", action="store_true", help="gradients summed in one order: runs repeat to the bit, slower")
+    add("--ring", type=int, metavar="N", help="spread every sequence over N GPUs (with --device cpu: N threads)")
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("gpt2_run"), help="folder of the results (default %(default)s)")
@@ -331,11 +365,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f'{", ".join(absent)}: not installed, pip install "cuflash[demo]"')
         args.out.mkdir(parents=True, exist_ok=True)
         text = Text(args.text, args.tokens, args.out)
-        trainer = Trainer(run, ops, text)
-        if trainer.load(args.out):
-            print(f"going on after step {trainer.step} of {args.out / CHECKPOINT}")
-        train(trainer, args.out, args.checkpoint_every)
-        validation = trainer.validate()
+        if args.ring:
+            trainer, validation = train_on_ranks(args, run, text)
+        else:
+            trainer, validation = train_and_validate(args, Trainer(run, ops, text))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cuflash.distributed.__main__ import run as run_ranks
+from cuflash.distributed.communicators import Communicator
 from cuflash.examples.gpt2 import training
 from cuflash.examples.gpt2.gpu_ops import ACTIVATION_SCALE, GRADIENT_SCALE, WEIGHT_SCALE, CupyOps
 from cuflash.examples.gpt2.model import ATTENTIONS, GPT2, TINY, Config
@@ -228,6 +230,36 @@ def test_goes_on_exactly(tmp_path: Path) -> None:
     ):
         np.testing.assert_array_equal(ours, expected)
     assert [float(x) for x in second.losses] == [float(x) for x in whole.losses]
+
+
+def test_ring_learns_as_one_device_does(tmp_path: Path) -> None:
+    """Two ranks of half the tokens have the losses and parameters of one, and go on from its checkpoint."""
+    text, whole = Text(None), trainer()
+
+    def work(comm: Communicator) -> tuple[Trainer, float]:
+        own = Trainer(RUN, NumpyOps(), text, comm)
+        for _ in range(3):
+            own.advance()
+        return own, own.validate()
+
+    for _ in range(3):
+        whole.advance()
+    for own, validation in run_ranks(2, work):
+        np.testing.assert_allclose([float(x) for x in own.losses], [float(x) for x in whole.losses], rtol=1e-5)
+        np.testing.assert_allclose(own.model.master, whole.model.master, rtol=0, atol=0.1 * RUN.rate)
+        assert validation == pytest.approx(whole.validate(), rel=1e-5)
+
+
+def test_ring_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*OPTIONS, "--steps", "4", "--rate", "0.001", "--deterministic"]
+    whole = trainer()
+    whole.advance()
+    whole.save(tmp_path)
+    assert main([*command, "--ring", "2", "--out", str(tmp_path)]) == 0
+    with np.load(tmp_path / CHECKPOINT) as saved:
+        assert len(saved["losses"]) == RUN.steps
+    assert main([*command, "--ring", "3", "--out", str(tmp_path / "other")]) == 2
+    assert "expected a multiple of 6 on 3 ranks, got 32" in capsys.readouterr().err
 
 
 def test_refuses_the_checkpoint_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
