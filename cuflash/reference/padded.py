@@ -58,9 +58,10 @@ def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **opti
     v : (batch, seqlen_k, num_heads_kv, head_dim_v)
     sink, **options
         Every option of ``cuflash.attention``, with its meaning: given ``block_table``, k and v are pools of pages.
-        ``block_mask`` is a bool array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k). Also ``work``, the type to compute in (float64), and ``round_to``,
-        the name of a type: then this is plain attention in that type, which computes and accumulates in float32
-        (float64 for float64) and rounds scores, probabilities and results to it.
+        ``block_mask`` is a bool array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k). Also ``work``, the
+        type to compute in (float64), and ``round_to``, the name of a type: then this is plain attention in that type,
+        which computes and accumulates in float32 (float64 for float64) and rounds scores, probabilities and results to
+        it.
 
     Returns
     -------
