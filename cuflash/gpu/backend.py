@@ -10,6 +10,7 @@ from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Work
+from cuflash.gpu.pages import Unpaged
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
@@ -28,6 +29,8 @@ def _by_halves(work: Work) -> bool:
 __all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
+# With splits of one size a row's bits depend on nothing that another sequence could change.
+_FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
 
@@ -37,9 +40,12 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
+    if problem.pages is not None:
+        Unpaged(work)
     if out.dtype.name == problem.dtype:
-        next(filter(None, (family(work) for family in _FORWARD)))
-    elif not gpu_sm90.forward(work):
+        families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
+        next(filter(None, (family(work) for family in families)))
+    elif problem.split_size is not None or not gpu_sm90.forward(work):
         return forward(*_in_accum_dtype(problem, operands), out, lse)
     work.recording.end()
     return work.recording
@@ -72,13 +78,19 @@ def backward(
     work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
     is_own = adds or any(grads[name].dtype.name != problem.dtype for name in ("q", "k", "v") if name in grads)
+    unpaged = None if problem.pages is None else Unpaged(work)
+    given_grads = grads
+    if unpaged is not None:
+        grads = unpaged.gradients(grads)
     if is_own:
         rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
         if rest is None:
-            return _backward_in_accum_dtype(problem, operands, dout, out, lse, dlse, grads, adds)
+            return _backward_in_accum_dtype(problem, operands, dout, out, lse, dlse, given_grads, adds)
     else:
         rest = _by_families(work, of_lse, grads)
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
+    if unpaged is not None:
+        unpaged.scatter()
     work.recording.end()
     return work.recording
 
