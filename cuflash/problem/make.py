@@ -5,6 +5,8 @@ from __future__ import annotations
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, Array, AttentionProblem, accum_of
 from cuflash.problem.options import Options
+from cuflash.problem.own_rules import operand_types
+from cuflash.rules.rule import trace_rules
 
 
 def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:
@@ -37,6 +39,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     dropout_p = checks.check_dropout_p(o.dropout_p)
     checks.check_deterministic(o.deterministic)
     checks.check_precision(o.precision)
+    operands = operand_types(o.operands)
     alibi = o.alibi_slopes
     return AttentionProblem(
         batch=batch,
@@ -64,6 +67,8 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         precision=o.precision if dtype == "float32" else None,
+        rules=trace_rules(o.score_mod, o.mask_mod, operands, accum),
+        operands=operands,
     )
 
 
