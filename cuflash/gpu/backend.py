@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu import own_rules
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -51,6 +52,8 @@ def backward(
     results = {f"d{name}": x for name, x in grads.items()}
     work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
+    of_operands = {name: x for name, x in grads.items() if name in problem.operand_grads}
+    grads = {name: x for name, x in grads.items() if name not in of_operands}
     for family in _BACKWARD:
         rest = family(work, work.arrays | of_lse, grads)
         if rest is not None:
@@ -59,5 +62,6 @@ def backward(
         gpu_portable.delta(work, work.arrays | of_lse)
         rest = grads
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
+    own_rules.gradients(work, of_operands)
     work.recording.end()
     return work.recording

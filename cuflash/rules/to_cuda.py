@@ -34,12 +34,13 @@ def functions_of(rules: Rules) -> str:
         parts.append(_function("bool visible(int i, int j) const", [rules.visible], "return {};"))
     head = "template <class Add>\nDEVICE void differentiate(Accum s, Accum ds, int i, int j, Add add) const {\n"
     loads = () if rules.score is None else loads_of(rules.score)
+    parts.append(f"static constexpr int NUM_TERMS = {len(loads)};")
     if not loads:
         return "\n".join([*parts, head + "}\n"])
     slopes = [derivative(score, load) for load in loads]
     lines, names = _statements([*slopes, *(index for load in loads for index in load.args)])
-    for load, slope in zip(loads, slopes, strict=True):
-        lines.append(f"add({load.value}, {_place(load, names)}, ds * {names[slope]});")
+    for number, (load, slope) in enumerate(zip(loads, slopes, strict=True)):
+        lines.append(f"add({number}, {_place_of_sum(load, names)}, ds * {names[slope]});")
     return "\n".join([*parts, head + "".join(f"  {line}\n" for line in lines) + "}\n"])
 
 
@@ -115,6 +116,15 @@ def _place(load: Node, names: dict[Node, str]) -> str:
         for axis, index in enumerate(load.args)
     ]
     return " + ".join(terms) or "i64(0)"
+
+
+def _place_of_sum(load: Node, names: dict[Node, str]) -> str:
+    """The place of an element's gradient among the sums of all operands."""
+    operand = f"p.operand_{load.value}"
+    flat = "0"
+    for axis, index in enumerate(load.args):
+        flat = f"({flat} * {operand}_size_{axis} + rule::clamped({names[index]}, {operand}_size_{axis}))"
+    return f"{operand}_begin + {flat}"
 
 
 EMPTY = functions_of(Rules())  # of kernels without a rule
