@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_operands(c
     SoftcapTile<ROWS, COLUMNS> softcap;
     ScoreChunks score_chunks;
     tile.fetch(score_chunks, first_row, first_key);
-    tile.compute(dropped, ds, softcap, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {},
-                 Terms{sums});
+    tile.compute(
+        dropped, ds, softcap, buffers, score_chunks, first_row, first_key, true, shared.seen, [] {}, Terms{sums});
   }
   sums.finish();
 }

@@ -71,9 +71,9 @@ struct GradientTile {
   }
 
   // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
-  // `ds` becomes the gradient of the scores before the user's own rule, from which `softcap` makes that of the products;
-  // `terms` is told that of the scores behind it. `seen` is cleared before, and complete behind the next barrier if
-  // masked. The caller has called fetch(); `next` starts to fetch what follows.
+  // `ds` becomes the gradient of the scores before the user's own rule, from which `softcap` makes that of the
+  // products; `terms` is told that of the scores behind it. `seen` is cleared before, and complete behind the next
+  // barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
   template <int SIZE, int ROWS, int COLUMNS, class Next, class Terms = NoTerms>
   DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
                       Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,

@@ -18,7 +18,8 @@ DEVICE int exponent_of(double x) {
 DEVICE double sum_of(u64 largest_bits, u64 high, u64 low, int bits) {
   const double largest = __longlong_as_double(static_cast<i64>(largest_bits));
   if (is_finite(largest)) {
-    const double sum = static_cast<double>(static_cast<i64>(high)) + ldexp(static_cast<double>(static_cast<i64>(low)), -bits);
+    const double sum =
+        static_cast<double>(static_cast<i64>(high)) + ldexp(static_cast<double>(static_cast<i64>(low)), -bits);
     return ldexp(sum, exponent_of(largest) - bits);
   }
   if (high == HAS_INFINITY || high == HAS_MINUS_INFINITY) return high == HAS_INFINITY ? largest : -largest;

@@ -9,8 +9,8 @@
 // HIDES_ANYWHERE: keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
 constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD;
 // NUM_OPTIONS counts the options in use; a window is not counted.
-constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK +
-                            HAS_SCORE_MOD + HAS_MASK_MOD;
+constexpr int NUM_OPTIONS =
+    HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK + HAS_SCORE_MOD + HAS_MASK_MOD;
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 // 32-bit words in one row of a block of the canonical store of a BlockMask
 constexpr int WORDS_OF_ROW = CANONICAL / 32;

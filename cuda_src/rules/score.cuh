@@ -1,6 +1,6 @@
 // This header turns a product q.k into a score and finds the score's derivative: scale, softcap (Gemma 2's tanh), bias
-// and ALiBi (Press et al. 2022), and the user's own rule, in that order. It works on one element at a time, so every family of kernels uses it;
-// kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
+// and ALiBi (Press et al. 2022), and the user's own rule, in that order. It works on one element at a time, so every
+// family of kernels uses it; kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
 #include "../params.cuh"
 #include "user.cuh"
 #include "../ptx/sm80.cuh"
@@ -8,8 +8,8 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
 // QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
 // used, because there it spills registers.
-constexpr bool QUICK_TANH =
-    sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT || HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
+constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT ||
+                                                      HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
 #else
 constexpr bool QUICK_TANH = false;
 #endif

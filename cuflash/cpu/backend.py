@@ -183,8 +183,8 @@ class _Main:
             found = self.call.gradients(tile, rows.part(within), workspace, with_operands=bool(self.of_operands))
             if found is None:
                 continue
-            for terms in found.operands:
-                share.operands.add(terms)
+            for stretch in found.operands:
+                share.operands.add(stretch)
             if "v" in share.kv:
                 share.kv["v"][:, tile.keys] += found.p @ found.dout
             if found.dproducts is not None:

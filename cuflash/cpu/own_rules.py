@@ -61,8 +61,9 @@ class ScoreRule:
     """A score_mod on one tile; `scores` is (KV heads, keys, query heads of each, rows), before it."""
 
     def __init__(self, tiling: Tiling, tile: Tile, scores: Array) -> None:
-        self._root = tiling.problem.rules.score
-        assert self._root is not None
+        root = tiling.problem.rules.score
+        assert root is not None
+        self._root = root
         self._operands = tiling.operands.of_rules
         # The scores are overwritten in place, and the derivatives are asked for later.
         self._values = Evaluation({SCORE: scores.copy(), **places_of(tiling, tile)}, self._operands)
@@ -75,14 +76,12 @@ class ScoreRule:
 
     def chain(self, ds: Array) -> None:
         """Make gradients of the new scores those of the scores before, in place."""
-        assert self._root is not None
         slope = self._values(derivative(self._root, input_node(SCORE, self._root.dtype)))
         with np.errstate(all="ignore"):
             np.multiply(ds, slope, out=ds, where=ds != 0)  # nothing reaches a hidden one, NaN neither
 
     def operand_terms(self, ds: Array, wanted: frozenset[str]) -> list[OperandTerms]:
         """What gradients of the new scores add to those of the operands."""
-        assert self._root is not None
         found = []
         for load in loads_of(self._root):
             name, operand = operand_name(load.value), self._operands[load.value]

@@ -135,7 +135,9 @@ class Call:
                 if given[name] is None:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
-                    targets[name] = self._target(f"out, d{own_rules.label(name)}", given[name], like.shape, inputs, like.dtype.name)
+                    targets[name] = self._target(
+                        f"out, d{own_rules.label(name)}", given[name], like.shape, inputs, like.dtype.name
+                    )
                     inputs[f"d{name}"] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
@@ -225,7 +227,9 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     problem = make_problem(arrays, Options(**own_rules.with_adopted(keywords, arrays)))
     # The address of an array that has to be copied does not suffice to repeat the call.
     are_as_given = {"bias", "mask", "dropout_seed"}
-    is_repeatable = all(name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items())
+    is_repeatable = all(
+        name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
+    )
     return _Checked(problem, library, is_repeatable)
 
 

@@ -33,7 +33,9 @@ def metadata_of(
 
     These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
     """
-    key, addresses, extras = [what], [], []
+    key: list[Any] = [what]
+    addresses: list[int] = []
+    extras: list[Array] = []
     seed, block_mask, has_rules = None, None, False
     for name, x in keywords.items():
         kind = type(x)

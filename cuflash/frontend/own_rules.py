@@ -1,4 +1,4 @@
-"""Users' own rules in a call: operands as arrays with names, and the traced functions by which a call is known again."""
+"""Users' own rules in a call: operands as arrays with names, and the traced functions by which it is known again."""
 
 from __future__ import annotations
 

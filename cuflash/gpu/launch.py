@@ -25,7 +25,6 @@ from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.operands import Operands
-
 from cuflash.rules.rule import NO_RULES, Rules
 
 if TYPE_CHECKING:
@@ -219,7 +218,9 @@ class Work:
         self._seed = int(seed) if isinstance(seed, (int, np.integer)) else None
         self._seed_array = {} if seed is None or self._seed is not None else {"dropout_seed": seed}
         self._stream = device.stream()
-        self.recording = Recording(device, {**self.arrays, **self._of_rules, **self._seed_array, **(others or {})}, self._stream)
+        self.recording = Recording(
+            device, {**self.arrays, **self._of_rules, **self._seed_array, **(others or {})}, self._stream
+        )
 
     def of_values(self, columns: slice) -> Work:
         """The same work on some columns of v and out alone; no call can repeat it, as these are views."""

@@ -70,7 +70,7 @@ def gradients(work: Work, grads: Arrays) -> None:
     in_words = bool(problem.deterministic)
     if in_words:
         sums = {"operand_words": work.empty((3, total), "uint64")}
-        passes = ("operand_maxima", "operand_words")
+        passes: tuple[str, ...] = "operand_maxima", "operand_words"
     else:
         sums = {"operand_sums": work.empty((total,), problem.accum_dtype)}
         passes = ("backward_operands",)

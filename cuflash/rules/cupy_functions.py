@@ -23,15 +23,18 @@ class _History:
             return function(*args, **options)
 
 
+def _thread_local() -> Any:
+    try:
+        from cupy._core._fusion_thread_local import thread_local
+    except ImportError:  # another version of CuPy: its functions say themselves that they take arrays alone
+        return None
+    return thread_local
+
+
 @contextmanager
 def cupy_traces() -> Iterator[None]:
     """Within, CuPy's functions take traced values; nothing happens where CuPy is not imported."""
-    local = None
-    if "cupy" in sys.modules:
-        try:
-            from cupy._core._fusion_thread_local import thread_local as local
-        except ImportError:  # another version of CuPy: its functions say themselves that they take arrays alone
-            local = None
+    local = _thread_local() if "cupy" in sys.modules else None
     if local is None:
         yield
         return

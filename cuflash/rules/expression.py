@@ -103,7 +103,7 @@ def text_of(root: Node) -> str:
         for arg in x.args:
             uses[arg] = uses.get(arg, 0) + 1
     texts: dict[Node, str] = {}
-    lines = []
+    lines: list[str] = []
     for x in order:
         text = _text(x, [texts[arg] for arg in x.args])
         if x.args and uses.get(x, 0) > 1:

@@ -116,10 +116,10 @@ def where_node(condition: Node, a: Node, b: Node) -> Node:
 
 
 def _power(base: Operand, exponent: Operand, accum: str) -> Node:
-    if isinstance(exponent, Node):
-        if not exponent.is_constant:
-            raise TypeError("**: expected a constant exponent; of a base that is constant, exp2 and exp are powers")
-        exponent = exponent.value
+    if isinstance(exponent, Node) and not exponent.is_constant:
+        raise TypeError("**: expected a constant exponent; of a base that is constant, exp2 and exp are powers")
+    exponent = exponent.value if isinstance(exponent, Node) else exponent
+    assert isinstance(exponent, (bool, int, float))
     base = as_node(base, accum)
     if isinstance(exponent, float) and not base.is_float:
         base = cast(base, accum)

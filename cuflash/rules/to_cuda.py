@@ -128,4 +128,3 @@ def _place_of_sum(load: Node, names: dict[Node, str]) -> str:
 
 
 EMPTY = functions_of(Rules())  # of kernels without a rule
-

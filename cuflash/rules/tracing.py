@@ -99,8 +99,8 @@ class Traced:
 
     def __float__(self) -> float:
         raise RuleError(
-            f"float() of a traced value, as by the functions of math: its number is known only in the kernel; use those "
-            f"of NumPy or CuPy, and {_USE_WHERE}{here()}"
+            f"float() of a traced value, as by the functions of math: its number is known only in the kernel; use "
+            f"those of NumPy or CuPy, and {_USE_WHERE}{here()}"
         )
 
     def __int__(self) -> int:
@@ -188,8 +188,10 @@ def call(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     except (RuleError, OverflowError):
         raise
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}{here()}") if type(error) in (TypeError, ValueError) else RuleError(
-            f"{name}: {error}{here()}"
+        raise (
+            type(error)(f"{error}{here()}")
+            if type(error) in (TypeError, ValueError)
+            else RuleError(f"{name}: {error}{here()}")
         ) from error
 
 
@@ -205,7 +207,8 @@ def _clip_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
 
 def _applied(name: str, operands: tuple[Any, ...], accum: str) -> Node:
     if name == "where":
-        return operations.where(*operands, accum)
+        condition, a, b = operands
+        return operations.where(condition, a, b, accum)
     if name == "clip":
         x, low, high = operands
         for function, bound in (("maximum", low), ("minimum", high)):
@@ -216,6 +219,7 @@ def _applied(name: str, operands: tuple[Any, ...], accum: str) -> Node:
 
 
 def operand_of(x: Any, accum: str) -> operations.Operand:
+    """What an argument is in an expression: a node, or a number of Python's that adapts to the others."""
     if isinstance(x, Traced):
         return x._node
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
@@ -263,7 +267,8 @@ class TracedArray:
         if isinstance(x, Traced):
             if x._node.is_float or x._node.dtype == "bool":
                 raise RuleError(
-                    f"operands[{self._number}]: expected an integer index, got {x._node.dtype}; use .astype(int){here()}"
+                    f"operands[{self._number}]: expected an integer index, got {x._node.dtype}; use .astype(int)"
+                    f"{here()}"
                 )
             return x._node
         try:
