@@ -8,7 +8,8 @@ constexpr bool IS_DOUBLE = sizeof(Accum) == 8;
 
 template <class T>
 struct Is {
-  static constexpr bool FLOAT = T(0.5) != T(0);
+  static constexpr bool BOOL = T(2) == T(1);
+  static constexpr bool FLOAT = T(0.5) != T(0) && !BOOL;
 };
 
 // Unsigned numbers of at least 32 bits wrap; signed ones must not overflow.
@@ -143,7 +144,7 @@ DEVICE i64 clamped(T index, i64 size) {
 // element() reads an element of an operand. Bools are bytes.
 template <class T, class E>
 DEVICE T element(const E* data, i64 place) {
-  if constexpr (sizeof(T) == sizeof(bool) && !Is<T>::FLOAT && T(2) == T(1)) {
+  if constexpr (Is<T>::BOOL) {
     return reinterpret_cast<const u8*>(data)[place] != 0;
   } else if constexpr (Is<T>::FLOAT) {
     return static_cast<T>(to_accum(data[place]));

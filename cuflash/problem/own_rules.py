@@ -19,7 +19,8 @@ def check_operands(operands: object) -> tuple[Any, ...]:
         return ()
     if not isinstance(operands, (tuple, list)):
         raise TypeError(f"operands: expected a tuple of arrays, got {type(operands).__name__}")
-    return tuple(operands)
+    # What NumPy computes of 0-d arrays are its scalars.
+    return tuple([np.asarray(x) if isinstance(x, np.generic) else x for x in operands])
 
 
 def operand_types(operands: Sequence[Any]) -> tuple[OperandType, ...]:
