@@ -50,9 +50,12 @@ def metadata_of(
             has_rules = True
             key.append(name)
         elif name == "operands":
-            operands = own_rules.arrays_of(keywords).values()
-            key += (name, len(operands))
-            extras += operands
+            if x is None:
+                continue
+            if not isinstance(x, (tuple, list)):
+                return None
+            key += (name, len(x))
+            extras += x
         elif kind is tuple:
             key += (name, repr(x))
         elif name == "block_mask" and hasattr(x, "serial"):

@@ -104,8 +104,8 @@ def attention_backward(
 
     Returns
     -------
-    dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given, and "operand_0", ... of floats: each of its input's shape, in the type of
-    the computation.
+    dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given, and "operand_0" and so on for operands of
+    floats: each of its input's shape, in the type of the computation.
     """
     if out is None:
         out = attention(q, k, v, sink=sink, **options)[0]

@@ -226,7 +226,7 @@ def branches(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         (lambda s, b, h, i, j: math.exp(s), ("float()", "where")),
         (lambda s, b, h, i, j: float(s), ("float()", "where")),
         (lambda s, b, h, i, j: bool(s), ("bool()", "where")),
-        (lambda s, b, h, i, j: s if i and j else s, ("where",)),
+        (lambda s, b, h, i, j: s if i and j else -s, ("where",)),
         (lambda s, b, h, i, j: max(s, 0), ("where",)),
         (lambda s, b, h, i, j: int(s), ("int()", "astype")),
         (lambda s, b, h, i, j: np.sinh(s), ("sinh",)),
