@@ -74,6 +74,15 @@ def attention(
         Concerns gradients only: a forward pass is always bitwise repeatable.
     precision : "tf32", optional
         Allow TF32's error for float32 inputs.
+    score_mod : callable, optional
+        ``score_mod(s, b, h, i, j, *operands)`` gives the new score of query i and key j in batch b and query head h;
+        it acts after softcap, bias and ALiBi, before masks, and hides by -inf. It is called once with symbolic
+        values, and becomes part of the kernels; its derivative is found automatically.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, i, j, *operands)`` gives a bool: whether query i may see key j.
+    operands : tuple of arrays, optional
+        What both functions receive: floats, integers or bools of any shape, on q's device. A function indexes all axes
+        of an operand; an index is clamped to its axis.
 
     Returns
     -------
@@ -128,15 +137,15 @@ def attention_backward(
         ``(dq, dk, dv)``, or these and the extras' gradients, to be written; None where one is to be allocated or not
         wanted.
     grads : tuple of str, optional
-        Names of the wanted gradients out of q, k, v, bias, sink, alibi_slopes; the others come back as None.
+        Names of the wanted gradients out of q, k, v, bias, sink, alibi_slopes, operands; the others come back as None.
     **options
         As given to `attention`.
 
     Returns
     -------
     tuple of arrays
-        ``(dq, dk, dv)``, then the gradients of bias, sink and alibi_slopes, in this order, for those that were given;
-        each in its input's shape and dtype.
+        ``(dq, dk, dv)``, then the gradients of bias, sink and alibi_slopes, in this order, for those that were given,
+        then one for each floating-point operand; each in its input's shape and dtype.
 
     Raises
     ------

@@ -19,6 +19,19 @@ struct SoftcapTile {
   }
 };
 
+// RuleTile holds the scores of a tile that the user's own rule is given, at which its derivatives are taken.
+template <int ROWS, int COLUMNS>
+struct RuleTile {
+  Accum x[HAS_SCORE_MOD ? ROWS : 1][HAS_SCORE_MOD ? COLUMNS : 1];
+
+  DEVICE Accum at(int r, int c) const { return HAS_SCORE_MOD ? x[HAS_SCORE_MOD ? r : 0][HAS_SCORE_MOD ? c : 0] : 0; }
+};
+
+// NoTerms is what compute() tells of the gradients of scores where no operand wants them.
+struct NoTerms {
+  DEVICE void operator()(const Score& score, Accum before, Accum ds, int i, int j) {}
+};
+
 // GradientTile is one (sequence, query head) as the gradient kernels read it. TRANSPOSED: tiles are keys x queries,
 // else queries x keys.
 template <bool TRANSPOSED>
@@ -58,12 +71,13 @@ struct GradientTile {
   }
 
   // compute() finds the weights and gradients of one tile. `dropped` becomes P after dropout, not rescaled, for dv;
-  // `ds` becomes the gradient of the scores, from which `softcap` makes that of the products. `seen` is cleared before,
-  // and complete behind the next barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
-  template <int SIZE, int ROWS, int COLUMNS, class Next>
+  // `ds` becomes the gradient of the scores before the user's own rule, from which `softcap` makes that of the
+  // products; `terms` is told that of the scores behind it. `seen` is cleared before, and complete behind the next
+  // barrier if masked. The caller has called fetch(); `next` starts to fetch what follows.
+  template <int SIZE, int ROWS, int COLUMNS, class Next, class Terms = NoTerms>
   DEVICE void compute(Accum (&dropped)[ROWS][COLUMNS], Accum (&ds)[ROWS][COLUMNS], SoftcapTile<ROWS, COLUMNS>& softcap,
                       Buffers<SIZE>& buffers, ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& chunks, int first_row,
-                      int first_column, bool masked, u8* seen, Next next) const {
+                      int first_column, bool masked, u8* seen, Next next, Terms&& terms = Terms()) const {
     clear(dropped);
     clear(ds);
     const Rows &left = TRANSPOSED ? v : dout, &right = TRANSPOSED ? dout : v;
@@ -72,6 +86,23 @@ struct GradientTile {
     multiply_transposed(ds, buffers, chunks, left, first_row, right, first_column, next);
 
     softcap.take(score, dropped);
+    const auto query_at = [&](int r, int c) {
+      return TRANSPOSED ? first_column + owned_index<COLUMNS>(thread_column(), c)
+                        : first_row + owned_index<ROWS>(thread_row(), r);
+    };
+    const auto key_at = [&](int r, int c) {
+      return TRANSPOSED ? first_row + owned_index<ROWS>(thread_row(), r)
+                        : first_column + owned_index<COLUMNS>(thread_column(), c);
+    };
+    RuleTile<ROWS, COLUMNS> before;
+    if constexpr (HAS_SCORE_MOD) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+          before.x[r][c] = score.before_rule(dropped[r][c], query_at(r, c), key_at(r, c));
+      }
+    }
     score_tile<TRANSPOSED>(dropped, score, mask, first_row, first_column, masked, seen);
     // Each query has its lse and delta. Rows beyond the sequence and rows that saw nothing have no weights.
     constexpr int QUERIES = TRANSPOSED ? COLUMNS : ROWS;
@@ -91,6 +122,13 @@ struct GradientTile {
       const Accum dp = !HAS_DROPOUT ? ds[r][c] : kept ? ds[r][c] * rescale : Accum(0);
       // A hidden element's dP may be NaN.
       ds[r][c] = w == 0 ? Accum(0) : w * (dp - own_delta[e]);
+      if constexpr (HAS_SCORE_MOD) {
+        const int i = query_at(r, c), j = key_at(r, c);
+        if (ds[r][c] != 0) {
+          terms(score, before.at(r, c), ds[r][c], i, j);
+          ds[r][c] *= score.user.derivative(before.at(r, c), i, j);
+        }
+      }
       dropped[r][c] = kept ? w : Accum(0);
     };
     if constexpr (HAS_DROPOUT) {

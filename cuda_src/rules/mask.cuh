@@ -4,11 +4,13 @@
 // lists follow FlashAttention's block-sparse variant (Dao et al. 2022, section 3.3), with exact bits inside partial
 // blocks.
 #include "../params.cuh"
+#include "user.cuh"
 
 // HIDES_ANYWHERE: keys may be hidden one by one, so that only the scores tell which keys of a tile are seen.
-constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK;
+constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD;
 // NUM_OPTIONS counts the options in use; a window is not counted.
-constexpr int NUM_OPTIONS = HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK;
+constexpr int NUM_OPTIONS =
+    HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK + HAS_SCORE_MOD + HAS_MASK_MOD;
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
 // 32-bit words in one row of a block of the canonical store of a BlockMask
 constexpr int WORDS_OF_ROW = CANONICAL / 32;
@@ -38,8 +40,9 @@ struct Mask {
   const int* slots;  // (slot_rows, slot_columns) of the block mask at this (batch, head)
   const u32* bits;   // (num_partial, 64, 2): block_bits
   int slot_rows, slot_columns;
+  RuleIf<HAS_MASK_MOD> user;
 
-  DEVICE Mask(const AttentionParams& p, const Sequence& s, int head) {
+  DEVICE Mask(const AttentionParams& p, const Sequence& s, int head) : user(p, s, head) {
     len_q = s.len_q;
     len_k = s.len_k;
     diagonal = s.diagonal();
@@ -72,6 +75,9 @@ struct Mask {
     }
     if constexpr (HAS_MASK) {
       if (!in_mask(i, j)) return false;
+    }
+    if constexpr (HAS_MASK_MOD) {
+      if (!user.visible(i, j)) return false;
     }
     if constexpr (HAS_BLOCK_MASK) return in_block(i, j);
     return true;

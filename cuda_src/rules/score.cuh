@@ -1,14 +1,15 @@
 // This header turns a product q.k into a score and finds the score's derivative: scale, softcap (Gemma 2's tanh), bias
-// and ALiBi (Press et al. 2022), in that order. It works on one element at a time, so every family of kernels uses it;
-// kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
+// and ALiBi (Press et al. 2022), and the user's own rule, in that order. It works on one element at a time, so every
+// family of kernels uses it; kernels for tensor cores have quicker forms of some steps (sm90/forward/scores.cuh).
 #include "../params.cuh"
+#include "user.cuh"
 #include "../ptx/sm80.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
 // QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
 // used, because there it spills registers.
-constexpr bool QUICK_TANH =
-    sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT || HAS_BLOCK_MASK);
+constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT ||
+                                                      HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
 #else
 constexpr bool QUICK_TANH = false;
 #endif
@@ -21,8 +22,9 @@ struct Score {
   int bias_last_row, bias_last_column;
   int diagonal;
   int first_q, first_k, stride;  // positions of a part (HAS_PLACE): row i is the whole's first_q + i * stride
+  RuleIf<HAS_SCORE_MOD> user;
 
-  DEVICE Score(const AttentionParams& p, const Sequence& s, int head) {
+  DEVICE Score(const AttentionParams& p, const Sequence& s, int head) : user(p, s, head) {
     scale = static_cast<Accum>(p.softmax_scale);
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
@@ -74,6 +76,16 @@ struct Score {
   // NaN; otherwise the result is NaN where the product is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
+    const Accum s = before_rule<STRICT>(product, i, j, own_bias);
+    if constexpr (HAS_SCORE_MOD && HAS_BIAS) {
+      if ((own_bias == nullptr ? bias_at(i, j) : *own_bias) == -infinity()) return -infinity();
+    }
+    return user.value(s, i, j);
+  }
+
+  // before_rule() is the score that the user's own rule is given.
+  template <bool STRICT = true>
+  DEVICE Accum before_rule(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
     Accum s = product * scale;
     if constexpr (HAS_SOFTCAP) s = softcap * capped(product);
     if constexpr (HAS_BIAS) {

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
+from cuflash.cpu.own_rules import OperandSums, sizes_of
 from cuflash.cpu.pages import PoolSums
 from cuflash.cpu.parts import merge_parts, sum_parts
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
@@ -60,6 +61,7 @@ class Share:
     kv: dict[str, Array] = field(default_factory=dict)  # "k", "v": (KV heads, keys, dim)
     heads: dict[str, Array] = field(default_factory=dict)  # "sink", "alibi_slopes": (query heads,)
     bias: Array | None = None  # (query heads | 1, rows | 1, keys | 1), at least one of the last two 1
+    operands: OperandSums = field(default_factory=lambda: OperandSums({}))
 
 
 def backward(
@@ -125,6 +127,8 @@ class _Main:
         self.head_sums: dict[str, Array] = {
             name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
         }
+        self.of_operands = {name: grads[name] for name in call.tiling.problem.operand_grads if name in grads}
+        self.operand_sums = OperandSums.of_all_tasks(self.of_operands)
         self.bias_sum: Array | None = None
         if "bias" in grads and not self.bias_in_place:
             self.bias_sum = np.zeros(grads["bias"].shape)
@@ -159,6 +163,7 @@ class _Main:
             self.pool_sums.write()
         if self.bias_sum is not None:
             self.grads["bias"][...] = self.bias_sum
+        self.operand_sums.write(self.of_operands)
 
     def _task(self, number: int, workspace: Workspace) -> None:
         task = self.tasks[number]
@@ -172,6 +177,7 @@ class _Main:
         problem, heads, keys = self.tiling.problem, task.heads, task.sequence.keys
         kv_heads, query_heads = heads.stop_kv - heads.first_kv, heads.stop - heads.first
         share = Share(heads={name: np.zeros(query_heads) for name in self.head_sums})
+        share.operands = OperandSums(sizes_of(self.of_operands))
         for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
             if name in self.grads:
                 share.kv[name] = np.zeros((kv_heads, keys, dim), problem.accum_dtype)
@@ -192,9 +198,11 @@ class _Main:
         dq = np.zeros_like(rows.q)
         for tile in tiling.tiles(block):
             within = tile.rows_within(block)
-            found = self.call.gradients(tile, rows.part(within), workspace)
+            found = self.call.gradients(tile, rows.part(within), workspace, with_operands=bool(self.of_operands))
             if found is None:
                 continue
+            for stretch in found.operands:
+                share.operands.add(stretch)
             if "v" in share.kv:
                 share.kv["v"][:, tile.keys] += found.p @ found.dout
             if found.dproducts is not None:
@@ -243,6 +251,7 @@ class _Main:
             if total.ndim == 2:
                 total = total[sequence.batch if len(total) > 1 else 0]
             total[heads.query] += part
+        self.operand_sums.add_all(share.operands)
         if self.bias_sum is not None and share.bias is not None:
             whole = Tile(Block(sequence, heads, 0, sequence.rows), 0, sequence.keys, False)
             self.bias_sum[whole.place_in(self.bias_sum.shape)] += share.bias

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.dropout import dropout_keep
+from cuflash.cpu.own_rules import OperandTerms
 from cuflash.cpu.scores import (
     Scores,
     by_kv_head,
@@ -22,6 +23,7 @@ from cuflash.cpu.scores import (
     load_keys,
     load_rows,
     sink_rows,
+    split_heads,
     without_rows,
     zero_hidden,
 )
@@ -65,6 +67,7 @@ class TileGradients(NamedTuple):
     dout: Array
     k: Array
     distance: Array | None
+    operands: list[OperandTerms]  # what the tile adds to the gradients of operands
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Backward:
     @property
     def needs_ds(self) -> bool:
         """A gradient of the scores is wanted."""
-        return not self.wanted.isdisjoint(("q", "k", "bias", "alibi_slopes"))
+        of_scores = "q", "k", "bias", "alibi_slopes", *self.tiling.problem.operand_grads
+        return not self.wanted.isdisjoint(of_scores)
 
     def load(self, block: Block, workspace: Workspace) -> Rows:
         """The rows of a block."""
@@ -125,7 +129,9 @@ class Backward:
         is_one = (total > 0) & (np.abs(np.log(total)) <= 2 * error)
         return np.where(is_one, 1 / total, 1).astype(rows.lse.dtype)
 
-    def gradients(self, tile: Tile, rows: Rows, workspace: Workspace) -> TileGradients | None:
+    def gradients(
+        self, tile: Tile, rows: Rows, workspace: Workspace, with_operands: bool = False
+    ) -> TileGradients | None:
         """The gradients of a tile with these rows; None if all of it is hidden."""
         tiling, problem, heads = self.tiling, self.tiling.problem, tile.block.heads
         k = load_keys(tiling, tiling.operands.k, tile)
@@ -147,7 +153,7 @@ class Backward:
             factor = dropout_keep(tiling, tile) * p.dtype.type(problem.dropout_rescale)
             factor = factor.reshape(p.shape)
         if not self.needs_ds:
-            return TileGradients(p if factor is None else p * factor, None, None, q, dout, k, None)
+            return TileGradients(p if factor is None else p * factor, None, None, q, dout, k, None, [])
 
         ds = workspace.array("ds", p.shape, problem.accum_dtype)
         np.matmul(v, rows.dout_transposed, out=ds)
@@ -159,6 +165,12 @@ class Backward:
         ds *= p
         if visible is not None:
             zero_hidden(ds, visible, heads)
+        operands: list[OperandTerms] = []
+        if found.rule is not None:
+            view = split_heads(ds, heads)
+            if with_operands:
+                operands = found.rule.operand_terms(view, self.wanted)
+            found.rule.chain(view)
         dproducts = ds
         if found.tanh is not None:
             dproducts = np.square(found.tanh, out=found.tanh)
@@ -166,7 +178,7 @@ class Backward:
             dproducts *= ds
             if visible is not None:
                 zero_hidden(dproducts, visible, heads)
-        return TileGradients(dropped, ds, dproducts, q, dout, k, found.distance)
+        return TileGradients(dropped, ds, dproducts, q, dout, k, found.distance, operands)
 
 
 def _probabilities(found: Scores, rows: Rows, block: Block) -> Array:

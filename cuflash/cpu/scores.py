@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu.own_rules import ScoreRule, visible_by_rule
 from cuflash.cpu.pages import gather, places
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Tile, Tiling
@@ -49,6 +50,7 @@ class Scores(NamedTuple):
     cut: Cut | None  # where `visible` comes from, if from causal and the window alone
     tanh: Array | None  # like scores
     distance: Array | None  # (keys, 1, rows)
+    rule: ScoreRule | None  # the user's own, applied to the scores
 
 
 def widen(x: Array) -> Array:
@@ -276,7 +278,16 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
         penalty = workspace.array("penalty", view.shape, p.accum_dtype)
         np.multiply(slopes.reshape(len(view), 1, -1, 1), distance, out=penalty)
         view -= penalty
-    return Scores(scores, None if visible is True else visible, cut, tanh, distance)
+    rule: ScoreRule | None = None
+    if p.rules.score is not None:
+        view = split_heads(scores, heads)
+        rule = ScoreRule(tiling, tile, view)
+        is_score = rule.apply(view)
+        if is_score is not None:
+            visible, cut = is_score if visible is True else is_score & visible, None
+            if not visible.any():
+                return None
+    return Scores(scores, None if visible is True else visible, cut, tanh, distance, rule)
 
 
 def aligned_positions(p: AttentionProblem, tile: Tile) -> tuple[Array, Array]:
@@ -332,6 +343,9 @@ def _visible(tiling: Tiling, tile: Tile, bias: Array | None, workspace: Workspac
             return None, None
         if isinstance(shown, np.ndarray):
             parts.append(like_scores(shown[None, None], tile))
+    shown_by_rule = visible_by_rule(tiling, tile)
+    if shown_by_rule is not None:
+        parts.append(shown_by_rule)
     if not parts:
         return (True, None) if cut is None else (cut.visible, cut)
     if cut is not None and isinstance(cut.visible, np.ndarray):

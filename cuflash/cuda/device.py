@@ -215,7 +215,7 @@ def get(
         import cupy
 
         device = _device(cupy.cuda.runtime.getDevice())
-    key = (paths, function, tuple(constants.items()), device)
+    key = (paths, function, tuple(constants.items()), tuple((generated or {}).values()), device)
     kernel = _kernels.get(key)
     if kernel is None:
         own_arch = _OWN_ARCH if _NEEDS_WGMMA in paths else ()

@@ -29,6 +29,10 @@ class Struct:
         self._members = tuple(members)
         self.dtype = np.dtype([(member.name, member.dtype) for member in members], align=True)
 
+    def extended(self, members: Sequence[Member]) -> Struct:
+        """The struct with further members behind its own, which stay where they are."""
+        return Struct(self.name, (*self._members, *members))
+
     def offset(self, member: str) -> int:
         """The offset of a member, in bytes."""
         assert self.dtype.fields is not None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import forks, interop
+from cuflash.frontend import own_rules
 from cuflash.frontend.metadata import Repeat, remember
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -24,7 +25,7 @@ from cuflash.problem.pages import check_cu_seqlens_k
 Gradients = tuple[Any, ...]
 
 _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table")
-_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
+_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed", "operands"))
 
 
 class _Checked(NamedTuple):
@@ -61,9 +62,11 @@ class Call:
             library, self.inputs = _adopt(self.inputs)
             inputs = {name: self.inputs[name] for name in inputs}
             keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
+            keywords = own_rules.with_adopted(keywords, self.inputs)
         key = (
             tuple([signature(x) for x in inputs.values()]),
             tuple([(name, signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
+            own_rules.of_call(self.inputs["q"], keywords),
         )
         checked = _checked.get(key)
         if checked is None:
@@ -74,7 +77,7 @@ class Call:
         self.operands = make_operands(checked.problem, self.inputs, Options(**keywords))
         self._is_repeatable = checked.is_repeatable
         self._own = inputs
-        self._options = {name: self.inputs[name] for name in keywords if name in self.inputs}
+        self._options = own_rules.arrays_in_order(keywords, self.inputs)
 
     def adopt(self, name: str, x: Any) -> Array | None:
         """A further argument, checked to be of the same library and device."""
@@ -126,7 +129,7 @@ class Call:
             if x is not None:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
         wanted = check_grads(grads, problem)
-        names = ("q", "k", "v", *problem.extra_grads)
+        names = problem.grad_names
         given = _check_outs(out, names, wanted)
         inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
         with interop.on_stream_of(self.library, self.inputs["q"]):
@@ -138,7 +141,9 @@ class Call:
                 if given[name] is None:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
-                    targets[name] = self._target(f"out, d{name}", given[name], like.shape, inputs, like.dtype.name)
+                    targets[name] = self._target(
+                        f"out, d{own_rules.label(name)}", given[name], like.shape, inputs, like.dtype.name
+                    )
                     inputs[f"d{name}"] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
@@ -193,6 +198,7 @@ def _packing(cu_seqlens_q: Array, cu_seqlens_k: Array | None, block_table: Array
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
     if _ARRAY_OPTION_SET.isdisjoint(keywords):
         return inputs
+    inputs = inputs | own_rules.arrays_of(keywords)
     arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
     seed = keywords.get("dropout_seed")
     if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
@@ -204,7 +210,8 @@ def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]
     if "cu_seqlens_q" in arrays and arrays["cu_seqlens_q"] is None:
         raise TypeError("cu_seqlens_q: expected an int32 array (batch + 1,), got None")
     library = interop.library_of("q", arrays["q"])
-    return library, interop.adopt_all(library, arrays)
+    adopted = interop.adopt_all(library, {own_rules.label(name): x for name, x in arrays.items()})
+    return library, dict(zip(arrays, adopted.values(), strict=True))
 
 
 def signature(x: Any) -> tuple[Any, ...]:
@@ -218,6 +225,10 @@ def signature(x: Any) -> tuple[Any, ...]:
         return kind, x
     if hasattr(x, "serial"):  # a BlockMask
         return kind, x.serial
+    if callable(x):  # a rule: what was traced stands in the key
+        return (kind,)
+    if kind is tuple or kind is list:
+        return kind, tuple([signature(item) for item in x])
     # The text tells (1, 0) from (1.0, False).
     return kind, getattr(x, "shape", None) or repr(x)
 
@@ -225,10 +236,12 @@ def signature(x: Any) -> tuple[Any, ...]:
 def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     check_names(keywords)
     library, arrays = _adopt(_arrays(inputs, keywords))
-    problem = make_problem(arrays, Options(**keywords))
+    problem = make_problem(arrays, Options(**own_rules.with_adopted(keywords, arrays)))
     # The address of an array that has to be copied does not suffice to repeat the call.
     are_as_given = {"bias", "mask", "dropout_seed"}
-    is_repeatable = all(name in are_as_given or with_contiguous_rows(x) is x for name, x in arrays.items())
+    is_repeatable = all(
+        name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
+    )
     return _Checked(problem, library, is_repeatable)
 
 
@@ -239,10 +252,14 @@ def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: froze
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
     if len(out) not in (3, len(names)):
-        forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({', '.join(f'd{name}' for name in names)})")))
+        labels = ", ".join(f"d{own_rules.label(name)}" for name in names)
+        forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({labels})")))
         raise ValueError(f"out: expected {forms}, got {len(out)} entries")
     given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
     for name, x in given.items():
         if x is not None and name not in wanted:
-            raise ValueError(f"out, d{name}: expected None, as grads does not name {name}, got {type(x).__name__}")
+            label, wanted_as = own_rules.label(name), "operands" if own_rules.is_operand(name) else name
+            raise ValueError(
+                f"out, d{label}: expected None, as grads does not name {wanted_as}, got {type(x).__name__}"
+            )
     return given

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cuflash.frontend import own_rules
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import MAX_SEED
@@ -32,8 +33,10 @@ def metadata_of(
 
     These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
     """
-    key, addresses, extras = [what], [], []
-    seed, block_mask = None, None
+    key: list[Any] = [what]
+    addresses: list[int] = []
+    extras: list[Array] = []
+    seed, block_mask, has_rules = None, None, False
     for name, x in keywords.items():
         kind = type(x)
         if name == "dropout_seed" and (kind is int or isinstance(x, np.integer)):
@@ -43,6 +46,16 @@ def metadata_of(
             key += (name, kind)
         elif kind in _VALUES or isinstance(x, np.generic):
             key += (name, kind, x)  # the kind tells apart what compares equal, such as True and 1
+        elif name in own_rules.FUNCTIONS:
+            has_rules = True
+            key.append(name)
+        elif name == "operands":
+            if x is None:
+                continue
+            if not isinstance(x, (tuple, list)):
+                return None
+            key += (name, len(x))
+            extras += x
         elif kind is tuple:
             key += (name, repr(x))
         elif name == "block_mask" and hasattr(x, "serial"):
@@ -63,6 +76,9 @@ def metadata_of(
             addresses.append(host_device.pointer(x))
         else:
             return None
+    if has_rules:
+        # In every call the first array has q's dtype.
+        key.append(own_rules.of_call(next(iter(arrays)), keywords))
     return Metadata(tuple(key), addresses, targets, seed, block_mask)
 
 

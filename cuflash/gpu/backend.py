@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu import own_rules
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -77,9 +78,11 @@ def backward(
     results = {f"d{name}": x for name, x in grads.items()}
     work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
+    of_operands = {name: x for name, x in grads.items() if name in problem.operand_grads}
+    grads = {name: x for name, x in grads.items() if name not in of_operands}
     is_own = adds or any(grads[name].dtype.name != problem.dtype for name in ("q", "k", "v") if name in grads)
     unpaged = None if problem.pages is None else Unpaged(work)
-    given_grads = grads
+    given_grads = grads | of_operands
     if unpaged is not None:
         grads = unpaged.gradients(grads)
     if is_own:
@@ -89,6 +92,7 @@ def backward(
     else:
         rest = _by_families(work, of_lse, grads)
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
+    own_rules.gradients(work, of_operands)
     if unpaged is not None:
         unpaged.scatter()
     work.recording.end()

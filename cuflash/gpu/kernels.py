@@ -11,31 +11,42 @@ from dataclasses import fields
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.source import Constants
 from cuflash.cuda.source import source_of as source_of_files
-from cuflash.gpu.params import PARAMS
+from cuflash.gpu.params import struct_of
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT, TENSOR
+from cuflash.kept import kept
 from cuflash.masks import store
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import file_of, function_of
 from cuflash.plan.portable import SIDE
+from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.to_cuda import EMPTY, HEADER, functions_of
 
 # Numbers that host and kernels share and that are neither a tile's nor the hardware's.
 _SHARED: Constants = {**store.CONSTANTS, "SIDE": SIDE, "ROW_ALIGNMENT": ROW_ALIGNMENT}
-_HEADERS = {**PARAMS.headers, **TENSOR.headers, **OPERANDS.headers}
+_HEADERS = {**TENSOR.headers, **OPERANDS.headers}
+_NO_CONSTANTS = ("entry", "rules")
+
+
+@kept
+def headers_of(rules: Rules) -> dict[str, str]:
+    """The generated headers of a kernel with these rules."""
+    functions = EMPTY if rules == NO_RULES else functions_of(rules)
+    return {**_HEADERS, **struct_of(rules).headers, HEADER: functions}
 
 
 def constants_of(config: KernelConfig) -> Constants:
-    """Every field of a configuration but its entry."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "entry"}
+    """Every field of a configuration but its entry and its rules."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NO_CONSTANTS}
 
 
 def source_of(config: KernelConfig) -> str:
     """The source text of a configuration's kernel."""
-    return text_of(file_of(config.entry), constants_of(config))
+    return text_of(file_of(config.entry), constants_of(config), config.rules)
 
 
-def text_of(paths: str, constants: Constants) -> str:
+def text_of(paths: str, constants: Constants, rules: Rules = NO_RULES) -> str:
     """The source text of files of cuda_src that know AttentionParams; `paths` are as in `cuda.source.source_of`."""
-    return source_of_files(paths, {**_SHARED, **constants}, _HEADERS)
+    return source_of_files(paths, {**_SHARED, **constants}, headers_of(rules))
 
 
 def load(
@@ -44,14 +55,19 @@ def load(
     constants: Constants,
     device: cuda_device.Device,
     smem_bytes: int = 0,
-    generated: Mapping[str, str] = _HEADERS,
+    rules: Rules = NO_RULES,
+    generated: Mapping[str, str] | None = None,
 ) -> cuda_device.LoadedKernel:
-    """A compiled function of such files (see `text_of`), loaded once for each device; `generated` as in `source_of`."""
-    return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, generated)
+    """A compiled function of such files (see `text_of`), loaded once for each device.
+
+    `generated`, as in `cuda.source.source_of`, stands in place of the headers of files that know AttentionParams.
+    """
+    headers = headers_of(rules) if generated is None else generated
+    return cuda_device.get(paths, function, {**_SHARED, **constants}, device, smem_bytes, headers)
 
 
 def load_kernel(
     config: KernelConfig, entry: str, device: cuda_device.Device, smem_bytes: int
 ) -> cuda_device.LoadedKernel:
     """The compiled kernel of a configuration; several entries may share one configuration."""
-    return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes)
+    return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes, config.rules)

@@ -23,8 +23,9 @@ from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
-from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.operands import Operands
+from cuflash.rules.rule import NO_RULES, Rules
 
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
@@ -55,6 +56,11 @@ class Kernel:
     def of_keys(self) -> bool:
         """A thread block stays with a tile of keys and iterates over queries."""
         return getattr(self.config, "of_keys", bool(key_results(self.entry)))
+
+    @property
+    def rules(self) -> Rules:
+        """The user's own rules that are compiled in."""
+        return self.config.rules if self.visits_tiles else NO_RULES
 
     @property
     def threads(self) -> int:
@@ -144,12 +150,12 @@ class Launch:
     def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device) -> None:
         problem, arrays = kernel.seen(problem, arrays)
         self.kernel = kernel
-        self.params = fixed_params(problem, arrays)
+        self.params = fixed_params(problem, arrays, kernel.rules)
         self.params["num_tiles"], tiles = kernel.grid(problem, arrays)
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
         self._extra = kernel.extra_arguments(problem, arrays, device, tiles)
-        self.pointer_words = tuple([word_of(name) for name in arrays])
+        self.pointer_words = tuple([word_of(name, kernel.rules) for name in arrays])
         self._is_empty = 0 in self._extra.grid
         self._values = (self.params, *self._extra.values)
         self._launch = kernel.load(device).bound(
@@ -207,11 +213,14 @@ class Work:
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
         self._block_mask = cast("BlockMask | None", operands.block_mask)
+        self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         seed: Any = operands.dropout_seed
         self._seed = int(seed) if isinstance(seed, (int, np.integer)) else None
         self._seed_array = {} if seed is None or self._seed is not None else {"dropout_seed": seed}
         self._stream = device.stream()
-        self.recording = Recording(device, {**self.arrays, **self._seed_array, **(others or {})}, self._stream)
+        self.recording = Recording(
+            device, {**self.arrays, **self._of_rules, **self._seed_array, **(others or {})}, self._stream
+        )
 
     def of_values(self, columns: slice) -> Work:
         """The same work on some columns of v and out alone; no call can repeat it, as these are views."""
@@ -240,6 +249,8 @@ class Work:
     def run(self, kernel: Kernel, arrays: Arrays) -> None:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""
         arrays = arrays | self._seed_array
+        if kernel.rules is not NO_RULES:
+            arrays |= self._of_rules
         if self._block_mask is not None and kernel.visits_tiles:
             arrays |= self._block_arrays(kernel, self._block_mask)
         layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])

@@ -5,12 +5,21 @@ This is its only description: `cuda.struct` makes the C++ members and the NumPy 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from cuflash.cuda.struct import Member, Struct
-from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.kept import kept
+from cuflash.plan.config import CPP_TYPES
+from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
+from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.to_cuda import type_of
 
 Arrays = dict[str, Array]
+
+MOST_AXES = 8  # of an operand whose gradient is written
+_MOST_BYTES = 4096  # of a kernel's parameters, tensor maps not counted
 
 # These are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
@@ -37,6 +46,10 @@ def _score_tensor(name: str, element: str, comment: str) -> Member:
 
 def _pointer(name: str, element: str, comment: str) -> Member:
     return Member(name, f"{element}*", np.dtype("u8"), comment)
+
+
+def _long(name: str, comment: str = "") -> Member:
+    return Member(name, "i64", np.dtype("i8"), comment)
 
 
 def _integer(name: str, comment: str = "") -> Member:
@@ -125,6 +138,13 @@ _POINTERS = (
         "int",
         "(thread blocks,): tiles that each block which writes row_lse and row_delta has done; or null",
     ),
+    _pointer("operand_sums", "Accum", "(operand_total,): sums of the gradients of a rule's operands, or null"),
+    _pointer(
+        "operand_words",
+        "u64",
+        "(3, operand_total): the largest terms of these, and their sums as integers (rules/fixed_point.cuh); or null",
+    ),
+    _pointer("doperand", "u8", "the gradient of one operand"),
 )
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
 PARAMS = Struct(
@@ -182,8 +202,29 @@ PARAMS = Struct(
             "num_grouped_heads",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
         ),
+        _integer("operand_bits", "bits of either word of a term (rules/fixed_point.cuh)"),
+        _long("operand_total", "elements of all floating-point operands"),
+        _long("doperand_begin", "the first element of doperand among these"),
+        _long("doperand_size", "elements of doperand"),
+        *(_long(f"doperand_size_{axis}") for axis in range(MOST_AXES)),
+        *(_long(f"doperand_stride_{axis}", "in elements") for axis in range(MOST_AXES)),
     ],
 )
+
+
+@kept
+def struct_of(rules: Rules) -> Struct:
+    """The struct of a kernel with these rules: `PARAMS`, and behind it what the rules read of each operand."""
+    members = []
+    for number, (dtype, rank) in enumerate(rules.operands):
+        name = operand_name(number)
+        members.append(_pointer(name, f"const {CPP_TYPES.get(dtype) or type_of(dtype)}", f"{rank} axes"))
+        members += [_long(f"{name}_size_{axis}") for axis in range(rank)]
+        members += [_long(f"{name}_stride_{axis}", "in elements") for axis in range(rank)]
+        members.append(_long(f"{name}_begin", "the first element of its gradient in operand_sums"))
+    return PARAMS.extended(members) if members else PARAMS
+
+
 TENSORS = tuple(member.name for member in _TENSORS)
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
 POINTERS = tuple(member.name for member in _POINTERS)
@@ -195,14 +236,21 @@ _BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_splits")
 
 
-def word_of(name: str) -> int:
+def word_of(name: str, rules: Rules = NO_RULES) -> int:
     """The index in `launch.Words` of the pointer (or seed) `name` in the struct."""
-    return PARAMS.offset(name) // 8
+    member = "doperand" if name.startswith("doperand_") else name
+    return struct_of(rules).offset(member) // 8
 
 
-def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
-    """The struct of a launch, in which pointers and the seed are still 0."""
-    params = np.zeros(1, PARAMS.dtype)
+def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RULES) -> np.ndarray:
+    """The struct of a launch of a kernel with `rules`, in which pointers and the seed are still 0."""
+    struct = struct_of(rules)
+    if struct.dtype.itemsize > _MOST_BYTES:
+        raise NotImplementedError(
+            f"operands: expected what fits the {_MOST_BYTES} bytes of a kernel's parameters, "
+            f"got {len(rules.operands)} operands, which make them {struct.dtype.itemsize}"
+        )
+    params = np.zeros(1, struct.dtype)
     p = params[0]
     for name in TENSORS:
         if name in arrays:
@@ -232,6 +280,7 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     if problem.pages is not None:
         p["num_pages"], p["page_size"], p["max_pages"] = problem.pages
         p["table_stride"] = _batch_stride(arrays["block_table"])
+    _fill_operands(p, problem, arrays, rules)
     if "out_splits" in arrays:
         p["splits"] = num_key_splits(problem, arrays)
     if "block_list" in arrays:
@@ -246,6 +295,37 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
 def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
     """The number of splits of the keys; packed sequences have one."""
     return 1 if problem.packed or "out_splits" not in arrays else len(arrays["out_splits"]) // problem.batch
+
+
+def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
+    """The first element of each operand's gradient among the sums of all, and how many these are."""
+    begins, total = {}, 0
+    for name in problem.operand_grads:
+        begins[name] = total
+        total += math.prod(problem.operands[int(name.rpartition("_")[2])].shape)
+    return begins, total
+
+
+def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
+    begins, p["operand_total"] = begins_of_operands(problem)
+    for number, (_, rank) in enumerate(rules.operands):
+        name = operand_name(number)
+        p[f"{name}_begin"] = begins.get(name, 0)
+        if name in arrays:
+            x = arrays[name]
+            for axis in range(rank):
+                p[f"{name}_size_{axis}"] = x.shape[axis]
+                p[f"{name}_stride_{axis}"] = x.strides[axis] // x.dtype.itemsize
+    for name in begins:
+        if f"d{name}" in arrays:
+            x = arrays[f"d{name}"]
+            if len(x.shape) > MOST_AXES:
+                raise NotImplementedError(f"operands: a gradient has at most {MOST_AXES} axes, got {len(x.shape)}")
+            p["doperand_begin"], p["doperand_size"] = begins[name], x.size
+            missing = MOST_AXES - len(x.shape)
+            for axis in range(MOST_AXES):
+                p[f"doperand_size_{axis}"] = 1 if axis < missing else x.shape[axis - missing]
+                p[f"doperand_stride_{axis}"] = 0 if axis < missing else x.strides[axis - missing] // x.dtype.itemsize
 
 
 def num_splits(arrays: Arrays) -> int:

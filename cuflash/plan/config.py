@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
+from cuflash.rules.rule import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
@@ -37,6 +38,9 @@ class KernelConfig:
     has_dropout: bool  # dropout is compiled in
     has_block_mask: bool  # the lists of visited tiles are compiled in
     has_place: bool  # positions of a part in a longer problem are compiled in, which ALiBi and dropout depend on
+    has_score_mod: bool  # the user's own rule for scores is compiled in
+    has_mask_mod: bool  # the user's own rule for what is visible is compiled in
+    rules: Rules = NO_RULES  # these rules, whose text is a header of the source
 
     @property
     def flags(self) -> str:
@@ -65,7 +69,11 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
+    "has_place": lambda problem: (
+        problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0 or problem.rules != NO_RULES)
+    ),
+    "has_score_mod": lambda problem: problem.rules.score is not None,
+    "has_mask_mod": lambda problem: problem.rules.visible is not None,
 }
 KNOWN_TO_ALL = (
     "has_window",
@@ -113,7 +121,7 @@ def without_window(flags: tuple[str, ...]) -> set[str]:
 
 def are_products(flags: tuple[str, ...]) -> bool:
     """Scores are products of q and k times the scale, and nothing is added or applied to them."""
-    return not {"has_softcap", "has_bias", "has_alibi"} & set(flags)
+    return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
 
 
 def flags_of(problem: AttentionProblem) -> tuple[str, ...]:

@@ -10,6 +10,9 @@ _FILES = {
     "backward_dk": "portable/backward_dkv",
     "backward_dv": "portable/backward_dkv",
     "backward_bias": "portable/backward_bias",
+    "backward_operands": "portable/operand_terms.cuh portable/backward_operands.cuh",
+    "operand_maxima": "portable/operand_maxima.cuh portable/backward_operands.cuh",
+    "operand_words": "portable/operand_words.cuh portable/backward_operands.cuh",
     "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
     "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
@@ -33,6 +36,7 @@ _FILES = {
 # Files whose function is not named like the entry, because several entries share it.
 _FUNCTIONS = {
     "portable/backward_dkv": "backward_dkv",
+    "portable/backward_operands.cuh": "backward_operands",
     "sm80/bias.cuh": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",
     "sm80/gradients.cuh": "gradients_sm80",

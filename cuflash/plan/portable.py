@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cuflash.hardware import ALIGNMENT, SMALLEST_SMEM
@@ -25,10 +25,12 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import MAX_HEAD_DIM, AttentionProblem, accum_of
+from cuflash.rules.rule import NO_RULES
 
 _SIZES = {"float32": 4, "float64": 8}
 SIDE = 16  # threads along either side of a tile
-HANDLES = (*KNOWN_TO_ALL, "has_place")  # the flags that the portable kernels know
+# The flags that the portable kernels know.
+HANDLES = (*KNOWN_TO_ALL, "has_place", "has_score_mod", "has_mask_mod")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class PortableRow:
     tiles: tuple[PortableTile, ...]
     with_options: PortableTile  # the smaller tile with any other option, as options take registers
 
+
+# The gradients of operands: by float additions, or in two passes that repeat their bits.
+OPERAND_ENTRIES = ("backward_operands", "operand_maxima", "operand_words")
 
 # Keys are (entry, accumulator, head-dim class of the widest result). The tiles were chosen by measurement on an H200.
 PORTABLE: dict[tuple[str, str, int], PortableRow] = {
@@ -88,6 +93,11 @@ PORTABLE: dict[tuple[str, str, int], PortableRow] = {
     ("backward_dv", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
     ("backward_bias", "float32", 0): PortableRow((), PortableTile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): PortableRow((), PortableTile(64, 32, 8, 4)),
+    **{
+        (entry, accum, 0): PortableRow((), tile)
+        for entry in OPERAND_ENTRIES
+        for accum, tile in (("float32", PortableTile(64, 64, 16, 16)), ("float64", PortableTile(64, 32, 8, 4)))
+    },
 }
 
 
@@ -127,6 +137,8 @@ def _smem_bytes(entry: str, tile: PortableTile, accum: str, head_dim: int, head_
         factor, seen = tile.block_m * (tile.block_n + pad), tile.block_m
     elif entry == "backward_bias":
         factor, seen = SIDE * max(tile.block_m, tile.block_n), tile.block_n
+    elif entry in OPERAND_ENTRIES:
+        factor, seen = 0, tile.block_n
     else:
         factor, seen = tile.block_n * (tile.block_m + pad), tile.block_n
     return (2 * chunk + factor) * size + math.ceil(seen / 16) * 16
@@ -178,7 +190,8 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
     else:
         classes = head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v)
         head_dim, head_dim_v = _result_classes(entry, *classes)
-    return config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
+    config = config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
+    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:
@@ -186,10 +199,16 @@ def types_of(problem: AttentionProblem) -> PortableConfig:
     return config_of("forward", problem.dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
 
 
+_ONLY_WITH = {
+    "backward_bias": (("has_bias",), HANDLES),
+    **dict.fromkeys(OPERAND_ENTRIES, (("has_score_mod",), HANDLES)),
+}
+
+
 def table(smem_limit: int) -> Iterator[tuple[PortableConfig, str]]:
     """Every kernel for a GPU of so much shared memory, with its dtype."""
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
-            for flags in table_flags(HANDLES) if entry != "backward_bias" else (("has_bias",), HANDLES):
+            for flags in _ONLY_WITH.get(entry, table_flags(HANDLES)):
                 yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype

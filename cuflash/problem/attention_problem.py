@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from cuflash.problem.pages import Pages
+from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.tracing import OperandType
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
-GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS)
+GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS, "operands")
 _HALF_WORDS = 1 << 16  # values of the random bits that decide on one weight of dropout
 
 Array = Any  # an ndarray of NumPy or CuPy, which may be absent
@@ -24,6 +26,11 @@ Array = Any  # an ndarray of NumPy or CuPy, which may be absent
 def accum_of(dtype: str) -> str:
     """The dtype of the arithmetic on arrays of a dtype."""
     return "float64" if dtype == "float64" else "float32"
+
+
+def operand_name(number: int) -> str:
+    """The name of an operand of the user's rules among the arrays of a call."""
+    return f"operand_{number}"
 
 
 class Place(NamedTuple):
@@ -91,6 +98,8 @@ class AttentionProblem:
     deterministic: bool | None = None
     precision: str | None = None
     place: Place = WHOLE
+    rules: Rules = NO_RULES  # the user's own
+    operands: tuple[OperandType, ...] = ()  # shapes and dtypes of their operands
     pages: Pages | None = None  # k and v are pools of pages; seqlen_k counts logical keys
     num_splits: int | None = None  # splits of the keys where a kernel splits them
     split_size: int | None = None  # keys of a split: then a row's bits do not depend on other rows
@@ -146,3 +155,13 @@ class AttentionProblem:
         """Names of the differentiable extras that were given, in the order of `EXTRA_GRADS`."""
         given = {"bias": self.bias is not None, "sink": self.sink, "alibi_slopes": self.alibi is not None}
         return tuple(name for name in EXTRA_GRADS if given[name])
+
+    @property
+    def operand_grads(self) -> tuple[str, ...]:
+        """Names of the floating-point operands, each of which has a gradient."""
+        return tuple(operand_name(n) for n, kind in enumerate(self.operands) if "float" in kind.dtype)
+
+    @property
+    def grad_names(self) -> tuple[str, ...]:
+        """Names of all gradients, in the order in which they are returned."""
+        return ("q", "k", "v", *self.extra_grads, *self.operand_grads)

@@ -17,9 +17,9 @@ def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: st
 
 def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
     """The names of the wanted gradients; all if `grads` is None."""
-    available = ("q", "k", "v", *problem.extra_grads)
+    available = ("q", "k", "v", *problem.extra_grads, *(("operands",) if problem.operands else ()))
     if grads is None:
-        return frozenset(available)
+        return frozenset(problem.grad_names)
     if isinstance(grads, str) or not isinstance(grads, (tuple, list, set, frozenset)):
         raise TypeError(f"grads: expected a tuple of names out of {available}, got {grads!r}")
     for name in grads:
@@ -28,7 +28,7 @@ def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> froze
         if name not in GRAD_NAMES:
             raise ValueError(f"grads: expected names out of {available}, got {name!r}")
         if name not in available:
-            raise ValueError(
-                f"grads: {name!r} is asked for, but no {name} was given; expected names out of {available}"
-            )
-    return frozenset(grads)
+            were = "no operands were" if name == "operands" else f"no {name} was"
+            raise ValueError(f"grads: {name!r} is asked for, but {were} given; expected names out of {available}")
+    of_operands = problem.operand_grads if "operands" in grads else ()
+    return frozenset((*(name for name in grads if name != "operands"), *of_operands))

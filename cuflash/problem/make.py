@@ -5,7 +5,9 @@ from __future__ import annotations
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, Array, AttentionProblem, accum_of
 from cuflash.problem.options import Options
+from cuflash.problem.own_rules import operand_types
 from cuflash.problem.pages import check_cu_seqlens_k, check_pages, check_splits
+from cuflash.rules.rule import trace_rules
 
 
 def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:
@@ -45,6 +47,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     checks.check_deterministic(o.deterministic)
     checks.check_precision(o.precision)
     num_splits, split_size = check_splits(o.num_splits, o.split_size)
+    operands = operand_types(o.operands)
     alibi = o.alibi_slopes
     return AttentionProblem(
         batch=batch,
@@ -72,6 +75,8 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         precision=o.precision if dtype == "float32" else None,
+        rules=trace_rules(o.score_mod, o.mask_mod, operands, accum),
+        operands=operands,
         pages=pages,
         num_splits=num_splits,
         split_size=split_size,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.mask_metadata import MaskMetadata
 from cuflash.problem.options import Options
 
@@ -28,6 +28,7 @@ class Operands(NamedTuple):
     block_table: Array | None = None  # (batch, max_pages) int32; k and v are pools (num_pages, page_size, ...)
     dropout_seed: int | Array | None = None
     block_mask: MaskMetadata | None = None
+    of_rules: tuple[Array, ...] = ()  # the operands of the user's own rules, of any shapes and strides
 
 
 def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: Options) -> Operands:
@@ -35,15 +36,17 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
     seed = arrays.get("dropout_seed", options.dropout_seed)
     checks.check_seed(seed, options.dropout_p)
 
+    of_rules = {operand_name(n): arrays[operand_name(n)] for n in range(len(problem.operands))}
     given = {
         name: to_full_rank(name, x if name in _OF_ANY_STRIDES else with_contiguous_rows(x))
         for name, x in arrays.items()
-        if name != "dropout_seed"
+        if name != "dropout_seed" and name not in of_rules
     }
     return Operands(
         **given,
         dropout_seed=seed if options.dropout_p > 0 else None,
         block_mask=options.block_mask if problem.block_mask else None,
+        of_rules=tuple(of_rules.values()),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -29,6 +29,9 @@ class Options:
     block_mask: MaskMetadata | None = None
     deterministic: bool | None = None
     precision: str | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    operands: Sequence[Array] = ()
     block_table: Array | None = None
     num_splits: int | None = None
     split_size: int | None = None
@@ -62,6 +65,9 @@ class OptionKeywords(TypedDict, total=False):
     block_mask: MaskMetadata | None
     deterministic: bool | None
     precision: str | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    operands: Sequence[Array]
     block_table: Array | None
     num_splits: int | None
     split_size: int | None

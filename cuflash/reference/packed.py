@@ -102,6 +102,9 @@ def attention_varlen_backward(
     for name in ("bias", "sink", "alibi_slopes"):
         if options.get(name) is not None:
             grads[name] = np.zeros(np.shape(options[name]), work)
+    for number, x in enumerate(map(np.asarray, options.get("operands") or ())):
+        if x.dtype.kind not in "biu":
+            grads[f"operand_{number}"] = np.zeros(x.shape)
     for index, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))):
         seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
         own_grads = attention_backward(
@@ -115,6 +118,9 @@ def attention_varlen_backward(
             **_sequence_options(index, seqlen_q, seqlen_k, options),
         )
         grads["q"][rows], grads["k"][keys], grads["v"][keys] = (own_grads[name][0] for name in "qkv")
+        for name in grads:
+            if name.startswith("operand_"):
+                grads[name] += own_grads[name]
         if "bias" in grads:
             view = grads["bias"].reshape((1,) * (4 - grads["bias"].ndim) + grads["bias"].shape)
             _sequence_extra(view, index, seqlen_q, seqlen_k)[...] += own_grads["bias"]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import own_rules
 from .pages import paged, unpaged
 from .scores import Scores, precision_of, scores_of
 
@@ -106,8 +107,8 @@ def attention_backward(
 
     Returns
     -------
-    dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given: each of its input's shape, in the type of
-    the computation.
+    dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given, and "operand_0" and so on for operands of
+    floats: each of its input's shape, in the type of the computation.
     """
     if options.get("block_table") is not None:
         table, pools = options["block_table"], {"k": k, "v": v}
@@ -145,6 +146,10 @@ def attention_backward(
             s = s._replace(q=abs(s.q), k=abs(s.k), v=abs(s.v), scale=abs(s.scale))
             wide_dout, delta = abs(wide_dout), abs(delta)
             ds = p * ((wide_dout @ s.v.swapaxes(-1, -2)) * s.dropout_factor + delta[..., None])
+        own_rule, operands = options.get("score_mod"), options.get("operands") or ()
+        of_operands = own_rules.operand_gradients(own_rule, s.before_rule, ds, options.get("first_batch", 0), operands)
+        if own_rule is not None:
+            ds = np.where(ds == 0, 0, ds * s.rule_slope)
         # Before softcap, the gradient of the products q.k.
         ds, dproduct = s.round(ds), s.round(ds * s.softcap_slope)
         grads = {
@@ -162,6 +167,9 @@ def attention_backward(
         if options.get("alibi_slopes") is not None:
             per_head = -(ds * s.distance).sum(axis=(2, 3))
             grads["alibi_slopes"] = _sum_to_shape(per_head, np.shape(options["alibi_slopes"]))
+        for number, grad in enumerate(of_operands):
+            if grad is not None:
+                grads[f"operand_{number}"] = grad
         return {name: abs(grad) for name, grad in grads.items()} if magnitudes else grads
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from . import own_rules
 from .dropout import dropout_keep, dropout_rescale
 
 Array = NDArray[Any]
@@ -27,6 +28,8 @@ class Scores(NamedTuple):
     distance: Array  # (batch, 1, seqlen_q, seqlen_k): |i + seqlen_k - seqlen_q - j|
     dropout_factor: Array | float  # 0 or the factor of kept weights
     round: Callable[[Array], Array]
+    before_rule: Array  # the scores that score_mod is given
+    rule_slope: Array | float  # d score_mod / d score
 
 
 def _lengths(lengths: Any, batch: int, seqlen: int) -> Array:
@@ -76,6 +79,9 @@ def scores_of(
     block_mask: Array | None = None,
     deterministic: bool = False,
     precision: str | None = None,
+    score_mod: own_rules.Rule | None = None,
+    mask_mod: own_rules.Rule | None = None,
+    operands: Sequence[Any] = (),
     num_splits: int | None = None,
     split_size: int | None = None,
     round_to: DTypeLike | None = None,
@@ -94,6 +100,8 @@ def scores_of(
     for extra in (mask, block_mask):
         if extra is not None:
             visible &= extra
+    if mask_mod is not None:
+        visible &= own_rules.shown(mask_mod, shape, first_batch, operands, real)
     if bias is not None:
         bias = np.asarray(bias).astype(real)
         visible &= bias != -np.inf
@@ -115,13 +123,32 @@ def scores_of(
     if alibi_slopes is not None:
         slopes = np.asarray(alibi_slopes).astype(real)
         scores = scores - slopes.reshape(-1, num_heads_q, 1, 1) * distance
+    before, rule_slope = scores, np.ones(()) if score_mod is None else np.zeros(())
+    if score_mod is not None:
+        scores = own_rules.scored(score_mod, before, first_batch, operands)
+        visible &= scores != -np.inf
+        rule_slope = own_rules.slope(score_mod, before, first_batch, operands)
     scores = np.where(visible, rounding(scores), -np.inf)
 
     factor: Array | float = 1.0
     if dropout_p:
         keep = dropout_keep(*shape, dropout_p, dropout_seed, first_batch)
         factor = keep * real(dropout_rescale(dropout_p))
-    return Scores(wide_q, wide_k, wide_v, scale, scores, visible, real_rows[..., 0], slope, distance, factor, rounding)
+    return Scores(
+        wide_q,
+        wide_k,
+        wide_v,
+        scale,
+        scores,
+        visible,
+        real_rows[..., 0],
+        slope,
+        distance,
+        factor,
+        rounding,
+        before,
+        rule_slope,
+    )
 
 
 def precision_of(round_to: DTypeLike | None, work: DTypeLike) -> tuple[Any, Callable[[Array], Array]]:

@@ -1,0 +1,42 @@
+// This header has the user's own rule: score_mod, mask_mod, and their derivatives, whose text the host writes
+// (cuflash/rules/to_cuda.py). A kernel without one has the same functions, which leave everything alone.
+#include "../params.cuh"
+#include "functions.cuh"
+
+// UserRule serves one (sequence, query head). value() is the new score of element (i, j) whose score is s, derivative()
+// its derivative by s, visible() whether j may be seen, and differentiate() tells `add` what a gradient ds of the new
+// score adds to that of each element of an operand that the score reads: the number of the reading, the element's place
+// in the sums of all operands, and the term.
+struct UserRule {
+  const AttentionParams& p;
+  int b, h;
+
+  DEVICE UserRule(const AttentionParams& p, const Sequence& s, int head)
+      : p(p), b(s.batch + (HAS_PLACE ? p.first_batch : 0)), h(head + (HAS_PLACE ? p.first_head : 0)) {}
+
+#include "UserRule.functions"
+};
+
+// RuleIf is the rule where it is compiled in. It takes rows and keys of a part, and hands on their places in the whole.
+template <bool ON>
+struct RuleIf : UserRule {
+  using UserRule::UserRule;
+
+  DEVICE int row(int i) const { return HAS_PLACE ? p.first_q + i * p.place_stride : i; }
+  DEVICE int key(int j) const { return HAS_PLACE ? p.first_k + j * p.place_stride : j; }
+  DEVICE Accum value(Accum s, int i, int j) const { return UserRule::value(s, row(i), key(j)); }
+  DEVICE Accum derivative(Accum s, int i, int j) const { return UserRule::derivative(s, row(i), key(j)); }
+  DEVICE bool visible(int i, int j) const { return UserRule::visible(row(i), key(j)); }
+  template <class Add>
+  DEVICE void differentiate(Accum s, Accum ds, int i, int j, Add add) const {
+    UserRule::differentiate(s, ds, row(i), key(j), add);
+  }
+};
+
+template <>
+struct RuleIf<false> {
+  DEVICE RuleIf(const AttentionParams& p, const Sequence& s, int head) {}
+  DEVICE Accum value(Accum s, int i, int j) const { return s; }
+  DEVICE Accum derivative(Accum s, int i, int j) const { return 1; }
+  DEVICE bool visible(int i, int j) const { return true; }
+};

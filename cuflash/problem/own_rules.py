@@ -1,0 +1,34 @@
+"""Checks of the operands of users' own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuflash.problem.attention_problem import DTYPES
+from cuflash.rules.tracing import OperandType
+
+_OF_INTEGERS = tuple(np.dtype(code).name for code in "?bBhHiIlLqQ")
+
+
+def check_operands(operands: object) -> tuple[Any, ...]:
+    """The operands as a tuple."""
+    if operands is None:
+        return ()
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: expected a tuple of arrays, got {type(operands).__name__}")
+    # What NumPy computes of 0-d arrays are its scalars.
+    return tuple([np.asarray(x) if isinstance(x, np.generic) else x for x in operands])
+
+
+def operand_types(operands: Sequence[Any]) -> tuple[OperandType, ...]:
+    """Shapes and dtypes of adopted operands; TypeError for dtypes that no rule computes with."""
+    kinds = []
+    for number, x in enumerate(check_operands(operands)):
+        dtype = x.dtype.name
+        if dtype not in DTYPES and dtype not in _OF_INTEGERS:
+            raise TypeError(f"operands[{number}]: expected floats, integers or bools, got dtype {dtype}")
+        kinds.append(OperandType(tuple(x.shape), dtype))
+    return tuple(kinds)

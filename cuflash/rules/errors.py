@@ -1,0 +1,39 @@
+"""Errors of a rule name the line of the user's function."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import CodeType
+
+_OWN = str(Path(__file__).parent)
+
+
+class RuleError(TypeError):
+    """A rule does with a traced value what cannot become part of a kernel."""
+
+
+class RuleAttributeError(AttributeError, TypeError):
+    """A rule asks a traced value for an attribute that it does not have."""
+
+
+def here() -> str:
+    """`` (file, line n: text)`` of the innermost line that is the user's."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code, frame.f_globals.get("__name__", "")):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line, frame.f_globals).strip()
+    return f" ({path}, line {line}{f': {text}' if text else ''})"
+
+
+def place_of(code: CodeType | None) -> str:
+    """`` (file, line n)`` of a function."""
+    return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _is_library(code: CodeType, module: str) -> bool:
+    return code.co_filename.startswith(_OWN) or module.partition(".")[0] in ("numpy", "cupy")

@@ -1,0 +1,178 @@
+"""The rules of a call: functions traced once, found again by what they read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from cuflash.kept import Kept
+from cuflash.rules.cupy_functions import cupy_traces
+from cuflash.rules.errors import RuleError, place_of
+from cuflash.rules.expression import INDICES, SCORE, Node, input_node
+from cuflash.rules.operations import Operand, as_node, cast
+from cuflash.rules.tracing import OperandType, Traced, TracedArray, operand_of, traced_operand
+
+PARAMETERS = {"score_mod": (SCORE, *INDICES), "mask_mod": INDICES}
+_MOST_SIGNATURES = 64  # of one function
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the kernels of a call compile in: equal rules are equal, whichever functions they came from."""
+
+    score: Node | None = None  # the new score; None leaves it alone
+    visible: Node | None = None  # bool; None hides nothing
+    operands: tuple[tuple[str, int], ...] = ()  # dtype and number of axes of each operand
+
+
+NO_RULES = Rules()
+
+
+def trace_rules(score_mod: Any, mask_mod: Any, operands: tuple[OperandType, ...], accum: str) -> Rules:
+    """The rules of a call whose arithmetic is in dtype `accum`."""
+    return Rules(
+        None if score_mod is None else traced("score_mod", score_mod, operands, accum),
+        None if mask_mod is None else traced("mask_mod", mask_mod, operands, accum),
+        tuple([(x.dtype, len(x.shape)) for x in operands]),
+    )
+
+
+# For each function, by operands and dtype: what it read when it was traced, and its expression.
+_traced: WeakKeyDictionary[Any, Kept[Any, tuple[_Bindings, Node]]] = WeakKeyDictionary()
+
+
+def traced(name: str, function: Any, operands: tuple[OperandType, ...], accum: str) -> Node:
+    """The expression of a function, option `name`.
+
+    A function object is traced once, and again only where a name that it reads is bound to another object, or the
+    operands' shapes or dtypes differ.
+    """
+    if not isinstance(function, FunctionType):  # what others read is not known
+        return _trace(name, function, operands, accum)
+    own = _traced.get(function)
+    if own is None:
+        own = _traced[function] = Kept(_MOST_SIGNATURES)
+    key = name, operands, accum
+    found = own.get(key)
+    if found is None or not found[0].hold(function):
+        # The bindings are noted first: a name that the function itself binds anew is met by the next call.
+        bindings = _Bindings(function)
+        found = own[key] = bindings, _trace(name, function, operands, accum)
+    return found[1]
+
+
+class _Bindings:
+    """The objects to which the names of a function are bound, those of functions among them included."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._defaults: list[tuple[FunctionType | None, Any, Any, Any]] = []
+        self._note(function, {id(function)}, is_own=True)
+
+    def _note(self, function: FunctionType, seen: set[int], is_own: bool = False) -> None:
+        keyword = function.__kwdefaults__
+        # The function itself is not kept alive: the table of all functions forgets it when its owner does.
+        self._defaults.append((None if is_own else function, function.__defaults__, keyword, dict(keyword or {})))
+        found = []
+        for cell in function.__closure__ or ():
+            value = _contents(cell)
+            self._cells.append((cell, value))
+            found.append(value)
+        for name in sorted(_names(function.__code__)):
+            value = function.__globals__.get(name, _MISSING)
+            self._globals.append((function.__globals__, name, value))
+            found.append(value)
+        for value in found:
+            if isinstance(value, FunctionType) and id(value) not in seen and value.__module__ == function.__module__:
+                seen.add(id(value))
+                self._note(value, seen)
+
+    def hold(self, function: FunctionType) -> bool:
+        """Every name of the function is bound to the same object as before."""
+        for cell, value in self._cells:
+            if _contents(cell) is not value:
+                return False
+        for names, name, value in self._globals:
+            if names.get(name, _MISSING) is not value:
+                return False
+        for other, defaults, keyword, values in self._defaults:
+            owner = function if other is None else other
+            own = owner.__kwdefaults__
+            if owner.__defaults__ is not defaults or own is not keyword:
+                return False
+            if own and any(own.get(name) is not value for name, value in values.items()):
+                return False
+        return True
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name is not bound yet
+        return _MISSING
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that may be global ones, also of functions within the function."""
+    names = set(code.co_names)
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            names |= _names(value)
+    return names
+
+
+def _trace(name: str, function: Callable[..., Any], operands: tuple[OperandType, ...], accum: str) -> Node:
+    if not callable(function):
+        raise TypeError(f"{name}: expected a function {form_of(name)}, got {type(function).__name__}")
+    inputs = [Traced(input_node(x, accum if x == SCORE else "int32"), accum) for x in PARAMETERS[name]]
+    given = [traced_operand(number, kind, accum) for number, kind in enumerate(operands)]
+    _check_parameters(name, function, len(inputs), len(given))
+    with cupy_traces():
+        result = function(*inputs, *given)
+    return _result(name, function, result, accum)
+
+
+def form_of(name: str) -> str:
+    """How an option's function is called, in words."""
+    return f"({', '.join((*PARAMETERS[name], '*operands'))})"
+
+
+def _check_parameters(name: str, function: Callable[..., Any], inputs: int, operands: int) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of another language has none
+        return
+    try:
+        signature.bind(*range(inputs + operands))
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: expected a function {form_of(name)} that takes {inputs} values and {operands} operands, "
+            f"got {signature}: {error}{_place(function)}"
+        ) from None
+
+
+def _place(function: Any) -> str:
+    return place_of(getattr(inspect.unwrap(function), "__code__", None))
+
+
+def _result(name: str, function: Any, result: Any, accum: str) -> Node:
+    where = _place(function)
+    what = "a bool, such as a comparison" if name == "mask_mod" else "the new score"
+    if isinstance(result, TracedArray):
+        raise RuleError(f"{name}: {result.not_indexed()}{where}")
+    try:
+        value: Operand = operand_of(result, accum)
+    except TypeError:
+        raise RuleError(f"{name}: expected {what}, got {type(result).__name__}{where}") from None
+    found = as_node(value, accum)
+    if name == "score_mod":
+        return cast(found, accum)
+    if found.dtype != "bool":
+        raise RuleError(f"{name}: expected {what}, got {found.dtype}{where}")
+    return found
