@@ -11,7 +11,7 @@ from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Work
-from cuflash.gpu.pages import Unpaged
+from cuflash.gpu.pages import Unpaged, fits, with_first_keys
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
@@ -41,13 +41,17 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    if problem.pages is not None:
+    is_own = out.dtype.name != problem.dtype
+    reads_pages = problem.pages is not None and not fits(work)
+    if problem.pages is not None and not reads_pages:
         Unpaged(work)
-    if out.dtype.name == problem.dtype:
+    if is_own and (reads_pages or problem.split_size is not None or not gpu_sm90.forward(work)):
+        return forward(*_in_accum_dtype(problem, operands), out, lse)
+    if reads_pages:
+        gpu_portable.paged_forward(with_first_keys(work))
+    elif not is_own:
         families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
         next(filter(None, (family(work) for family in families)))
-    elif problem.split_size is not None or not gpu_sm90.forward(work):
-        return forward(*_in_accum_dtype(problem, operands), out, lse)
     work.recording.end()
     return work.recording
 
