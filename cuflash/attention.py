@@ -10,6 +10,7 @@ from cuflash.frontend.call import Call, Gradients
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_bool
+from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.options import Options
 
 if TYPE_CHECKING:
@@ -327,12 +328,15 @@ def _backward(
 def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
     return_lse = check_bool("return_lse", return_lse)
     metadata = metadata_of("forward, lse", inputs, options, (out,))
+    if metadata is not None:  # then these are arrays, and the same forward pass may be known
+        refuse_gradients(*inputs[:3])
     results = repeated(metadata)
     if results is not None:
         result, lse = results
         call = None
     else:
         call = _call(inputs, options)
+        call.refuse_gradients()
         result, lse = call.forward(out, True, metadata)
         residual = call.adopt("out", result)
 

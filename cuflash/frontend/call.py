@@ -14,6 +14,7 @@ from cuflash import forks, interop
 from cuflash.frontend.metadata import Repeat, remember
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.fp8 import SCALES, refuse_gradients
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
@@ -22,7 +23,7 @@ from cuflash.problem.overlap import check_target
 
 Gradients = tuple[Any, ...]
 
-_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", *SCALES)
 _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
@@ -55,6 +56,8 @@ class Call:
             library, self.inputs = _adopt(self.inputs)
             inputs = {name: self.inputs[name] for name in inputs}
             keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
+        if keywords.get("out_dtype") is not None:
+            keywords = {**keywords, "out_dtype": interop.dtype_name(keywords["out_dtype"])}
         key = (
             tuple([_signature(x) for x in inputs.values()]),
             tuple([(name, _signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
@@ -84,6 +87,10 @@ class Call:
         """`x` as an array of the caller's library."""
         return self.library.release(x)
 
+    def refuse_gradients(self) -> None:
+        """NotImplementedError where an input is FP8."""
+        refuse_gradients(*(self.inputs[name] for name in ("q", "k", "v")))
+
     def forward(
         self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
     ) -> tuple[Any, Array | None]:
@@ -91,7 +98,8 @@ class Call:
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
-                target = self._empty(problem.out_shape, q.dtype)
+                dtype = q.dtype if problem.out_dtype is None else interop.dtype_of(problem.out_dtype)
+                target = self._empty(problem.out_shape, dtype)
             else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
@@ -113,9 +121,10 @@ class Call:
         metadata: Metadata | None = None,
     ) -> Gradients:
         """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
+        self.refuse_gradients()
         problem = self.problem
         for name, x in (("dout", dout), ("out", forward_out)):
-            check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
+            check_like(name, x, problem.out_shape, problem.result_dtype, "as the forward result")
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
@@ -160,7 +169,7 @@ class Call:
         if self.library.name == "jax":  # CuPy would write them
             raise ValueError(f"{name}: expected None, as JAX's arrays are immutable, got an array")
         target = self.adopt(name, out)
-        check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
+        check_like(name, target, shape, dtype or self.problem.result_dtype, "as the result")
         check_target(name, target, inputs)
         return target
 
@@ -215,7 +224,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**keywords))
     # The address of an array that has to be copied does not suffice to repeat the call.
-    are_as_given = {"bias", "mask", "dropout_seed"}
+    are_as_given = {"bias", "mask", "dropout_seed", *SCALES}
     is_repeatable = all(name in are_as_given or with_contiguous_rows(x) is x for name, x in arrays.items())
     return _Checked(problem, library, is_repeatable)
 

@@ -6,10 +6,11 @@ It is known from metadata alone, so that no check synchronises a device; `make` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALF_DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 256
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
@@ -57,7 +58,7 @@ class AttentionProblem:
     num_heads_kv: int
     head_dim: int  # columns of q and k
     head_dim_v: int  # columns of v and out
-    dtype: str  # one of `DTYPES`
+    dtype: str  # of q: one of `DTYPES`, or `e4m3.NAME`
     packed: bool = False
     window_left: int | None = None  # keys before the query's own that it sees; None is unbounded
     window_right: int | None = None  # keys behind the query's own that it sees; None is unbounded
@@ -76,6 +77,8 @@ class AttentionProblem:
     deterministic: bool | None = None
     precision: str | None = None
     place: Place = WHOLE
+    has_fp8_keys: bool = False  # k and v are e4m3 codes
+    out_dtype: str | None = None  # of the result; None is `dtype`
     # These are computed once, as every call needs them.
     _hash: int = field(init=False, repr=False, compare=False)
     out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # shape of the result and of dout
@@ -105,6 +108,23 @@ class AttentionProblem:
     def accum_dtype(self) -> str:
         """The dtype of lse, of sink and slopes, and of the arithmetic."""
         return accum_of(self.dtype)
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of out and dout."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def is_mixed(self) -> bool:
+        """q, k, v and out are not all of one dtype."""
+        return self.has_fp8_keys or self.out_dtype is not None
+
+    @property
+    def wide(self) -> AttentionProblem:
+        """The same problem where every array has the accumulation's dtype."""
+        accum = self.accum_dtype
+        bias_dtype = None if self.bias is None else accum
+        return replace(self, dtype=accum, bias_dtype=bias_dtype, has_fp8_keys=False, out_dtype=None)
 
     @property
     def dropout_threshold(self) -> int:

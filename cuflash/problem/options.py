@@ -29,6 +29,10 @@ class Options:
     block_mask: MaskMetadata | None = None
     deterministic: bool | None = None
     precision: str | None = None
+    q_scale: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    out_dtype: Any = None
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -59,3 +63,7 @@ class OptionKeywords(TypedDict, total=False):
     block_mask: MaskMetadata | None
     deterministic: bool | None
     precision: str | None
+    q_scale: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
+    out_dtype: Any

@@ -13,7 +13,7 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
 # What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
@@ -25,9 +25,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": ("masks", "problem", *BASE),
     "frontend": ("problem", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
+    "fp8": ("cuda", "problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
+    "__init__": ("attention", "fp8", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
