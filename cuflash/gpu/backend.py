@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu import convert
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -31,7 +32,10 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    next(filter(None, (family(work) for family in _FORWARD)))
+    own = convert.widened(work) if problem.is_mixed else work
+    next(filter(None, (family(own) for family in _FORWARD)))
+    if own is not work:
+        convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
     work.recording.end()
     return work.recording
 
@@ -49,7 +53,9 @@ def backward(
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}
-    work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    given_work = work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    if problem.is_mixed:
+        work, grads = convert.widened(work, is_backward=True), convert.wide_results(work, grads)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
     for family in _BACKWARD:
         rest = family(work, work.arrays | of_lse, grads)
@@ -59,5 +65,6 @@ def backward(
         gpu_portable.delta(work, work.arrays | of_lse)
         rest = grads
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
+    convert.narrow(given_work, grads, results)
     work.recording.end()
     return work.recording
