@@ -6,6 +6,9 @@ transform of queries and keys incoherent processing: it leaves their products al
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -64,8 +67,8 @@ def quantize_fp8(x: Array, per: str = "tensor") -> tuple[Array, Array]:
         raise ValueError(f'per: expected "tensor", "head" or "token", got {per!r}')
     full = x if x.ndim == 4 else x[None]
     with interop.on_stream_of(library, x):
-        shared = _SHARED_AXES[per]
-        codes, scale = _quantized_by_numpy(full, shared)
+        quantize = _quantized_by_numpy if isinstance(x, np.ndarray) else _kernels().quantize
+        codes, scale = quantize(full, _SHARED_AXES[per])
         return library.release(codes.reshape(x.shape)), library.release(scale.reshape(scale.shape[4 - x.ndim :]))
 
 
@@ -105,7 +108,15 @@ def hadamard(x: Array, seed: int) -> Array:
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed: expected an int in [0, 2**64), got {seed}")
     with interop.on_stream_of(library, x):
-        return library.release(_transformed_by_numpy(x, int(seed)))
+        size = x.shape[-1] & -x.shape[-1]
+        if isinstance(x, np.ndarray) or size > _kernels().MOST_COLUMNS:
+            return library.release(_transformed(interop.namespace_of(x), x, int(seed), size))
+        return library.release(_kernels().transform(x, int(seed), size))
+
+
+@cache
+def _kernels() -> ModuleType:
+    return import_module("cuflash.gpu.quantize")
 
 
 def _check_dtype(x: Array) -> None:
@@ -126,26 +137,26 @@ def _quantized_by_numpy(x: Array, shared: tuple[int, ...]) -> tuple[Array, Array
 
 
 @np.errstate(all="ignore")
-def _transformed_by_numpy(x: Array, seed: int) -> Array:
+def _transformed(xp: Any, x: Array, seed: int, size: int) -> Array:
+    """The transform of blocks of `size` columns, by operations of NumPy or CuPy on whole arrays."""
     columns = x.shape[-1]
-    size = columns & -columns
-    wide = x.astype(accum_of(x.dtype.name)) * _signs(columns, seed).astype(accum_of(x.dtype.name))
+    wide = x.astype(accum_of(x.dtype.name)) * _signs(xp, columns, seed).astype(accum_of(x.dtype.name))
     if size > 1:
         step = 1
         while step < size:
             pairs = wide.reshape(*x.shape[:-1], columns // (2 * step), 2, step)
             upper, lower = pairs[..., 0, :], pairs[..., 1, :]
-            wide = np.stack((upper + lower, upper - lower), axis=-2).reshape(x.shape)
+            wide = xp.stack((upper + lower, upper - lower), axis=-2).reshape(x.shape)
             step *= 2
         wide *= wide.dtype.type(size**-0.5)
     return wide.astype(x.dtype)
 
 
-def _signs(columns: int, seed: int) -> Array:
+def _signs(xp: Any, columns: int, seed: int) -> Array:
     """1 or -1 for every column: the top bit of SplitMix64's numbers."""
     with np.errstate(over="ignore"):
-        state = np.uint64(seed) + np.arange(1, columns + 1, dtype=np.uint64) * np.uint64(_STEP)
+        state = np.uint64(seed) + xp.arange(1, columns + 1, dtype=np.uint64) * np.uint64(_STEP)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX[0])
         state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX[1])
         state ^= state >> np.uint64(31)
-    return np.where(state >> np.uint64(63), -1, 1)
+    return xp.where(state >> np.uint64(63), -1, 1)

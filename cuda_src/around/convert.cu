@@ -3,12 +3,7 @@
 // host writes the types `Source` and `Target` in front of this text.
 #include "../offset_of.cuh"
 #include "e4m3.cuh"
-
-using i64 = long long;
-
-struct Four {
-  i64 n[4];
-};
+#include "four.cuh"
 
 struct Conversion {
 #include "Conversion.members"
@@ -25,20 +20,13 @@ DEVICE float number(__nv_bfloat16 x) { return __bfloat162float(x); }
 extern "C" __global__ void __launch_bounds__(THREADS) convert(const Conversion p) {
   const i64 chunks = (p.extents.n[3] + COLUMNS - 1) / COLUMNS;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-  i64 row = index / chunks;
-  i64 source = 0, target = 0, scale_at = 0;
-  for (int axis = 2; axis >= 0; --axis) {
-    const i64 i = axis == 0 ? row : row % p.extents.n[axis];
-    if (axis == 0 && i >= p.extents.n[0]) return;
-    row /= p.extents.n[axis];
-    source += i * p.source_strides.n[axis];
-    target += i * p.target_strides.n[axis];
-    scale_at += i * p.scale_strides.n[axis];
-  }
-  const float scale = p.scale == nullptr ? 1.0f : p.scale[scale_at];
+  const RowPlace place(index / chunks, p.extents, p.source_strides, p.target_strides);
+  if (!place.exists) return;
+  const RowPlace of_scale(index / chunks, p.extents, p.scale_strides, p.scale_strides);
+  const float scale = p.scale == nullptr ? 1.0f : p.scale[of_scale.first];
   const i64 first = index % chunks * COLUMNS, end = first + COLUMNS;
   for (i64 column = first; column < end && column < p.extents.n[3]; ++column) {
-    const float x = number(p.source[source + column * p.source_strides.n[3]]);
-    p.target[target + column * p.target_strides.n[3]] = static_cast<Target>(x * scale);
+    const float x = number(p.source[place.first + column * p.source_strides.n[3]]);
+    p.target[place.second + column * p.target_strides.n[3]] = static_cast<Target>(x * scale);
   }
 }

@@ -1,7 +1,7 @@
 // Numbers of e4m3 and back, as cuflash/e4m3.py has them, by bits and integers: float32 arithmetic flushes subnormals.
 
-constexpr int E4M3_SHIFT = 23 - 3;                  // from float32's mantissa to e4m3's
-constexpr unsigned E4M3_REBIAS = (127 - 7) << 3;    // between the exponents' biases, in units of codes
+constexpr int E4M3_SHIFT = 23 - 3;                // from float32's mantissa to e4m3's
+constexpr unsigned E4M3_REBIAS = (127 - 7) << 3;  // between the exponents' biases, in units of codes
 constexpr unsigned E4M3_NAN = 0x7f, E4M3_LARGEST = 0x7e, E4M3_SUBNORMALS = 8;
 constexpr float E4M3_MAX = 448, E4M3_LEAST_NORMAL = 0.015625f, E4M3_LEAST = 0.001953125f;
 
@@ -19,7 +19,8 @@ DEVICE unsigned char encoded(float x) {
   const float size = __uint_as_float(rest);
   if (rest > 0x7f800000u) return static_cast<unsigned char>(sign | E4M3_NAN);
   if (size >= E4M3_MAX) return static_cast<unsigned char>(sign | E4M3_LARGEST);
-  if (size < E4M3_LEAST_NORMAL) return static_cast<unsigned char>(sign | static_cast<unsigned>(rintf(size / E4M3_LEAST)));
+  if (size < E4M3_LEAST_NORMAL)
+    return static_cast<unsigned char>(sign | static_cast<unsigned>(rintf(size / E4M3_LEAST)));
   const unsigned half = 1u << (E4M3_SHIFT - 1), odd = rest >> E4M3_SHIFT & 1;
   return static_cast<unsigned char>(sign | (((rest + (half - 1) + odd) >> E4M3_SHIFT) - E4M3_REBIAS));
 }

@@ -15,6 +15,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
 from cuflash.gpu.launch import Arguments, Work
 from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
@@ -24,8 +25,6 @@ from cuflash.problem.fp8 import SCALES
 _FILE, _ENTRY = "around/convert", "convert"
 _THREADS = 256  # threads of a thread block
 _COLUMNS = 8  # columns that a thread converts
-_CPP_TYPES = {"uint8": "unsigned char", "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
-_FOUR = np.dtype((np.int64, 4))
 _POINTERS = ("source", "target", "scale")
 CONVERSION = Struct(
     "Conversion",
@@ -33,10 +32,10 @@ CONVERSION = Struct(
         Member("source", "const Source*", np.dtype("u8")),
         Member("target", "Target*", np.dtype("u8")),
         Member("scale", "const float*", np.dtype("u8"), "of the rows, or null"),
-        Member("extents", "Four", _FOUR),
-        Member("source_strides", "Four", _FOUR, "in elements, as the others"),
-        Member("target_strides", "Four", _FOUR),
-        Member("scale_strides", "Four", _FOUR, "of the rows' axes"),
+        Member("extents", "Four", FOUR),
+        Member("source_strides", "Four", FOUR, "in elements, as the others"),
+        Member("target_strides", "Four", FOUR),
+        Member("scale_strides", "Four", FOUR, "of the rows' axes"),
     ],
 )
 _INPUTS = ("q", "k", "v", "bias")
@@ -51,16 +50,16 @@ class _Launch:
         self.pointer_words = tuple([CONVERSION.offset(name) // 8 for name in _POINTERS[: len(arrays)]])
         params = np.zeros(1, CONVERSION.dtype)
         p = params[0]
-        p["extents"] = _four(source.shape, 1)
-        p["source_strides"], p["target_strides"] = _strides(source), _strides(target)
+        p["extents"] = extents(source)
+        p["source_strides"], p["target_strides"] = strides(source), strides(target)
         if scales:
-            p["scale_strides"] = _strides(scales[0][..., None])
+            p["scale_strides"] = strides(scales[0][..., None])
         rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
         self._is_empty = not source.size
         blocks = math.ceil(rows * math.ceil(columns / _COLUMNS) / _THREADS)
         constants: dict[str, str | int] = {
-            "source": _CPP_TYPES[source.dtype.name],
-            "target": _CPP_TYPES[target.dtype.name],
+            "source": CPP_TYPES[source.dtype.name],
+            "target": CPP_TYPES[target.dtype.name],
             "threads": _THREADS,
             "columns": _COLUMNS,
         }
@@ -87,14 +86,6 @@ class _Launch:
 
 
 _launches: Kept[Any, _Launch] = Kept()
-
-
-def _four(sizes: Sequence[int], missing: int) -> list[int]:
-    return [missing] * (4 - len(sizes)) + [int(n) for n in sizes]
-
-
-def _strides(x: Array) -> list[int]:
-    return _four([0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)], 0)
 
 
 def _convert(work: Work, arrays: Arrays) -> None:

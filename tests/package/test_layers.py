@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": ("masks", "problem", *BASE),
     "frontend": ("problem", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
-    "fp8": ("cuda", "problem", *BASE),
+    "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "__init__": ("attention", "fp8", "merge", "masks", "distributed", *BASE),
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
 BY_NAME = {
+    "fp8": {"cuflash.gpu.quantize"},
     "__init__": {"cuflash.distributed"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
