@@ -209,11 +209,11 @@ def load_columns(tiling: Tiling, x: Array, block: Block, scale: Array | None = N
 
     Possibly a view, and then with sequences before KV heads as in `load_keys`.
     """
-    own, scales = (
-        None if array is None else tiling.of_sequence(array, block.sequence)[:, block.rows, block.heads.query]
-        for array in (x, scale)
-    )
-    own = _wide_rows(own, scales)
+
+    def part(array: Array) -> Array:
+        return tiling.of_sequence(array, block.sequence)[:, block.rows, block.heads.query]
+
+    own = _wide_rows(part(x), None if scale is None else part(scale))
     alike, rows, heads, dim = own.shape
     group = block.heads.counts[1]
     by_head = own.reshape(alike, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
@@ -228,13 +228,11 @@ def load_keys(tiling: Tiling, x: Array, tile: Tile, scale: Array | None = None) 
 
     Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
     """
-    own, scales = (
-        None
-        if array is None
-        else tiling.of_sequence(array, tile.block.sequence, is_kv=True)[:, tile.keys, tile.block.heads.kv]
-        for array in (x, scale)
-    )
-    keys = _wide_rows(own, scales).swapaxes(1, 2)
+
+    def part(array: Array) -> Array:
+        return tiling.of_sequence(array, tile.block.sequence, is_kv=True)[:, tile.keys, tile.block.heads.kv]
+
+    keys = _wide_rows(part(x), None if scale is None else part(scale)).swapaxes(1, 2)
     return keys[0] if len(keys) == 1 else keys
 
 

@@ -61,7 +61,11 @@ def quantize(x: Array, shared: tuple[int, ...]) -> tuple[Array, Array]:
         params[name] = device.pointer(array)
     params["extents"], params["source_strides"] = extents(x), strides(x)
     params["group_strides"] = strides(scale[..., None])
-    constants = {"source": CPP_TYPES[x.dtype.name], "wide": CPP_TYPES[accum_of(x.dtype.name)], "columns": _COLUMNS}
+    constants: dict[str, str | int] = {
+        "source": CPP_TYPES[x.dtype.name],
+        "wide": CPP_TYPES[accum_of(x.dtype.name)],
+        "columns": _COLUMNS,
+    }
     rows = math.prod(x.shape[:3])
     chunks = math.ceil(x.shape[3] / _COLUMNS)
     _launch(device, "around/quantize", "find_largest", constants, QUANTIZATION, params, rows * WARP)
@@ -82,10 +86,14 @@ def transform(x: Array, seed: int, size: int) -> Array:
     params["source"], params["target"] = device.pointer(x), device.pointer(target)
     params["extents"], params["source_strides"] = extents(x), strides(x)
     params["seed"], params["factor"] = seed, size**-0.5
-    constants = {"element": CPP_TYPES[x.dtype.name], "wide": CPP_TYPES[accum_of(x.dtype.name)]}
-    sizes = {"size": size, "elements": elements}
+    constants: dict[str, str | int] = {
+        "element": CPP_TYPES[x.dtype.name],
+        "wide": CPP_TYPES[accum_of(x.dtype.name)],
+        "size": size,
+        "elements": elements,
+    }
     threads = math.ceil(x.size / elements) * _THREADS
-    _launch(device, "around/hadamard", "hadamard", constants | sizes, TRANSFORM, params, threads)
+    _launch(device, "around/hadamard", "hadamard", constants, TRANSFORM, params, threads)
     return target
 
 

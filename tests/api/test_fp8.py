@@ -36,7 +36,7 @@ def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: boo
 
 def attend(device: Device, arrays: list[Quantized], **options: Any) -> Any:
     """Attention on the codes and scales of q, k, v."""
-    scales = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
+    scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
     inputs = [x.codes for x in arrays]
     return device.get(cuflash.attention(*device.put(inputs), **device.put(scales | options)))
 
@@ -104,15 +104,15 @@ def test_with_every_option(device: Device, name: str, queries: str) -> None:
 def test_packed(device: Device, out_dtype: str) -> None:
     q, k, v = problem(packed=True)
     edges = np.array([0, 30, 70], np.int32), np.array([0, 50, 97], np.int32)
-    scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+    scales: dict[str, Any] = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
     for x in (q.codes, k.codes, v.codes):
         x[-9 if x is not q.codes else -4 :] = 0x7F  # beyond the last sequence
     for x in (k.scale, v.scale):
         x[97:] = np.nan
     arrays = device.put((q.codes, k.codes, v.codes, *edges))
     out = device.get(cuflash.attention_varlen(*arrays, **device.put(scales), causal=True, out_dtype=out_dtype))
-    numbers = (np.nan_to_num(numbers_of(x.codes, np.nan_to_num(x.scale))) for x in (q, k, v))
-    expected = reference.attention_varlen(*numbers, *edges, causal=True)[0]
+    numbers = [np.nan_to_num(numbers_of(x.codes, np.nan_to_num(x.scale))) for x in (q, k, v)]
+    expected = reference.attention_varlen(*(*numbers, *edges), causal=True)[0]
     assert out.dtype.name == out_dtype
     assert_near(out, expected)
     assert not out[70:].any()
@@ -149,7 +149,7 @@ def test_scales_are_1_by_default_and_broadcast(device: Device) -> None:
 
 def test_float8_of_ml_dtypes_is_uint8() -> None:
     q, k, v = problem()
-    scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+    scales: dict[str, Any] = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
     expected = cuflash.attention(q.codes, k.codes, v.codes, **scales)
     for kinds in ((True, True, True), (False, True, False), (True, False, False)):
         arrays = [
@@ -230,16 +230,15 @@ def test_gradients_are_refused_before_anything_is_computed(
     def nothing_is_computed(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr("cuflash.frontend.call.backend_of", nothing_is_computed)
-    if direction == "vjp":
+    given = (*arrays, *edges) if direction == "vjp" else (further[0], *arrays, *further, *edges)
+    function = getattr(cuflash, f"{family}_{direction}")
+    with monkeypatch.context() as patch:  # which ends before the device's
+        patch.setattr("cuflash.frontend.call.backend_of", nothing_is_computed)
         # A pass that is known would be computed here; NumPy's are never known, and ask, too.
-        if device.name != "numpy":
-            monkeypatch.setattr(sys.modules["cuflash.attention"], "repeated", nothing_is_computed)
-        given = (*arrays, *edges)
-    else:
-        given = (further[0], *arrays, *further, *edges)
-    with pytest.raises(NotImplementedError, match="gradients .* FP8 .*uint8"):
-        getattr(cuflash, f"{family}_{direction}")(*given, **scales)
+        if direction == "vjp" and device.name != "numpy":
+            patch.setattr(sys.modules["cuflash.attention"], "repeated", nothing_is_computed)
+        with pytest.raises(NotImplementedError, match="gradients .* FP8 .*uint8"):
+            function(*given, **scales)
 
 
 def codes(*shape: int) -> Array:
@@ -360,7 +359,7 @@ def test_gradients_of_other_results(device: Device, dtype: str, out_dtype: str, 
     sink = np.zeros(4, np.float32)
     dout = gaussian(RNG, q.shape, out_dtype)
     edges = (np.array([0, 15, 30], np.int32),) * 2 if packed else ()
-    options = {"bias": bias, "sink": sink, "causal": True}
+    options: dict[str, Any] = {"bias": bias, "sink": sink, "causal": True}
     of_device = device.put(((q, k, v, *edges), options, dout))
     vjp = cuflash.attention_varlen_vjp if packed else cuflash.attention_vjp
     (out, lse), backward = vjp(*of_device[0], **of_device[1], out_dtype=out_dtype, return_lse=True)
@@ -373,9 +372,9 @@ def test_gradients_of_other_results(device: Device, dtype: str, out_dtype: str, 
         assert got.dtype == like.dtype
         atol = (8e-3 if "bfloat16" in (dtype, out_dtype) else 1e-3) * np.abs(expected[name]).max()
         np.testing.assert_allclose(got.astype(np.float64), expected[name], rtol=EPS[dtype], atol=atol)
-    backward_fn = cuflash.attention_varlen_backward if packed else cuflash.attention_backward
+    stateless_backward: Any = cuflash.attention_varlen_backward if packed else cuflash.attention_backward
     q_k_v, of_edges = of_device[0][:3], of_device[0][3:]
-    stateless = backward_fn(of_device[2], *q_k_v, out, lse, *of_edges, **of_device[1], out_dtype=out_dtype)
+    stateless = stateless_backward(of_device[2], *q_k_v, out, lse, *of_edges, **of_device[1], out_dtype=out_dtype)
     for got, same in zip(stateless, grads, strict=True):
         np.testing.assert_array_equal(device.get(got), device.get(same))
     with pytest.raises(TypeError, match="dout: expected dtype"):
@@ -446,9 +445,9 @@ def test_empty_and_single_rows(device: Device, seqlen_q: int, seqlen_k: int) -> 
 
 def test_bare_exporters() -> None:
     arrays = problem()
-    scales = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
+    scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
     expected = cuflash.attention(*(x.codes for x in arrays), **scales, out_dtype="float32")
-    wrapped = {name: Exporter(x) for name, x in scales.items()}
+    wrapped: dict[str, Any] = {name: Exporter(x) for name, x in scales.items()}
     got = cuflash.attention(*(Exporter(x.codes) for x in arrays), **wrapped, out_dtype="float32")
     np.testing.assert_array_equal(got, expected, strict=True)
 
@@ -494,8 +493,7 @@ def test_hadamard_pays_with_outliers(seed: int) -> None:
     exact = reference.attention(q, k, v)[0]
 
     def error(a: Array, b: Array) -> float:
-        arrays = [quantized(x, "head") for x in (a, b)]
-        return rms(reference.attention(*(x.numbers for x in arrays), v)[0] - exact)
+        return rms(reference.attention(quantized(a, "head").numbers, quantized(b, "head").numbers, v)[0] - exact)
 
     assert error(cuflash.hadamard(q, 2), cuflash.hadamard(k, 2)) < 0.7 * error(q, k)
 

@@ -53,7 +53,7 @@ def test_scales_and_codes(device: Device, dtype: str, per: str, packed: bool) ->
     x[0, :, 1] = 0
     full = x[:1] if packed else x
     codes, scale = device.get(cuflash.quantize_fp8(device.put(full[0] if packed else full), per))
-    wide = full.astype(np.float64 if dtype == "float64" else np.float32)
+    wide: Any = full.astype(np.float64 if dtype == "float64" else np.float32)
     largest = np.abs(wide).max(axis=(*SHARED[per], 3), keepdims=True)
     expected = np.where(largest == 0, 1, largest / wide.dtype.type(448)).astype(np.float32)
     np.testing.assert_array_equal(scale, expected[0, ..., 0] if packed else expected[..., 0], strict=True)

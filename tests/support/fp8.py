@@ -71,7 +71,7 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Arr
     scale = np.repeat(np.broadcast_to(v.scale, v.codes.shape[:-1]), group, axis=2).swapaxes(1, 2).astype(np.float64)
     scores = by_head[0] @ by_head[1].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     top = np.full((*scores.shape[:-1], 1), -np.inf)
-    total, sums = 0.0, 0.0
+    total, sums = np.zeros(top.shape), np.zeros((*top.shape[:-1], v.codes.shape[-1]))
     for begin in range(0, scores.shape[-1], KEY_TILE):
         keys = slice(begin, begin + KEY_TILE)
         new_top = np.maximum(top, scores[..., keys].max(axis=-1, keepdims=True))
