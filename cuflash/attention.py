@@ -38,13 +38,15 @@ def attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 256.
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 256. Or FP8: e4m3 codes, as uint8 or
+        float8_e4m3fn.
     k : array (batch, seqlen_k, num_heads_kv, head_dim)
-        Of q's dtype. ``num_heads_q % num_heads_kv == 0``: consecutive query heads share a KV head.
+        Of q's dtype, or k and v FP8 under float16 or bfloat16 queries. ``num_heads_q % num_heads_kv == 0``:
+        consecutive query heads share a KV head.
     v : array (batch, seqlen_k, num_heads_kv, head_dim_v)
-        Of q's dtype.
+        Of k's dtype.
     out : array (batch, seqlen_q, num_heads_q, head_dim_v), optional
-        Receives the result; q's dtype, any strides with a contiguous last axis, no overlap with an input.
+        Receives the result; its dtype, any strides with a contiguous last axis, no overlap with an input.
     return_lse : bool
         Also return the natural logarithm of the softmax's denominator.
     causal : bool
@@ -75,11 +77,16 @@ def attention(
         Concerns gradients only: a forward pass is always bitwise repeatable.
     precision : "tf32", optional
         Allow TF32's error for float32 inputs.
+    q_scale, k_scale, v_scale : float32 array, optional
+        By what the codes of q, k or v are multiplied; of all axes of theirs but the last, to which it broadcasts.
+    out_dtype : dtype or its name, optional
+        Of the result: float16, bfloat16 or float32 for 16-bit queries (default: theirs) and FP8 ones (default:
+        bfloat16). A float32 result is rounded once.
 
     Returns
     -------
     out : array (batch, seqlen_q, num_heads_q, head_dim_v)
-        Of the inputs' library and dtype.
+        Of the inputs' library, and of `out_dtype` (default: q's).
     lse : array (batch, num_heads_q, seqlen_q)
         float32 (float64 for float64); only if `return_lse`.
 
@@ -90,7 +97,7 @@ def attention(
     ValueError
         For a wrong shape, stride, device or value.
     NotImplementedError
-        For a head dimension above 256.
+        For a head dimension above 256; in functions that give gradients for FP8 arrays.
     """
     return _forward((q, k, v), options, out, return_lse)
 
@@ -116,7 +123,7 @@ def attention_backward(
     Parameters
     ----------
     dout : array (batch, seqlen_q, num_heads_q, head_dim_v)
-        Gradient of the result, of q's dtype.
+        Gradient of the result, of its dtype.
     q, k, v : array
         As given to `attention`.
     forward_out : array (batch, seqlen_q, num_heads_q, head_dim_v)
