@@ -4,6 +4,8 @@
 // writes constants and the types `Element` (of q, k and v) and `Accum` (of sums: float, or double for float64) in front
 // of this text.
 
+#include "offset_of.cuh"
+
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -51,11 +53,6 @@ constexpr Accum LOG2_E = 1.4426950408889634;
   static_assert(sizeof(SharedStorage) <= SMEM_BYTES, "the plan's shared memory holds the tiles"); \
   extern __shared__ __align__(alignof(SharedStorage)) unsigned char shared_bytes[];               \
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes)
-
-// OFFSET_OF is written by hand because NVRTC has no offsetof; its front end has a constant address instead.
-#ifndef OFFSET_OF
-#define OFFSET_OF(type, member) (u64)(__INTADDR__(&((type*)0)->member))
-#endif
 
 // Tensor is an array (batch, seqlen, num_heads, head_dim) whose last axis is contiguous. Packed arrays are (total,
 // num_heads, head_dim), with a batch stride of 0. An array without head_dim, such as lse, uses the same three strides.

@@ -17,6 +17,7 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
+from cuflash.fp8 import hadamard, quantize_fp8
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ __all__ = [
     "attention_varlen_backward",
     "attention_varlen_vjp",
     "attention_vjp",
+    "hadamard",
     "merge",
     "merge_backward",
+    "quantize_fp8",
 ]
 
 

@@ -10,6 +10,7 @@ from cuflash.frontend.call import Call, Gradients
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_bool
+from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.options import Options
 
 if TYPE_CHECKING:
@@ -37,13 +38,15 @@ def attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 256.
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 256. Or FP8: e4m3 codes, as uint8 or
+        float8_e4m3fn.
     k : array (batch, seqlen_k, num_heads_kv, head_dim)
-        Of q's dtype. ``num_heads_q % num_heads_kv == 0``: consecutive query heads share a KV head.
+        Of q's dtype, or k and v FP8 under float16 or bfloat16 queries. ``num_heads_q % num_heads_kv == 0``:
+        consecutive query heads share a KV head.
     v : array (batch, seqlen_k, num_heads_kv, head_dim_v)
-        Of q's dtype.
+        Of k's dtype.
     out : array (batch, seqlen_q, num_heads_q, head_dim_v), optional
-        Receives the result; q's dtype, any strides with a contiguous last axis, no overlap with an input.
+        Receives the result; its dtype, any strides with a contiguous last axis, no overlap with an input.
     return_lse : bool
         Also return the natural logarithm of the softmax's denominator.
     causal : bool
@@ -93,11 +96,16 @@ def attention(
     split_size : int, optional
         Keys of a split: then a row's bits depend neither on the batch and its order nor on the block table's width or
         other sequences' lengths. Not with `num_splits`. Gradients ignore both.
+    q_scale, k_scale, v_scale : float32 array, optional
+        By what the codes of q, k or v are multiplied; of all axes of theirs but the last, to which it broadcasts.
+    out_dtype : dtype or its name, optional
+        Of the result: float16, bfloat16 or float32 for 16-bit queries (default: theirs) and FP8 ones (default:
+        bfloat16). A float32 result is rounded once.
 
     Returns
     -------
     out : array (batch, seqlen_q, num_heads_q, head_dim_v)
-        Of the inputs' library and dtype.
+        Of the inputs' library, and of `out_dtype` (default: q's).
     lse : array (batch, num_heads_q, seqlen_q)
         float32 (float64 for float64); only if `return_lse`.
 
@@ -108,7 +116,7 @@ def attention(
     ValueError
         For a wrong shape, stride, device or value.
     NotImplementedError
-        For a head dimension above 256.
+        For a head dimension above 256; in functions that give gradients for FP8 arrays.
     """
     return _forward((q, k, v), options, out, return_lse)
 
@@ -134,7 +142,7 @@ def attention_backward(
     Parameters
     ----------
     dout : array (batch, seqlen_q, num_heads_q, head_dim_v)
-        Gradient of the result, of q's dtype.
+        Gradient of the result, of its dtype.
     q, k, v : array
         As given to `attention`.
     forward_out : array (batch, seqlen_q, num_heads_q, head_dim_v)
@@ -347,12 +355,15 @@ def _backward(
 def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
     return_lse = check_bool("return_lse", return_lse)
     metadata = metadata_of("forward, lse", inputs, options, (out,))
+    if metadata is not None:  # then these are arrays, and the same forward pass may be known
+        refuse_gradients(*inputs[:3])
     results = repeated(metadata)
     if results is not None:
         result, lse = results
         call = None
     else:
         call = _call(inputs, options)
+        call.refuse_gradients()
         result, lse = call.forward(out, True, metadata)
         residual = call.adopt("out", result)
 

@@ -158,6 +158,14 @@ def dtype_of(name: str) -> np.dtype:
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of any library, or what stands for one; of other things their text."""
+    try:
+        return np.dtype(dtype).name
+    except TypeError:  # torch's, whose names are NumPy's: "torch.float16"
+        return str(dtype).rpartition(".")[2]
+
+
 def _cupy(name: str) -> Any:
     try:
         import cupy
@@ -231,6 +239,8 @@ def _adopt_torch(name: str, x: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: expected a tensor on the CPU or a CUDA GPU, got one on {x.device}")
     dtype = str(x.dtype).removeprefix("torch.")
+    if dtype == "float8_e4m3fn":  # which has no arrays of CuPy: as its codes
+        x, dtype = x.view(torch.uint8), "uint8"
     if dtype != "bfloat16" and not hasattr(np, dtype):
         raise TypeError(f"{name}: expected a dtype of NumPy or bfloat16, got {dtype}")
     x = x.detach()

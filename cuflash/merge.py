@@ -143,10 +143,7 @@ def _check(name: str, x: Array, shape: tuple[int, ...], dtypes: tuple[str, ...],
 
 
 def _dtype_of(dtype: Any) -> np.dtype:
-    try:
-        name = np.dtype(dtype).name
-    except TypeError:  # torch's, whose names are NumPy's: "torch.float16"
-        name = str(dtype).rpartition(".")[2]
+    name = interop.dtype_name(dtype)
     if name not in DTYPES:
         raise TypeError(f"out_dtype: expected None, {', '.join(DTYPES)}, got {dtype!r}")
     return interop.dtype_of(name)

@@ -32,6 +32,7 @@ from cuflash.cpu.scores import (
 )
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Tile, Tiling
+from cuflash.problem.attention_problem import AttentionProblem
 
 Array = NDArray[Any]
 
@@ -62,7 +63,7 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         divisor = (divisor / p.dropout_rescale).astype(p.accum_dtype, copy=False)
     target = tiling.of_sequence(out, sequence)[:, block.rows, heads.query]
     acc, divisor = _like_out(sums.acc, block), _like_out(divisor[..., None], block)
-    if _overflows(p.dtype, sums.acc):
+    if _overflows(p, sums.acc):
         target[...] = _without_overflow(tiling, block, workspace, acc, divisor)
     elif target.dtype == acc.dtype:
         np.divide(acc, divisor, out=target)
@@ -76,11 +77,12 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
         tiling.lse_of_sequence(lse, sequence)[:, heads.query, block.rows] = _by_sequence(rows, block)
 
 
-def _overflows(dtype: str, acc: Array) -> bool:
+def _overflows(p: AttentionProblem, acc: Array) -> bool:
     """A sum is inf or NaN: not one of float16's values, of which float32 holds any number of."""
     numbers = acc.reshape(-1)
     # The sum of squares tells at once that none is; it is inf for large ones, too.
-    return dtype != "float16" and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
+    can = p.dtype != "float16" or p.has_fp8_keys
+    return can and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:
@@ -116,14 +118,15 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.
         copy[...] = x
         return copy
 
-    q = in_own_memory("q", load_columns(tiling, o.q, block))
+    q = in_own_memory("q", load_columns(tiling, o.q, block, o.q_scale))
     sums = None if o.sink is None else _begin(tiling, block)
     for tile in tiling.tiles(block):
         own = tile.rows_within(block)
-        found = compute_scores(tiling, tile, q[..., own], in_own_memory("k", load_keys(tiling, o.k, tile)), workspace)
+        k = in_own_memory("k", load_keys(tiling, o.k, tile, o.k_scale))
+        found = compute_scores(tiling, tile, q[..., own], k, workspace)
         if found is None:
             continue
-        v = in_own_memory("v", _hide(found, tile, load_keys(tiling, o.v, tile)))
+        v = in_own_memory("v", _hide(found, tile, load_keys(tiling, o.v, tile, o.v_scale)))
         if factor != 1:
             v = v * v.dtype.type(factor)
         scores = found.scores

@@ -17,6 +17,7 @@ from cuflash.cpu.own_rules import ScoreRule, visible_by_rule
 from cuflash.cpu.pages import gather, places
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Tile, Tiling
+from cuflash.e4m3 import decode
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
 from cuflash.problem.heads import Heads
 
@@ -70,6 +71,16 @@ def _widen_float16(x: Array) -> Array:
     # inf and NaN have the exponent of 2^16, which no number has.
     is_finite = wide.size == 0 or (wide.max() < 2.0**16 and wide.min() > -(2.0**16))
     return wide if is_finite else x.astype(np.float32)
+
+
+def _wide_rows(x: Array, scale: Array | None) -> Array:
+    """`widen`, of e4m3 codes the numbers times their rows' scales."""
+    if x.dtype != np.uint8:
+        return widen(x)
+    numbers = decode(x)
+    if scale is not None:
+        numbers *= scale[..., None]
+    return numbers
 
 
 def split_heads(x: Array, heads: Heads) -> Array:
@@ -196,12 +207,16 @@ def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
     return by_kv_head(rows.reshape(-1, *rows.shape[2:]), block.heads)
 
 
-def load_columns(tiling: Tiling, x: Array, block: Block) -> Array:
+def load_columns(tiling: Tiling, x: Array, block: Block, scale: Array | None = None) -> Array:
     """The block's rows of an array like q, wide and transposed: (KV heads, dim, query heads of each * rows).
 
     Possibly a view, and then with sequences before KV heads as in `load_keys`.
     """
-    own = widen(tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query])
+
+    def part(array: Array) -> Array:
+        return tiling.of_sequence(array, block.sequence)[:, block.rows, block.heads.query]
+
+    own = _wide_rows(part(x), None if scale is None else part(scale))
     alike, rows, heads, dim = own.shape
     group = block.heads.counts[1]
     by_head = own.reshape(alike, rows, heads // group, group, dim).transpose(0, 2, 3, 1, 4)
@@ -211,12 +226,13 @@ def load_columns(tiling: Tiling, x: Array, block: Block) -> Array:
     return columns[0] if alike == 1 else columns
 
 
-def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
+def load_keys(tiling: Tiling, x: Array, tile: Tile, scale: Array | None = None) -> Array:
     """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view.
 
     Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
     """
-    keys = widen(_own_keys(tiling, x, tile)).swapaxes(1, 2)
+    own_scale = None if scale is None else _own_keys(tiling, scale, tile)
+    keys = _wide_rows(_own_keys(tiling, x, tile), own_scale).swapaxes(1, 2)
     return keys[0] if len(keys) == 1 else keys
 
 

@@ -159,7 +159,7 @@ def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
 
 def _most_rows(p: AttentionProblem) -> int:
     """Rows of k or v that are as many numbers as a tile may have."""
-    numbers = TILE_COPIED_NUMBERS if p.dtype in ("float16", "bfloat16") else TILE_NUMBERS
+    numbers = TILE_NUMBERS if p.dtype == p.accum_dtype else TILE_COPIED_NUMBERS
     return max(1, numbers // max(p.head_dim, p.head_dim_v))
 
 

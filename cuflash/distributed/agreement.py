@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cuflash.distributed.communicators import Communicator
+from cuflash.problem.fp8 import SCALES
 from cuflash.problem.options import Options, check_names
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ def check_options(keywords: Mapping[str, Any]) -> Options:
             raise NotImplementedError(
                 f"{name}: expected None, as no rank holds the whole of it; causal, window, softcap, alibi_slopes, "
                 "sink, dropout and cu_seqlens work over ranks"
+            )
+    for name in (*SCALES, "out_dtype"):
+        if keywords.get(name) is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, as attention over ranks takes no FP8 arrays and gives results of q's dtype"
             )
     return Options(**keywords)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.problem.attention_problem import DTYPES, AttentionProblem
 from cuflash.problem.gradients import check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
@@ -50,6 +50,8 @@ def check_problem(q: Array, k: Array, v: Array, options: Options, edges: list[in
     slopes = options.alibi_slopes
     arrays = {name: x[None] if packed else x for name, x in (("q", q), ("k", k), ("v", v))}
     problem = make_problem(arrays, replace(options, alibi_slopes=None) if packed else options)
+    if problem.has_fp8_keys:
+        raise NotImplementedError(f"k: expected dtype {', '.join(DTYPES)} over ranks, got FP8")
     checks.check_seed(options.dropout_seed, problem.dropout_p)
     if edges is None or slopes is None:
         return problem

@@ -15,6 +15,7 @@ from cuflash.frontend import own_rules
 from cuflash.frontend.metadata import Repeat, remember
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.fp8 import SCALES, refuse_gradients
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
@@ -24,7 +25,7 @@ from cuflash.problem.pages import check_cu_seqlens_k
 
 Gradients = tuple[Any, ...]
 
-_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table")
+_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
 _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed", "operands"))
 
 
@@ -63,6 +64,8 @@ class Call:
             inputs = {name: self.inputs[name] for name in inputs}
             keywords = {name: self.inputs.get(name, x) for name, x in keywords.items()}
             keywords = own_rules.with_adopted(keywords, self.inputs)
+        if keywords.get("out_dtype") is not None:
+            keywords = {**keywords, "out_dtype": interop.dtype_name(keywords["out_dtype"])}
         key = (
             tuple([signature(x) for x in inputs.values()]),
             tuple([(name, signature(x) if name != "dropout_seed" else type(x)) for name, x in keywords.items()]),
@@ -93,6 +96,10 @@ class Call:
         """`x` as an array of the caller's library."""
         return self.library.release(x)
 
+    def refuse_gradients(self) -> None:
+        """NotImplementedError where an input is FP8."""
+        refuse_gradients(*(self.inputs[name] for name in ("q", "k", "v")))
+
     def forward(
         self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
     ) -> tuple[Any, Array | None]:
@@ -100,7 +107,8 @@ class Call:
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
-                target = self._empty(problem.out_shape, q.dtype)
+                dtype = q.dtype if problem.out_dtype is None else interop.dtype_of(problem.out_dtype)
+                target = self._empty(problem.out_shape, dtype)
             else:
                 target = self._target("out", out, problem.out_shape, self.inputs)
             lse = self._empty(problem.lse_shape, problem.accum_dtype) if with_lse else None
@@ -122,9 +130,10 @@ class Call:
         metadata: Metadata | None = None,
     ) -> Gradients:
         """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
+        self.refuse_gradients()
         problem = self.problem.unsplit
         for name, x in (("dout", dout), ("out", forward_out)):
-            check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
+            check_like(name, x, problem.out_shape, problem.result_dtype, "as the forward result")
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
@@ -171,7 +180,7 @@ class Call:
         if self.library.name == "jax":  # CuPy would write them
             raise ValueError(f"{name}: expected None, as JAX's arrays are immutable, got an array")
         target = self.adopt(name, out)
-        check_like(name, target, shape, dtype or self.problem.dtype, "as the result")
+        check_like(name, target, shape, dtype or self.problem.result_dtype, "as the result")
         check_target(name, target, inputs)
         return target
 
@@ -238,7 +247,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**own_rules.with_adopted(keywords, arrays)))
     # The address of an array that has to be copied does not suffice to repeat the call.
-    are_as_given = {"bias", "mask", "dropout_seed"}
+    are_as_given = {"bias", "mask", "dropout_seed", *SCALES}
     is_repeatable = all(
         name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
     )

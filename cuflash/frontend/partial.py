@@ -18,6 +18,7 @@ from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, Pa
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
+from cuflash.rules.rule import NO_RULES
 
 Window = tuple[int | None, int | None]
 
@@ -73,12 +74,12 @@ class Part:
         known = _problems.get(key)
         if known is None:
             known = _problems[key] = _problem_of_part(arrays, options, place)
-        self._problem, self.sees_anything = known
+        self._problem, self._with_wide_out, self.sees_anything = known
         self._operands = make_operands(self._problem, arrays, options)
 
     def forward(self) -> tuple[Array, Array]:
         """(out, lse), both in the accumulation's dtype."""
-        problem, operands = self._problem, self._operands
+        problem, operands = self._with_wide_out, self._operands
         xp = interop.namespace_of(operands.q)
         out = xp.empty(problem.out_shape, problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
@@ -114,11 +115,13 @@ class Part:
 
 
 # Only metadata is checked, so once for calls that are repeated.
-_problems: Kept[Any, tuple[AttentionProblem, bool]] = Kept()
+_problems: Kept[Any, tuple[AttentionProblem, AttentionProblem, bool]] = Kept()
 
 
-def _problem_of_part(arrays: dict[str, Array], options: Options, place: Place) -> tuple[AttentionProblem, bool]:
-    """A part's problem with its own window, and whether some query sees a key."""
+def _problem_of_part(
+    arrays: dict[str, Array], options: Options, place: Place
+) -> tuple[AttentionProblem, AttentionProblem, bool]:
+    """A part's problem with its own window, that whose out is not rounded, and whether some query sees a key."""
     problem = make_problem(arrays, options)
     window = problem.window_left, problem.window_right
     is_visible = True
@@ -130,8 +133,11 @@ def _problem_of_part(arrays: dict[str, Array], options: Options, place: Place) -
         if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
             window = None, None
     # Problems that differ in a place that nothing depends on share plans and launches.
-    place = place if problem.alibi is not None or problem.dropout_p else WHOLE
-    return replace(problem, window_left=window[0], window_right=window[1], place=place), is_visible
+    depends = problem.alibi is not None or problem.dropout_p or problem.rules != NO_RULES
+    place = place if depends else WHOLE
+    problem = replace(problem, window_left=window[0], window_right=window[1], place=place)
+    accum = problem.accum_dtype
+    return problem, replace(problem, out_dtype=None if problem.dtype == accum else accum), is_visible
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import own_rules
+from cuflash.gpu import convert, own_rules
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
@@ -41,25 +39,32 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    is_own = out.dtype.name != problem.dtype
-    reads_pages = problem.pages is not None and not fits(work)
-    if problem.pages is not None and not reads_pages:
-        Unpaged(work)
-    if is_own and (reads_pages or problem.split_size is not None or not gpu_sm90.forward(work)):
-        return forward(*_in_accum_dtype(problem, operands), out, lse)
-    if reads_pages:
-        gpu_portable.paged_forward(with_first_keys(work))
-    elif not is_own:
-        families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
-        next(filter(None, (family(work) for family in families)))
+    if not problem.is_mixed:
+        _forward(work)
+    elif not (_may_write_wide(problem) and gpu_sm90.forward(work)):
+        own = convert.widened(work)
+        _forward(own)
+        convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
     work.recording.end()
     return work.recording
 
 
-def _in_accum_dtype(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:
-    """The same problem on inputs of the accumulation's dtype, whose kernels write results of that dtype."""
-    wide = {name: getattr(operands, name).astype(problem.accum_dtype) for name in ("q", "k", "v")}
-    return replace(problem, dtype=problem.accum_dtype), operands._replace(**wide)
+def _forward(work: Work) -> None:
+    """Run the first family that takes a problem whose arrays have one dtype."""
+    problem = work.problem
+    if problem.pages is not None and not fits(work):
+        gpu_portable.paged_forward(with_first_keys(work))
+        return
+    if problem.pages is not None:
+        Unpaged(work)
+    families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
+    next(filter(None, (family(work) for family in families)))
+
+
+def _may_write_wide(problem: AttentionProblem) -> bool:
+    """A kernel on 16-bit inputs may write results of the accumulation's dtype."""
+    has_rows = problem.pages is None and problem.split_size is None and not problem.has_fp8_keys
+    return has_rows and problem.out_dtype == problem.accum_dtype
 
 
 def backward(
@@ -75,30 +80,41 @@ def backward(
     """Write the wanted gradients of a problem; return the recorded launches.
 
     Those of q, k and v have the inputs' dtype, or all the accumulation's; with `adds` they are added to what their
-    arrays hold.
+    arrays hold, and the launches cannot be repeated.
     """
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}
-    work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    given_work = work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    of_inputs = {name: x for name, x in grads.items() if name in ("q", "k", "v")}
+    is_wide = adds or any(x.dtype.name != problem.dtype for x in of_inputs.values())
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    of_operands = {name: x for name, x in grads.items() if name in problem.operand_grads}
-    grads = {name: x for name, x in grads.items() if name not in of_operands}
-    is_own = adds or any(grads[name].dtype.name != problem.dtype for name in ("q", "k", "v") if name in grads)
-    unpaged = None if problem.pages is None else Unpaged(work)
-    given_grads = grads | of_operands
-    if unpaged is not None:
-        grads = unpaged.gradients(grads)
-    if is_own:
-        rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
-        if rest is None:
-            return _backward_in_accum_dtype(problem, operands, dout, out, lse, dlse, given_grads, adds)
+    rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds) if is_wide and not problem.is_mixed else None
+    own = grads
+    if rest is None and (is_wide or problem.is_mixed):
+        delta = work.arrays["delta"]
+        work = convert.widened(work, is_backward=True)
+        work.arrays["delta"] = delta
+        own = convert.wide_results(given_work, grads)
+        if adds:
+            own = own | {name: given_work.empty(x.shape, x.dtype) for name, x in of_inputs.items()}
+    unpaged = None
+    if rest is None:
+        unpaged = None if problem.pages is None else Unpaged(work)
+        targets = own if unpaged is None else unpaged.gradients(own)
+        of_operands = {name: x for name, x in targets.items() if name in problem.operand_grads}
+        rest = _by_families(work, of_lse, {name: x for name, x in targets.items() if name not in of_operands})
     else:
-        rest = _by_families(work, of_lse, grads)
+        of_operands = {name: rest.pop(name) for name in problem.operand_grads if name in rest}
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
     own_rules.gradients(work, of_operands)
     if unpaged is not None:
         unpaged.scatter()
+    if adds and own is not grads:
+        for name, x in of_inputs.items():
+            x += own[name]
+            own[name] = x
+    convert.narrow(given_work, own, results)
     work.recording.end()
     return work.recording
 
@@ -111,28 +127,3 @@ def _by_families(work: Work, of_lse: Arrays, grads: Arrays) -> Arrays:
             return rest
     gpu_portable.delta(work, work.arrays | of_lse)
     return grads
-
-
-def _backward_in_accum_dtype(
-    problem: AttentionProblem,
-    operands: Operands,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    grads: Arrays,
-    adds: bool,
-) -> Recording:
-    """`backward` by the kernels of inputs of the accumulation's dtype."""
-    problem, operands = _in_accum_dtype(problem, operands)
-    dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
-    if not adds:
-        return backward(problem, operands, dout, out, lse, dlse, grads)
-    shares = {name: cuda_device.device_of(x).namespace.empty(x.shape, x.dtype) for name, x in grads.items()}
-    recording = backward(problem, operands, dout, out, lse, dlse, shares)
-    for name, share in shares.items():
-        if name in ("q", "k", "v"):
-            grads[name] += share
-        else:
-            grads[name][...] = share
-    return recording

@@ -121,7 +121,7 @@ def batch_heads(problem: AttentionProblem, heads: int) -> int:
     return heads if problem.packed else heads * problem.batch
 
 
-class _Arguments:
+class Arguments:
     """The arguments of one launch and the pointers to them."""
 
     __slots__ = ("address", "begins", "words")
@@ -166,7 +166,7 @@ class Launch:
             kernel.begins_early,
         )
         # Arguments that no thread uses. A thread takes one for a launch and puts it back, each in one atomic step.
-        self._free: list[_Arguments] = []
+        self._free: list[Arguments] = []
 
     def enqueue(
         self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
@@ -177,7 +177,7 @@ class Launch:
         try:
             arguments = self._free.pop()
         except IndexError:
-            arguments = _Arguments(self._values)
+            arguments = Arguments(self._values)
         words = arguments.words
         for word, place in places:
             words[word] = addresses[place]

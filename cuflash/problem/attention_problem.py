@@ -14,6 +14,7 @@ from cuflash.rules.rule import NO_RULES, Rules
 from cuflash.rules.tracing import OperandType
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALF_DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 256
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
@@ -79,7 +80,7 @@ class AttentionProblem:
     num_heads_kv: int
     head_dim: int  # columns of q and k
     head_dim_v: int  # columns of v and out
-    dtype: str  # one of `DTYPES`
+    dtype: str  # of q: one of `DTYPES`, or `e4m3.NAME`
     packed: bool = False
     window_left: int | None = None  # keys before the query's own that it sees; None is unbounded
     window_right: int | None = None  # keys behind the query's own that it sees; None is unbounded
@@ -103,6 +104,8 @@ class AttentionProblem:
     pages: Pages | None = None  # k and v are pools of pages; seqlen_k counts logical keys
     num_splits: int | None = None  # splits of the keys where a kernel splits them
     split_size: int | None = None  # keys of a split: then a row's bits do not depend on other rows
+    has_fp8_keys: bool = False  # k and v are e4m3 codes
+    out_dtype: str | None = None  # of the result; None is `dtype`
     # These are computed once, as every call needs them.
     _hash: int = field(init=False, repr=False, compare=False)
     out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # shape of the result and of dout
@@ -139,6 +142,23 @@ class AttentionProblem:
     def accum_dtype(self) -> str:
         """The dtype of lse, of sink and slopes, and of the arithmetic."""
         return accum_of(self.dtype)
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of out and dout."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def is_mixed(self) -> bool:
+        """q, k, v and out are not all of one dtype."""
+        return self.has_fp8_keys or self.out_dtype is not None
+
+    @property
+    def wide(self) -> AttentionProblem:
+        """The same problem where every array has the accumulation's dtype."""
+        accum = self.accum_dtype
+        bias_dtype = None if self.bias is None else accum
+        return replace(self, dtype=accum, bias_dtype=bias_dtype, has_fp8_keys=False, out_dtype=None)
 
     @property
     def dropout_threshold(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cuflash import e4m3
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, Array, AttentionProblem, accum_of
+from cuflash.problem.fp8 import check_fp8_dtypes, check_out_dtype, check_scales, is_fp8
 from cuflash.problem.options import Options
 from cuflash.problem.own_rules import operand_types
 from cuflash.problem.pages import check_cu_seqlens_k, check_pages, check_splits
@@ -30,6 +32,8 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     score_shape: tuple[int | None, ...] = (batch, num_heads_q, rows, columns)
 
     accum = accum_of(dtype)
+    result = check_out_dtype(options.out_dtype, dtype)
+    check_scales(arrays, options)
     o = options
     for name, lengths in (("q_lengths", o.q_lengths), ("kv_lengths", o.kv_lengths)):
         checks.check_extra(name, lengths, "int32", [(batch,)], "(batch,)")
@@ -49,6 +53,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     num_splits, split_size = check_splits(o.num_splits, o.split_size)
     operands = operand_types(o.operands)
     alibi = o.alibi_slopes
+    bias_dtypes = ("float32",) if dtype == e4m3.NAME else (dtype, "float32")
     return AttentionProblem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -63,7 +68,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         window_right=right,
         softmax_scale=checks.check_scale(o.softmax_scale, head_dim, accum),
         softcap=checks.check_softcap(o.softcap, accum),
-        bias=checks.check_scores_like("bias", o.bias, score_shape, (dtype, "float32")),
+        bias=checks.check_scores_like("bias", o.bias, score_shape, bias_dtypes),
         bias_dtype=None if o.bias is None else o.bias.dtype.name,
         mask=checks.check_scores_like("mask", o.mask, score_shape, ("bool",)),
         alibi=None if alibi is None else (alibi.shape[0] if len(alibi.shape) == 2 else 1, num_heads_q),
@@ -80,6 +85,8 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         pages=pages,
         num_splits=num_splits,
         split_size=split_size,
+        has_fp8_keys=is_fp8(k),
+        out_dtype=None if result == dtype else result,
     )
 
 
@@ -125,9 +132,11 @@ def _check_inputs(q: Array, k: Array, v: Array, packed: bool, is_paged: bool) ->
 
 
 def _check_dtypes(q: Array, k: Array, v: Array) -> str:
+    if is_fp8(q) or is_fp8(k) or is_fp8(v):
+        return check_fp8_dtypes(q, k, v)
     dtype: str = q.dtype.name
     if dtype not in DTYPES:
-        raise TypeError(f"q: expected dtype {', '.join(DTYPES)}, got {dtype}")
+        raise TypeError(f"q: expected dtype {', '.join(DTYPES)}, or uint8 for e4m3 codes, got {dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype.name != dtype:
             raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype.name}")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
+from cuflash.problem.fp8 import SCALES, spread_scales
 from cuflash.problem.mask_metadata import MaskMetadata
 from cuflash.problem.options import Options
 
@@ -26,6 +27,9 @@ class Operands(NamedTuple):
     cu_seqlens_q: Array | None = None  # (batch + 1,) int32
     cu_seqlens_k: Array | None = None  # (batch + 1,) int32
     block_table: Array | None = None  # (batch, max_pages) int32; k and v are pools (num_pages, page_size, ...)
+    q_scale: Array | None = None  # like q without its last axis, float32; of e4m3 codes
+    k_scale: Array | None = None  # like k without its last axis
+    v_scale: Array | None = None  # like v without its last axis
     dropout_seed: int | Array | None = None
     block_mask: MaskMetadata | None = None
     of_rules: tuple[Array, ...] = ()  # the operands of the user's own rules, of any shapes and strides
@@ -42,6 +46,7 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
         for name, x in arrays.items()
         if name != "dropout_seed" and name not in of_rules
     }
+    spread_scales(given)
     return Operands(
         **given,
         dropout_seed=seed if options.dropout_p > 0 else None,
@@ -52,7 +57,7 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
 
 # Ranks of `Operands`; the caller's array may lack leading axes.
 _FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
-_OF_ANY_STRIDES = ("bias", "mask")
+_OF_ANY_STRIDES = ("bias", "mask", *SCALES)
 
 
 def to_full_rank(name: str, x: Array | None) -> Array | None:

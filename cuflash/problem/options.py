@@ -35,6 +35,10 @@ class Options:
     block_table: Array | None = None
     num_splits: int | None = None
     split_size: int | None = None
+    q_scale: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    out_dtype: Any = None
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -71,3 +75,7 @@ class OptionKeywords(TypedDict, total=False):
     block_table: Array | None
     num_splits: int | None
     split_size: int | None
+    q_scale: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
+    out_dtype: Any

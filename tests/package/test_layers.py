@@ -13,7 +13,7 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
 # What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
@@ -26,9 +26,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": ("masks", "problem", "rules", *BASE),
     "frontend": ("problem", "rules", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
+    "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
+    "__init__": ("attention", "fp8", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
@@ -40,6 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
 BY_NAME = {
+    "fp8": {"cuflash.gpu.quantize"},
     "__init__": {"cuflash.distributed"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},

@@ -25,8 +25,10 @@ PUBLIC = {
     "attention_varlen_backward",
     "attention_varlen_vjp",
     "attention_vjp",
+    "hadamard",
     "merge",
     "merge_backward",
+    "quantize_fp8",
 }
 
 

@@ -1,0 +1,32 @@
+// This kernel writes an array (three axes of rows, columns) as one of another type, of e4m3 codes the numbers times
+// their rows' scales. It serves problems of mixed types, whose attention is computed by kernels that know one type. The
+// host writes the types `Source` and `Target` in front of this text.
+#include "../offset_of.cuh"
+#include "e4m3.cuh"
+#include "four.cuh"
+
+struct Conversion {
+#include "Conversion.members"
+};
+
+#include "Conversion.layout"
+
+DEVICE float number(unsigned char code) { return e4m3_number(code); }
+DEVICE float number(float x) { return x; }
+DEVICE float number(__half x) { return __half2float(x); }
+DEVICE float number(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// convert gives each thread some neighbouring columns of a row.
+extern "C" __global__ void __launch_bounds__(THREADS) convert(const Conversion p) {
+  const i64 chunks = (p.extents.n[3] + COLUMNS - 1) / COLUMNS;
+  const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+  const RowPlace place(index / chunks, p.extents, p.source_strides, p.target_strides);
+  if (!place.exists) return;
+  const RowPlace of_scale(index / chunks, p.extents, p.scale_strides, p.scale_strides);
+  const float scale = p.scale == nullptr ? 1.0f : p.scale[of_scale.first];
+  const i64 first = index % chunks * COLUMNS, end = first + COLUMNS;
+  for (i64 column = first; column < end && column < p.extents.n[3]; ++column) {
+    const float x = number(p.source[place.first + column * p.source_strides.n[3]]);
+    p.target[place.second + column * p.target_strides.n[3]] = static_cast<Target>(x * scale);
+  }
+}

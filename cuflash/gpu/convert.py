@@ -1,0 +1,133 @@
+"""Problems of mixed dtypes (FP8 inputs, an out_dtype): their arrays are converted around the families' kernels.
+
+The families compute in the accumulation's dtype, so that results are rounded once. This is right on every GPU; it takes
+as much memory as copies of the arrays in that dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from cuflash.cuda import device as cuda_device
+from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
+from cuflash.gpu.launch import Arguments, Work
+from cuflash.gpu.params import Arrays
+from cuflash.kept import Kept
+from cuflash.problem.attention_problem import Array, AttentionProblem
+from cuflash.problem.fp8 import SCALES
+
+_FILE, _ENTRY = "around/convert", "convert"
+_THREADS = 256  # threads of a thread block
+_COLUMNS = 8  # columns that a thread converts
+_POINTERS = ("source", "target", "scale")
+CONVERSION = Struct(
+    "Conversion",
+    [
+        Member("source", "const Source*", np.dtype("u8")),
+        Member("target", "Target*", np.dtype("u8")),
+        Member("scale", "const float*", np.dtype("u8"), "of the rows, or null"),
+        Member("extents", "Four", FOUR),
+        Member("source_strides", "Four", FOUR, "in elements, as the others"),
+        Member("target_strides", "Four", FOUR),
+        Member("scale_strides", "Four", FOUR, "of the rows' axes"),
+    ],
+)
+_INPUTS = ("q", "k", "v", "bias")
+_RESIDUALS = ("dout", "out")
+
+
+class _Launch:
+    """A conversion's `replay.Launch`: of source and target, and of scales where there are some."""
+
+    def __init__(self, device: cuda_device.Device, arrays: Sequence[Array]) -> None:
+        source, target, *scales = arrays
+        self.pointer_words = tuple([CONVERSION.offset(name) // 8 for name in _POINTERS[: len(arrays)]])
+        params = np.zeros(1, CONVERSION.dtype)
+        p = params[0]
+        p["extents"] = extents(source)
+        p["source_strides"], p["target_strides"] = strides(source), strides(target)
+        if scales:
+            p["scale_strides"] = strides(scales[0][..., None])
+        rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
+        self._is_empty = not source.size
+        blocks = math.ceil(rows * math.ceil(columns / _COLUMNS) / _THREADS)
+        constants: dict[str, str | int] = {
+            "source": CPP_TYPES[source.dtype.name],
+            "target": CPP_TYPES[target.dtype.name],
+            "threads": _THREADS,
+            "columns": _COLUMNS,
+        }
+        kernel = cuda_device.get(_FILE, _ENTRY, constants, device, 0, CONVERSION.headers)
+        self._values = (params,)
+        self._launch = kernel.bound((max(blocks, 1),), (_THREADS,), [params.nbytes], 0)
+        # Arguments that no thread uses, as in `launch.Launch`.
+        self._free: list[Arguments] = []
+
+    def enqueue(
+        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
+    ) -> None:
+        """Enqueue the kernel: see `replay.Launch`."""
+        if self._is_empty:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = Arguments(self._values)
+        for word, place in places:
+            arguments.words[word] = addresses[place]
+        self._launch(arguments.address, stream)
+        self._free.append(arguments)
+
+
+_launches: Kept[Any, _Launch] = Kept()
+
+
+def _convert(work: Work, arrays: Arrays) -> None:
+    """Enqueue a conversion of source, target and perhaps scale, by their names in the recording."""
+    key = work.device, tuple([(x.dtype, x.shape, x.strides) for x in arrays.values()])
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = _Launch(work.device, list(arrays.values()))
+    addresses = [work.device.pointer(x) for x in arrays.values()]
+    places = zip(launch.pointer_words, range(len(addresses)), strict=True)
+    launch.enqueue(addresses, places, None, work.device.stream())
+    work.recording.add(launch, arrays)
+
+
+def widened(work: Work, is_backward: bool = False) -> Work:
+    """The same work on arrays of the accumulation's dtype: inputs are converted, and `out` of a forward pass is new."""
+    problem: AttentionProblem = work.problem
+    accum = problem.accum_dtype
+    wide = copy(work)
+    wide.problem = problem.wide
+    wide.arrays = {name: x for name, x in work.arrays.items() if name not in SCALES}
+    for name in (*_INPUTS, *(_RESIDUALS if is_backward else ())):
+        x = work.arrays.get(name)
+        if x is None or x.dtype.name == accum:
+            continue
+        wide.arrays[name] = work.empty(x.shape, accum)
+        scale = f"{name}_scale"
+        scales = {scale: work.arrays[scale]} if scale in work.arrays else {}
+        _convert(work, {name: x, f"wide_{name}": wide.arrays[name], **scales})
+    if not is_backward:
+        wide.arrays |= wide_results(work, {"out": work.arrays["out"]})
+    return wide
+
+
+def wide_results(work: Work, results: Arrays) -> Arrays:
+    """Arrays of the accumulation's dtype for results that `narrow` converts; those that have it themselves."""
+    accum = work.problem.accum_dtype
+    return {name: x if x.dtype.name == accum else work.empty(x.shape, accum) for name, x in results.items()}
+
+
+def narrow(work: Work, wide: Arrays, results: Arrays) -> None:
+    """Convert what `wide_results` gave; `results` are by their names in the recording."""
+    for (name, result), x in zip(results.items(), wide.values(), strict=True):
+        if x is not result:
+            _convert(work, {f"wide_{name}": x, name: result})

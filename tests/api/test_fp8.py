@@ -1,0 +1,523 @@
+"""Attention with FP8 arrays and out_dtype: every clause of their meaning, on every device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import gaussian, np_dtype
+from devices import Device, device_of
+from fp8 import RMS_FACTOR, Quantized, inputs, naive, numbers_of, quantized, rms
+from libraries import Exporter
+from numpy.typing import NDArray
+from tolerance import EPS
+
+import cuflash
+from cuflash import reference
+
+Array = NDArray[Any]
+
+RNG = np.random.default_rng(0)
+RESULTS = ("float16", "bfloat16", "float32")
+SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: bool = False) -> list[Quantized]:
+    """q, k, v in FP8: two sequences, four query heads on two."""
+    shapes = [
+        (2, n, h, d) for n, h, d in zip((seqlens[0], seqlens[1], seqlens[1]), (4, 2, 2), (24, 24, 40), strict=True)
+    ]
+    arrays = [RNG.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [quantized(x.reshape(-1, *x.shape[2:]) if packed else x, per) for x in arrays]
+
+
+def attend(device: Device, arrays: list[Quantized], **options: Any) -> Any:
+    """Attention on the codes and scales of q, k, v."""
+    scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
+    inputs = [x.codes for x in arrays]
+    return device.get(cuflash.attention(*device.put(inputs), **device.put(scales | options)))
+
+
+def assert_near(actual: Array, expected: Array) -> None:
+    """Within rounding to the result's dtype, and float32's arithmetic."""
+    eps = EPS[actual.dtype.name]
+    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=eps, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "token"])
+@pytest.mark.parametrize("out_dtype", [None, *RESULTS])
+def test_it_is_attention_on_the_dequantised_inputs(device: Device, per: str, out_dtype: str | None) -> None:
+    arrays = problem(per)
+    out, lse = attend(device, arrays, causal=True, return_lse=True, out_dtype=out_dtype)
+    assert out.dtype.name == (out_dtype or "bfloat16")
+    expected, expected_lse = reference.attention(*(x.numbers for x in arrays), causal=True)
+    assert_near(out, expected)
+    assert lse.dtype == np.float32
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """A forward option, or several, for problems of `problem`."""
+    lengths = {"q_lengths": np.array([37, 20], np.int32), "kv_lengths": np.array([53, 31], np.int32)}
+    options: dict[str, dict[str, Any]] = {
+        "window": {"window": (9, 3)},
+        "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
+        "bias": {"bias": gaussian(RNG, (2, 1, 37, 53), "float32")},
+        "mask": {"mask": RNG.random((4, 37, 53)) < 0.7},
+        "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.06], np.float32)},
+        "sink": {"sink": np.array([0.0, 1, -1, 2], np.float32)},
+        "lengths": lengths | {"causal": True},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+        "block mask": {"block_mask": RNG.random((37, 53)) < 0.8},
+        "precision": {"precision": "tf32"},
+    }
+    return options[name]
+
+
+OPTIONS = ("window", "softcap", "bias", "mask", "alibi", "sink", "lengths", "dropout", "block mask", "precision")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16", "bfloat16"])
+def test_with_every_option(device: Device, name: str, queries: str) -> None:
+    options = options_of(name)
+    q, k, v = problem()
+    scales = {"k_scale": k.scale, "v_scale": v.scale}
+    codes, numbers = q.codes, q.numbers
+    if queries != "float8_e4m3fn":
+        codes = q.numbers.astype(np_dtype(queries))
+        numbers = codes.astype(np.float64)
+    else:
+        scales["q_scale"] = q.scale
+    expected = reference.attention(numbers, k.numbers, v.numbers, **options)[0]
+    if name == "block mask":
+        options = {"block_mask": cuflash.BlockMask.from_dense(options["block_mask"])}
+    arrays = device.put((codes, k.codes, v.codes))
+    out = device.get(cuflash.attention(*arrays, **device.put(scales | options), out_dtype="float32"))
+    assert_near(out, expected)
+
+
+@pytest.mark.parametrize("out_dtype", RESULTS)
+def test_packed(device: Device, out_dtype: str) -> None:
+    q, k, v = problem(packed=True)
+    edges = np.array([0, 30, 70], np.int32), np.array([0, 50, 97], np.int32)
+    scales: dict[str, Any] = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+    for x in (q.codes, k.codes, v.codes):
+        x[-9 if x is not q.codes else -4 :] = 0x7F  # beyond the last sequence
+    for x in (k.scale, v.scale):
+        x[97:] = np.nan
+    arrays = device.put((q.codes, k.codes, v.codes, *edges))
+    out = device.get(cuflash.attention_varlen(*arrays, **device.put(scales), causal=True, out_dtype=out_dtype))
+    numbers = [np.nan_to_num(numbers_of(x.codes, np.nan_to_num(x.scale))) for x in (q, k, v)]
+    expected = reference.attention_varlen(*(*numbers, *edges), causal=True)[0]
+    assert out.dtype.name == out_dtype
+    assert_near(out, expected)
+    assert not out[70:].any()
+
+
+def test_16_bit_queries_have_their_own_result(device: Device) -> None:
+    _, k, v = problem()
+    for dtype in ("float16", "bfloat16"):
+        q = gaussian(RNG, (2, 37, 4, 24), dtype)
+        for out_dtype in (None, *RESULTS):
+            scales = device.put({"k_scale": k.scale, "v_scale": v.scale})
+            out = device.get(cuflash.attention(*device.put((q, k.codes, v.codes)), **scales, out_dtype=out_dtype))
+            assert out.dtype.name == (out_dtype or dtype)
+            assert_near(out, reference.attention(q.astype(np.float64), k.numbers, v.numbers)[0])
+
+
+def test_scales_are_1_by_default_and_broadcast(device: Device) -> None:
+    arrays = problem()
+    plain = device.get(cuflash.attention(*device.put([x.codes for x in arrays]), out_dtype="float32"))
+    assert_near(plain, reference.attention(*(numbers_of(x.codes) for x in arrays))[0])
+    shapes = [(2, 1, 1), (1, 53, 1), (1, 1, 2)]
+    spread = [
+        Quantized(x.codes, scale, numbers_of(x.codes, np.broadcast_to(scale, x.codes.shape[:-1])))
+        for x, shape in zip(arrays, shapes, strict=True)
+        for scale in (RNG.uniform(0.5, 2, shape).astype(np.float32),)
+    ]
+    assert_near(attend(device, spread, out_dtype="float32"), reference.attention(*(x.numbers for x in spread))[0])
+    # Any strides, the last axis' too.
+    wide = [x._replace(scale=np.broadcast_to(x.scale, x.codes.shape[:-1]).copy()) for x in spread]
+    strided = [x._replace(scale=np.ascontiguousarray(x.scale.swapaxes(1, 2)).swapaxes(1, 2)) for x in wide]
+    expected = attend(device, wide, out_dtype="float32")
+    np.testing.assert_array_equal(attend(device, strided, out_dtype="float32"), expected)
+
+
+def test_float8_of_ml_dtypes_is_uint8() -> None:
+    q, k, v = problem()
+    scales: dict[str, Any] = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+    expected = cuflash.attention(q.codes, k.codes, v.codes, **scales)
+    for kinds in ((True, True, True), (False, True, False), (True, False, False)):
+        arrays = [
+            x.codes.view(ml_dtypes.float8_e4m3fn) if is_float else x.codes
+            for x, is_float in zip((q, k, v), kinds, strict=True)
+        ]
+        np.testing.assert_array_equal(cuflash.attention(*arrays, **scales), expected, strict=True)
+
+
+@pytest.mark.parametrize("strides", ["every second row", "heads first", "fused"])
+def test_strides_of_codes(device: Device, strides: str) -> None:
+    arrays = problem()
+    expected = attend(device, arrays, out_dtype="float32")
+    if strides == "every second row":
+        moved = [np.repeat(x.codes, 2, axis=1)[:, ::2] for x in arrays]
+    elif strides == "heads first":
+        moved = [np.ascontiguousarray(x.codes.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
+    else:
+        fused = np.concatenate([x.codes for x in arrays[1:]], axis=-1)
+        moved = [arrays[0].codes, fused[..., :24], fused[..., 24:]]
+    got = attend(device, [x._replace(codes=y) for x, y in zip(arrays, moved, strict=True)], out_dtype="float32")
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 1e30])
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16"])
+def test_unused_places_never_matter(device: Device, scale: float, queries: str) -> None:
+    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody."""
+    arrays = problem()
+    mask = np.ones((53,), bool)
+    mask[3] = False
+    lengths = {"q_lengths": np.array([37, 11], np.int32), "kv_lengths": np.array([40, 53], np.int32)}
+    options = {**lengths, "mask": mask, "return_lse": True}
+    if queries == "float16":
+        arrays[0] = arrays[0]._replace(codes=arrays[0].numbers.astype(np.float16))
+
+    def run() -> Any:
+        scales = {f"{name}_scale": x.scale for name, x in zip("qkv", arrays, strict=True)}
+        if queries == "float16":
+            del scales["q_scale"]
+        codes = device.put([x.codes for x in arrays])
+        return device.get(cuflash.attention(*codes, **device.put(scales | options)))
+
+    expected = run()
+    poison = 0x7F if queries == "float8_e4m3fn" else np.nan
+    arrays[0].codes[1, 11:], arrays[0].scale[1, 11:] = poison, scale
+    for x in arrays[1:]:
+        for place in ((0, slice(40, None)), (slice(None), 3)):
+            x.codes[place], x.scale[place] = 0xFF, scale
+    for x, y in zip(run(), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert np.isfinite(expected[0].astype(np.float32)).all()
+
+
+def test_nan_of_a_visible_key_is_seen(device: Device) -> None:
+    q, k, v = problem()
+    v.codes[0, 5, 0, 0] = 0x7F
+    out = attend(device, [q, k, v])
+    assert np.isnan(out[0, :, :2, 0].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("direction", ["backward", "vjp"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16"])
+def test_gradients_are_refused_before_anything_is_computed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, direction: str, packed: bool, queries: str
+) -> None:
+    q, k, v = problem(packed=packed)
+    edges = (np.array([0, 74], np.int32), np.array([0, 106], np.int32)) if packed else ()
+    out = np.zeros((*q.codes.shape[:-1], 40), np_dtype("bfloat16"))
+    lse = np.zeros((4, 74) if packed else (2, 4, 37), np.float32)
+    codes = q.codes if queries == "float8_e4m3fn" else q.numbers.astype(np.float16)
+    scales = device.put({"k_scale": k.scale, "v_scale": v.scale})
+    arrays, further, edges = device.put(((codes, k.codes, v.codes), (out, lse), edges))
+    family = "attention_varlen" if packed else "attention"
+    getattr(cuflash, family)(*arrays, *edges, **scales, return_lse=True)  # so that this forward pass is known
+
+    def nothing_is_computed(*_: Any) -> Any:
+        raise AssertionError
+
+    given = (*arrays, *edges) if direction == "vjp" else (further[0], *arrays, *further, *edges)
+    function = getattr(cuflash, f"{family}_{direction}")
+    with monkeypatch.context() as patch:  # which ends before the device's
+        patch.setattr("cuflash.frontend.call.backend_of", nothing_is_computed)
+        # A pass that is known would be computed here; NumPy's are never known, and ask, too.
+        if direction == "vjp" and device.name != "numpy":
+            patch.setattr(sys.modules["cuflash.attention"], "repeated", nothing_is_computed)
+        with pytest.raises(NotImplementedError, match="gradients .* FP8 .*uint8"):
+            function(*given, **scales)
+
+
+def codes(*shape: int) -> Array:
+    return np.zeros(shape, np.uint8)
+
+
+def halves(*shape: int, dtype: str = "float16") -> Array:
+    return np.zeros(shape, np_dtype(dtype))
+
+
+Q, K, V = (1, 3, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8)
+ONE = np.ones((1, 1, 1), np.float32)
+WRONG: dict[str, tuple[tuple[Array, Array, Array], dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "k alone": ((halves(*Q), codes(*K), halves(*V)), {}, TypeError, ("v", "uint8", "float16")),
+    "v alone": ((halves(*Q), halves(*K), codes(*V)), {}, TypeError, ("k", "uint8", "float16")),
+    "q alone": ((codes(*Q), halves(*K), halves(*V)), {}, TypeError, ("k", "uint8", "float16")),
+    "int8": ((codes(*Q).view(np.int8),) * 3, {}, TypeError, ("q", "int8")),
+    "float32 queries": ((halves(*Q, dtype="float32"), codes(*K), codes(*V)), {}, TypeError, ("q", "16", "float32")),
+    "float64 queries": ((halves(*Q, dtype="float64"), codes(*K), codes(*V)), {}, TypeError, ("q", "float64")),
+    "q_scale of halves": ((halves(*Q), codes(*K), codes(*V)), {"q_scale": ONE}, ValueError, ("q_scale", "float16")),
+    "k_scale of halves": ((halves(*Q), halves(*K), halves(*V)), {"k_scale": ONE}, ValueError, ("k_scale", "float16")),
+    "v_scale of halves": ((halves(*Q), halves(*K), halves(*V)), {"v_scale": ONE}, ValueError, ("v_scale", "float16")),
+    "scale's dtype": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"k_scale": ONE.astype(float)},
+        TypeError,
+        ("k_scale", "float64"),
+    ),
+    "scale's axes": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"k_scale": ONE[0]},
+        ValueError,
+        ("k_scale", "(1, 5, 1)", "(1, 1)"),
+    ),
+    "scale's axis": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"q_scale": np.ones((1, 5, 1), np.float32)},
+        ValueError,
+        ("q_scale", "(1, 3, 2)", "(1, 5, 1)"),
+    ),
+    "scale of four axes": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"v_scale": ONE[..., None]},
+        ValueError,
+        ("v_scale", "(1, 5, 1)"),
+    ),
+    "scale is a number": ((codes(*Q), codes(*K), codes(*V)), {"v_scale": 2.0}, TypeError, ("v_scale", "float")),
+    "bias of halves": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"bias": halves(3, 5)},
+        TypeError,
+        ("bias", "float32", "float16"),
+    ),
+    "float64 result": (
+        (codes(*Q), codes(*K), codes(*V)),
+        {"out_dtype": "float64"},
+        TypeError,
+        ("out_dtype", "bfloat16"),
+    ),
+    "FP8 result": ((codes(*Q), codes(*K), codes(*V)), {"out_dtype": "uint8"}, TypeError, ("out_dtype", "uint8")),
+    "no dtype": ((halves(*Q), halves(*K), halves(*V)), {"out_dtype": "half-ish"}, TypeError, ("out_dtype", "half-ish")),
+    "float64 of halves": (
+        (halves(*Q), halves(*K), halves(*V)),
+        {"out_dtype": "float64"},
+        TypeError,
+        ("out_dtype", "float64"),
+    ),
+    "float16 of float32": (
+        tuple(halves(*s, dtype="float32") for s in (Q, K, V)),  # type: ignore[dict-item]
+        {"out_dtype": "float16"},
+        TypeError,
+        ("out_dtype", "float32", "float16"),
+    ),
+    "float32 of float64": (
+        tuple(halves(*s, dtype="float64") for s in (Q, K, V)),  # type: ignore[dict-item]
+        {"out_dtype": "float32"},
+        TypeError,
+        ("out_dtype", "float64", "float32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(device: Device, name: str) -> None:
+    arrays, options, error, words = WRONG[name]
+    with pytest.raises(error) as caught:
+        cuflash.attention(*device.put(arrays), **device.put(options))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_out_dtype_may_name_ones_own(device: Device, dtype: str) -> None:
+    arrays = device.put([gaussian(RNG, (1, 4, 2, 8), dtype) for _ in range(3)])
+    own = device.get(cuflash.attention(*arrays))
+    for name in (dtype, np_dtype(dtype), np_dtype(dtype).type):
+        np.testing.assert_array_equal(device.get(cuflash.attention(*arrays, out_dtype=name)), own, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_results_of_16_bits_are_never_rounded_between(device: Device, dtype: str) -> None:
+    q, k, v = (gaussian(RNG, (2, 30, 4 if x == "q" else 2, 32), dtype) for x in "qkv")
+    out, lse = device.get(cuflash.attention(*device.put((q, k, v)), causal=True, out_dtype="float32", return_lse=True))
+    expected, expected_lse = reference.attention(q, k, v, causal=True)
+    assert out.dtype == np.float32
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("float16", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_gradients_of_other_results(device: Device, dtype: str, out_dtype: str, packed: bool) -> None:
+    """dout and out have the result's dtype, gradients those of their inputs."""
+    shape = (30,) if packed else (2, 15)
+    q, k, v = (gaussian(RNG, (*shape, heads, 16), dtype) for heads in (4, 2, 2))
+    bias = gaussian(RNG, (4, 15, 15), dtype)
+    sink = np.zeros(4, np.float32)
+    dout = gaussian(RNG, q.shape, out_dtype)
+    edges = (np.array([0, 15, 30], np.int32),) * 2 if packed else ()
+    options: dict[str, Any] = {"bias": bias, "sink": sink, "causal": True}
+    of_device = device.put(((q, k, v, *edges), options, dout))
+    vjp = cuflash.attention_varlen_vjp if packed else cuflash.attention_vjp
+    (out, lse), backward = vjp(*of_device[0], **of_device[1], out_dtype=out_dtype, return_lse=True)
+    grads = backward(of_device[2])
+    assert str(out.dtype) == out_dtype
+    reference_backward = reference.attention_varlen_backward if packed else reference.attention_backward
+    expected = reference_backward(dout, q, k, v, *edges, **options)
+    names = ("q", "k", "v", "bias", "sink")
+    for name, got, like in zip(names, device.get(grads), (q, k, v, bias, sink), strict=True):
+        assert got.dtype == like.dtype
+        atol = (8e-3 if "bfloat16" in (dtype, out_dtype) else 1e-3) * np.abs(expected[name]).max()
+        np.testing.assert_allclose(got.astype(np.float64), expected[name], rtol=EPS[dtype], atol=atol)
+    stateless_backward: Any = cuflash.attention_varlen_backward if packed else cuflash.attention_backward
+    q_k_v, of_edges = of_device[0][:3], of_device[0][3:]
+    stateless = stateless_backward(of_device[2], *q_k_v, out, lse, *of_edges, **of_device[1], out_dtype=out_dtype)
+    for got, same in zip(stateless, grads, strict=True):
+        np.testing.assert_array_equal(device.get(got), device.get(same))
+    with pytest.raises(TypeError, match="dout: expected dtype"):
+        backward(device.put(dout.astype(np_dtype(dtype if dtype != out_dtype else "float32"))))
+
+
+def test_float32_gradients_are_not_rounded_through_16_bits(device: Device) -> None:
+    """A float32 dout whose parts below 16 bits decide, because the values of a key add up to 0."""
+    q, k, v = (gaussian(RNG, (1, 6, 1, 16), "float16") for _ in range(3))
+    v[..., 8:] = -v[..., :8]
+    dout = (1 + RNG.uniform(-1, 1, v.shape) * 2.0**-14).astype(np.float32)
+    _, backward = cuflash.attention_vjp(*device.put((q, k, v)), out_dtype="float32")
+    got = device.get(backward(device.put(dout)))
+    expected = reference.attention_backward(dout.astype(np.float64), q, k, v)
+    rounded = reference.attention_backward(dout.astype(np.float16).astype(np.float64), q, k, v)
+    error, rounded_error = (np.abs(x.astype(np.float64) - expected["q"]).max() for x in (got[0], rounded["q"]))
+    assert error < rounded_error / 4
+
+
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16"])
+def test_out_has_the_result_s_dtype(device: Device, queries: str) -> None:
+    q, k, v = problem()
+    given = q.codes if queries == "float8_e4m3fn" else q.numbers.astype(np.float16)
+    arrays = device.put((given, k.codes, v.codes))
+    scales = device.put({"k_scale": k.scale, "v_scale": v.scale})
+    expected = device.get(cuflash.attention(*arrays, **scales, out_dtype="float32"))
+    storage = np.full((2, 37, 4, 90), 7, np.float32)
+    target = device.put(storage)[..., 10:50]
+    assert cuflash.attention(*arrays, **scales, out_dtype="float32", out=target) is target
+    np.testing.assert_array_equal(device.get(target), expected)
+    with pytest.raises(TypeError, match="out: expected dtype float32"):
+        cuflash.attention(*arrays, **scales, out_dtype="float32", out=device.put(expected.astype(np.float16)))
+
+
+def test_out_must_not_share_memory(device: Device) -> None:
+    """A scale is an input like any other."""
+    arrays = device.put([codes(1, 4, 1, 8)] * 3)
+    memory = device.put(np.ones((1, 4, 1, 8), np.float32))
+    with pytest.raises(ValueError, match="memory shared with k_scale"):
+        cuflash.attention(*arrays, k_scale=memory[..., 0], out_dtype="float32", out=memory)
+
+
+def test_repeated_calls_see_new_values(device: Device) -> None:
+    for _ in range(3):
+        arrays = problem()
+        out = attend(device, arrays, kv_lengths=np.array([53, 20], np.int32), out_dtype="float16")
+        expected = reference.attention(*(x.numbers for x in arrays), kv_lengths=np.array([53, 20]))[0]
+        assert_near(out, expected)
+
+
+def test_forward_bits_repeat_whatever_is_asked_for(device: Device) -> None:
+    arrays = problem()
+    plain = attend(device, arrays)
+    np.testing.assert_array_equal(attend(device, arrays, return_lse=True)[0], plain)
+    np.testing.assert_array_equal(attend(device, arrays, deterministic=True), plain)
+    causal = attend(device, arrays, causal=True)
+    np.testing.assert_array_equal(attend(device, arrays, window=(None, 0)), causal)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (1, 1)])
+def test_empty_and_single_rows(device: Device, seqlen_q: int, seqlen_k: int) -> None:
+    q, k, v = (codes(1, n, 2, 8) + np.uint8(0x38) for n in (seqlen_q, seqlen_k, seqlen_k))
+    out, lse = device.get(cuflash.attention(*device.put((q, k, v)), return_lse=True, out_dtype="float32"))
+    assert out.shape == (1, seqlen_q, 2, 8)
+    assert (out == (1 if seqlen_k else 0)).all()
+    assert np.isfinite(lse).all() == bool(seqlen_k or not seqlen_q)
+
+
+def test_bare_exporters() -> None:
+    arrays = problem()
+    scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
+    expected = cuflash.attention(*(x.codes for x in arrays), **scales, out_dtype="float32")
+    wrapped: dict[str, Any] = {name: Exporter(x) for name, x in scales.items()}
+    got = cuflash.attention(*(Exporter(x.codes) for x in arrays), **wrapped, out_dtype="float32")
+    np.testing.assert_array_equal(got, expected, strict=True)
+
+
+@pytest.mark.parametrize("option", [*SCALES, "out_dtype", "arrays"])
+def test_ranks_take_no_fp8(option: str) -> None:
+    comm = cuflash.distributed.threads(1)[0]
+    arrays = [np.zeros((1, 4, 1, 8), np.uint8 if option == "arrays" else np.float16)] * 3
+    options = {} if option == "arrays" else {option: "float32" if option == "out_dtype" else ONE}
+    with pytest.raises(NotImplementedError, match="FP8"):
+        cuflash.distributed.ring_attention(*arrays, comm, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("per", ["tensor", "head", "token"])
+@pytest.mark.parametrize("kind", ["gaussian", "outliers", "sharp"])
+def test_error_is_that_of_plain_attention(
+    device: Device, kind: str, per: str, queries: str, rotated: bool, seed: int
+) -> None:
+    q, k, v = inputs(kind, seed)
+    if rotated:
+        q, k = cuflash.hadamard(q, 1), cuflash.hadamard(k, 1)
+    q8, k8, v8 = (quantized(x, per) for x in (q, k, v))
+    scales = {"k_scale": k8.scale, "v_scale": v8.scale}
+    given, numbers = q8.codes, q8.numbers
+    if queries == "bfloat16":
+        given = q.astype(np_dtype("bfloat16"))
+        numbers = given.astype(np.float64)
+    else:
+        scales["q_scale"] = q8.scale
+    exact = reference.attention(numbers, k8.numbers, v8.numbers)[0]
+    plain = naive(numbers, k8.numbers, v8, "bfloat16", queries)
+    out = device.get(cuflash.attention(*device.put((given, k8.codes, v8.codes)), **device.put(scales)))
+    assert rms(out.astype(np.float64) - exact) <= RMS_FACTOR * rms(plain - exact)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hadamard_pays_with_outliers(seed: int) -> None:
+    q, k, v = inputs("outliers", seed)
+    q[..., 5] *= 20  # a column of outliers, as trained models have
+    exact = reference.attention(q, k, v)[0]
+
+    def error(a: Array, b: Array) -> float:
+        return rms(reference.attention(quantized(a, "head").numbers, quantized(b, "head").numbers, v)[0] - exact)
+
+    assert error(cuflash.hadamard(q, 2), cuflash.hadamard(k, 2)) < 0.7 * error(q, k)
+
+
+def assert_finds_the_needle(device: Device, seqlen: int) -> None:
+    """One key of many matters, and a sink has as much weight: half of its value is the result."""
+    rng = np.random.default_rng(seqlen)
+    q = np.full((1, 3, 1, 64), 2.0, np.float32)
+    k = rng.standard_normal((1, seqlen, 1, 64)).astype(np.float32) * 0.05
+    v = rng.standard_normal((1, seqlen, 1, 64)).astype(np.float32)
+    k[0, seqlen // 3] = 1.5
+    score = 64 * 2.0 * 1.5 / 8
+    q8, k8, v8 = (quantized(x, "token") for x in (q, k, v))
+    out = attend(device, [q8, k8, v8], sink=np.array([score], np.float32), out_dtype="float32")
+    sink = np.array([score])
+    expected = reference.attention(q8.numbers, k8.numbers, v8.numbers, sink=sink)[0]
+    assert np.abs(out - expected).max() <= 0.01 * np.abs(expected).max()
+    np.testing.assert_allclose(expected, np.broadcast_to(v8.numbers[:, seqlen // 3] / 2, out.shape), atol=0.05)
+
+
+def test_needle(device: Device) -> None:
+    assert_finds_the_needle(device, 4096)
+
+
+@pytest.mark.gpu
+def test_long_needle() -> None:
+    assert_finds_the_needle(device_of("cupy"), 128 * 1024)

@@ -1,0 +1,115 @@
+"""What only a GPU can show of FP8: graphs, the current stream, and that nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import gaussian, same_bits
+
+import cuflash
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+@pytest.fixture
+def stream() -> Iterator[Any]:
+    """A non-blocking stream that is current: the default stream knows nothing of it."""
+    own = cupy.cuda.Stream(non_blocking=True)
+    with own:
+        yield own
+        own.synchronize()
+
+
+class Step:
+    """What an FP8 model does: transform, quantise, attend; and 16-bit queries over the same keys, with a gradient."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.arrays = [cupy.asarray(gaussian(rng, (2, n, h, 64), "bfloat16")) for n, h in ((70, 4), (90, 2), (90, 2))]
+        self.lengths = cupy.asarray(np.array([90, 33], np.int32))
+        self.results: tuple[Any, ...] = ()
+        self.kept: Any = None  # what a graph writes beside the results
+
+    def run(self) -> tuple[Any, ...]:
+        self.results = self.kept = ()  # their memory serves again: a graph that is captured must not allocate
+        q, k, v = self.arrays
+        rotated = [cuflash.hadamard(x, 5) for x in (q, k)]
+        quantized = [
+            cuflash.quantize_fp8(x, per) for x, per in zip((*rotated, v), ("token", "head", "tensor"), strict=True)
+        ]
+        codes, scales = ([pair[i] for pair in quantized] for i in range(2))
+        named: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+        options: dict[str, Any] = {"kv_lengths": self.lengths, "causal": True}
+        out = cuflash.attention(codes[0], codes[1], codes[2], **named, **options)
+        del named["q_scale"]
+        mixed = cuflash.attention(q, codes[1], codes[2], **named, **options, out_dtype="float32")
+        wide, backward = cuflash.attention_vjp(q, k, v, **options, out_dtype="float32")
+        self.results = (*codes, *scales, out, mixed, wide, *backward(wide))
+        self.kept = rotated, backward
+        return self.results
+
+    def host(self) -> list[Any]:
+        return [cupy.asnumpy(x) for x in self.results]
+
+
+def test_graph_capture_and_replay(stream: Any) -> None:
+    """After one warm-up a captured graph computes from the arrays' contents at replay."""
+    step = Step()
+    step.run()
+    stream.synchronize()
+    stream.begin_capture()
+    step.run()
+    graph = stream.end_capture()
+
+    def replay() -> list[Any]:
+        for x in step.results:
+            x.data.memset_async(0xFF, x.nbytes)
+        graph.launch(stream)
+        stream.synchronize()
+        return step.host()
+
+    first = replay()
+    eager = Step()
+    eager.run()
+    stream.synchronize()
+    assert all(same_bits(a, b) for a, b in zip(first, eager.host(), strict=True))
+    for x in step.arrays:
+        x[...] = x[::-1].copy()
+    step.lengths[...] = cupy.asarray(np.array([40, 77], np.int32))
+    others = [cupy.full(1 << 20, 3, np.uint8) for _ in range(8)]  # memory that a graph must not use
+    second = replay()
+    assert all(int(x.min()) == int(x.max()) == 3 for x in others)
+    step.run()
+    stream.synchronize()
+    assert all(same_bits(a, b) for a, b in zip(second, step.host(), strict=True))
+    assert not same_bits(first[-1], second[-1])
+
+
+def test_results_are_numpy_s(stream: Any) -> None:
+    step = Step()
+    step.run()
+    stream.synchronize()
+    on_host = Step()
+    on_host.arrays = [cupy.asnumpy(x) for x in step.arrays]
+    on_host.lengths = cupy.asnumpy(step.lengths)
+    for got, expected in zip(step.host()[6:], on_host.run()[6:], strict=True):
+        # A code beside the middle of two may differ by a rounding of the transform before it.
+        difference = np.abs(got.astype(np.float64) - np.asarray(expected).astype(np.float64))
+        assert np.sqrt(np.mean(difference**2)) < 0.01
+
+
+def test_wide_transforms_and_odd_alignments(stream: Any) -> None:
+    """Blocks of more columns than a thread block has, and codes at odd addresses."""
+    x = cupy.asarray(np.random.default_rng(1).standard_normal((3, 8192), np.float32))
+    np.testing.assert_allclose(cupy.asnumpy(cuflash.hadamard(x, 9)), cuflash.hadamard(cupy.asnumpy(x), 9), atol=1e-4)
+    memory = cupy.asarray(np.random.default_rng(2).integers(0, 120, (1, 40, 2, 67), np.uint8))
+    for begin in (1, 2, 3):
+        codes = memory[..., begin : begin + 64]
+        got = cuflash.attention(codes, codes, codes, softmax_scale=1e-4, out_dtype="float32")
+        host = cupy.asnumpy(codes)
+        expected = cuflash.attention(host, host, host, softmax_scale=1e-4, out_dtype="float32")
+        np.testing.assert_allclose(cupy.asnumpy(got), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,92 @@
+"""What tests of FP8 share: codes as numbers, plain attention with rounded weights, and inputs by their names."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from cases import np_dtype
+from numpy.typing import NDArray
+
+import cuflash
+
+Array = NDArray[Any]
+
+# A kernel's keys of a tile; the scales of one tile share a largest.
+KEY_TILE = 128
+WEIGHT_FACTOR = 2.0**8
+# The rms error may be so many times that of plain attention whose weights are rounded (DESIGN's error rule of FP8).
+RMS_FACTOR = 1.01
+
+
+class Quantized(NamedTuple):
+    """An array in FP8: codes, float32 scales, and the numbers that both are, in float64."""
+
+    codes: Array
+    scale: Array
+    numbers: Array
+
+
+def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
+    """What e4m3 codes are, by ml_dtypes."""
+    wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return wide * (np.asarray(scale, np.float64)[..., None] if np.ndim(scale) else scale)
+
+
+def quantized(x: Array, per: str) -> Quantized:
+    """An array by `cuflash.quantize_fp8`."""
+    codes, scale = cuflash.quantize_fp8(x, per)
+    return Quantized(codes, scale, numbers_of(codes, scale))
+
+
+def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: tuple[int, int] = (4, 2)) -> list[Array]:
+    """Float32 q, k, v (1, seqlen, heads, 64) of a kind.
+
+    "gaussian", "outliers" (one element in a thousand N(0, 100) on top) or "sharp" (q and k N(0, 9)).
+    """
+    rng = np.random.default_rng(seed)
+    shapes = [(1, n, h, 64) for n, h in zip((seqlens[0], seqlens[1], seqlens[1]), (*heads, heads[1]), strict=True)]
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    if kind == "outliers":
+        for x in arrays:
+            x += (rng.random(x.shape) < 1e-3) * rng.standard_normal(x.shape) * 10
+    elif kind == "sharp":
+        arrays[0] *= 3
+        arrays[1] *= 3
+    else:
+        assert kind == "gaussian"
+    return [x.astype(np.float32) for x in arrays]
+
+
+def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Array:
+    """Plain attention on dequantised inputs, key tile by key tile, with rounded weights.
+
+    `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
+    running maximum; a 16-bit dtype: p alone. The denominator sums the weights before they are rounded.
+    """
+    group = q.shape[2] // k.shape[2]
+    dtype = ml_dtypes.float8_e4m3fn if weights == "float8_e4m3fn" else np_dtype(weights)
+    by_head = [np.repeat(x, group if x.shape[2] < q.shape[2] else 1, axis=2).swapaxes(1, 2) for x in (q, k, v.numbers)]
+    scale = np.repeat(np.broadcast_to(v.scale, v.codes.shape[:-1]), group, axis=2).swapaxes(1, 2).astype(np.float64)
+    scores = by_head[0] @ by_head[1].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    top = np.full((*scores.shape[:-1], 1), -np.inf)
+    total, sums = np.zeros(top.shape), np.zeros((*top.shape[:-1], v.codes.shape[-1]))
+    for begin in range(0, scores.shape[-1], KEY_TILE):
+        keys = slice(begin, begin + KEY_TILE)
+        new_top = np.maximum(top, scores[..., keys].max(axis=-1, keepdims=True))
+        p = np.exp(scores[..., keys] - new_top)
+        own_scale = scale[:, :, None, keys] if weights == "float8_e4m3fn" else np.ones((1, 1, 1, 1))
+        unit = own_scale.max(axis=-1, keepdims=True) / WEIGHT_FACTOR
+        rounded = (p * (own_scale / unit)).astype(np.float32).astype(dtype).astype(np.float64)
+        values = by_head[2][:, :, keys] / np.swapaxes(own_scale, -1, -2)
+        rescale = np.exp(top - new_top)
+        total = total * rescale + p.sum(axis=-1, keepdims=True)
+        sums = sums * rescale + unit * (rounded @ values)
+        top = new_top
+    return (sums / total).swapaxes(1, 2).astype(np.float32).astype(np_dtype(out_dtype)).astype(np.float64)
+
+
+def rms(x: Array) -> float:
+    """The root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
