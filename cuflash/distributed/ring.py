@@ -20,6 +20,7 @@ from cuflash import interop
 from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import Stretch
+from cuflash.frontend.combine import gradient_of_sink, merge_into
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
 
@@ -203,7 +204,7 @@ class _Ring:
         grads = {name: xp.zeros(getattr(self, name).shape, self._accum) for name in ("q", "k", "v")}
         grads |= {name: xp.zeros(x.shape, self._accum) for name, x in given.items()}
         if "sink" in wanted:
-            grads["sink"] = self._gradient_of_sink(dout, out, lse, dlse)
+            grads["sink"] = gradient_of_sink(self._sink, self._in_sequences(), (dout, out, lse, dlse))
         kv, sums = (self.k, self.v), (grads["k"], grads["v"])
         for step in range(world):
             self._pass_on(step, kv)
@@ -306,31 +307,6 @@ class _Ring:
             weight = xp.where(lse == -np.inf, 0, xp.exp(lse - total))
         out *= weight.swapaxes(-1, -2)[..., None].astype(out.dtype)
         lse[...] = total
-
-    def _gradient_of_sink(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> Array:
-        """This rank's rows' share: the sink is a key whose value is 0."""
-        xp = interop.namespace_of(lse)
-        dout, out = dout.astype(self._accum), out.astype(self._accum)
-        # No dout, NaN neither, counts of a row that sees nothing.
-        delta = xp.where(out.any(axis=-1), (dout * out).sum(axis=-1), 0).swapaxes(-1, -2)
-        if dlse is not None:
-            delta = delta - dlse
-        with np.errstate(all="ignore"):
-            weight = xp.exp(self._sink[:, None] - lse)
-            shares = xp.where(self._in_sequences() & (lse != -np.inf), -weight * delta, 0)
-        axes = tuple(axis for axis in range(shares.ndim) if axis != shares.ndim - 2)
-        return shares.sum(axis=axes).astype(self._accum)
-
-
-def merge_into(out: Array, lse: Array, part_out: Array, part_lse: Array) -> None:
-    """Merge results over further keys into those so far, in place: (.., rows, heads, dim) and (.., heads, rows)."""
-    xp = interop.namespace_of(lse)
-    with np.errstate(all="ignore"):
-        total = xp.logaddexp(lse, part_lse)
-        own, others = (xp.where(x == -np.inf, 0, xp.exp(x - total)) for x in (lse, part_lse))
-    out *= own.swapaxes(-1, -2)[..., None]
-    out += xp.where(part_lse == -np.inf, 0, others).swapaxes(-1, -2)[..., None] * part_out
-    lse[...] = total
 
 
 RING = Scheme("ring_attention", lambda call: _Ring(call).forward(), lambda call, *given: _Ring(call).backward(*given))

@@ -20,13 +20,14 @@ Window = tuple[int | None, int | None]
 
 
 def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -> Window:
-    """The window that a part of a problem with as many queries as keys has between its own rows and keys.
+    """The window that a part of a problem has between its own rows and keys.
 
-    Query i sees key j iff ``-left <= position(j) - position(i) <= right``. A part's own window is aligned to its last
+    Query i sees key j iff ``-left <= position(j) - position(i) <= right``, where positions of queries begin at the
+    whole's diagonal. A part's own window is aligned to its last
     query and key, and either side may be negative: then it lies beside the part's diagonal.
     """
     left, right = window
-    behind, diagonal = place.first_q - place.first_k, seqlen_k - seqlen_q
+    behind, diagonal = place.first_q + place.diagonal - place.first_k, seqlen_k - seqlen_q
     return (
         None if left is None else (left - behind) // place.stride + diagonal,
         None if right is None else (right + behind) // place.stride - diagonal,
@@ -51,7 +52,7 @@ def sees_everything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 class Part:
-    """One part, checked; `options` are those of the whole problem, with the part's heads.
+    """One part, checked; `options` are those of the whole problem, with the part's heads, its piece of bias and mask.
 
     A packed part has `cu_seqlens` and holds whole sequences.
     """
@@ -62,7 +63,7 @@ class Part:
         arrays = {"q": q, "k": k, "v": v}
         if cu_seqlens is not None:
             arrays |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        for name in ("alibi_slopes", "sink"):
+        for name in ("bias", "mask", "alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         problem = make_problem(arrays, options)
@@ -88,7 +89,7 @@ class Part:
     def backward(
         self, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: frozenset[str]
     ) -> dict[str, Array]:
-        """The part's shares of the wanted gradients of q, k, v, sink and slopes, in the accumulation's dtype.
+        """The part's shares of the wanted gradients of q, k, v, bias, sink and slopes, in the accumulation's dtype.
 
         `out` and `lse` are the whole problem's, so that the shares add up to its gradients.
         """
@@ -105,7 +106,10 @@ class Part:
     def _wide(self) -> tuple[AttentionProblem, Operands]:
         """The problem whose results have the accumulation's dtype: on a GPU that of wide inputs."""
         problem, operands = self._problem, self._operands
-        if isinstance(operands.q, np.ndarray) or problem.dtype == problem.accum_dtype:
+        accum = problem.accum_dtype
+        if isinstance(operands.q, np.ndarray) or (problem.dtype == accum and problem.bias_dtype in (None, accum)):
             return problem, operands
-        wide = {name: getattr(operands, name).astype(problem.accum_dtype) for name in ("q", "k", "v")}
-        return replace(problem, dtype=problem.accum_dtype), operands._replace(**wide)
+        names = ("q", "k", "v") if operands.bias is None else ("q", "k", "v", "bias")
+        wide = {name: getattr(operands, name).astype(accum, copy=False) for name in names}
+        bias_dtype = None if operands.bias is None else accum
+        return replace(problem, dtype=accum, bias_dtype=bias_dtype), operands._replace(**wide)

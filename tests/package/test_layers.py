@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": ("frontend", "problem", "masks", *BASE),
     "merge": ("frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
+    "offload": ("frontend", "merge", "masks", "problem", *BASE),
+    "__init__": ("attention", "merge", "masks", "distributed", "offload", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
 BY_NAME = {
-    "__init__": {"cuflash.distributed"},
+    "__init__": {"cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
 }
