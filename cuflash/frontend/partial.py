@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
-from cuflash.problem.attention_problem import Array, AttentionProblem, Place
+from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, Place
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import Options
@@ -74,29 +74,40 @@ class Part:
             self.sees_anything = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
             if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
                 window = None, None
+            if place == Place(diagonal=problem.seqlen_k - problem.seqlen_q):
+                place = WHOLE  # every kernel aligns the whole so
         self._problem = replace(problem, window_left=window[0], window_right=window[1], place=place)
         self._operands = make_operands(self._problem, arrays, options)
 
-    def forward(self) -> tuple[Array, Array]:
-        """(out, lse), both in the accumulation's dtype."""
-        problem, operands = self._wide()
+    def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
+        """(out, lse), both in the accumulation's dtype; `rounded`: out in q's, for a part that has all its keys."""
+        problem, operands = (self._problem, self._operands) if rounded else self._wide()
         xp = interop.namespace_of(operands.q)
-        out = xp.empty(problem.out_shape, problem.accum_dtype)
+        out = xp.empty(problem.out_shape, operands.q.dtype if rounded else problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
         call.backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
         return out, lse
 
     def backward(
-        self, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: frozenset[str]
+        self,
+        dout: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        wanted: frozenset[str],
+        *,
+        rounded: bool = False,
     ) -> dict[str, Array]:
         """The part's shares of the wanted gradients of q, k, v, bias, sink and slopes, in the accumulation's dtype.
 
-        `out` and `lse` are the whole problem's, so that the shares add up to its gradients.
+        `out` and `lse` are the whole problem's, so that the shares add up to its gradients. `rounded`: each in its
+        input's dtype, as the only share.
         """
-        problem, operands = self._wide()
+        problem, operands = (self._problem, self._operands) if rounded else self._wide()
         xp = interop.namespace_of(operands.q)
         names = [name for name in ("q", "k", "v", *problem.extra_grads) if name in wanted]
-        grads = {name: xp.empty(getattr(operands, name).shape, problem.accum_dtype) for name in names}
+        like = {name: getattr(operands, name) for name in names}
+        grads = {name: xp.empty(x.shape, x.dtype if rounded else problem.accum_dtype) for name, x in like.items()}
         if not isinstance(out, np.ndarray):
             dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
         rows = with_contiguous_rows(dout), with_contiguous_rows(out)
