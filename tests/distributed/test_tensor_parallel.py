@@ -40,7 +40,7 @@ def make(
     batch: int | None,
     dtype: str = "float64",
     dims: tuple[int, int] = (8, 5),
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     lead = () if batch is None else (batch,)
     return {
         "q": gaussian(rng, (*lead, seqlens[0], heads[0], dims[0]), dtype),
@@ -337,12 +337,12 @@ def test_a_rank_that_does_not_come() -> None:
 def test_a_rank_that_fails_ends_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = make(np.random.default_rng(0), (2, 2), (9, 9), 1)
     arrays.pop("dy")
-    real, failing = tensor_parallel.product, threading.local()
+    failing = threading.local()
 
     def fails(*given: Any, **options: Any) -> Any:
         if getattr(failing, "here", False):
             raise ArithmeticError("no memory")
-        return real(*given, **options)
+        return product(*given, **options)
 
     monkeypatch.setattr(tensor_parallel, "product", fails)
 
