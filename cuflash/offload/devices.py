@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.offload.device import Device, Event, Outgoing
+from cuflash.offload.device import CHUNK_BYTES, Device, Event, Outgoing
 
 Array = Any
 
@@ -21,6 +21,7 @@ class HostDevice(Device):
 
     xp = np
     is_host = True
+    chunk_bytes = 4 * CHUNK_BYTES  # they cost no memory, and each has threads started for it
 
     def empty(self, count: int, dtype: Any) -> Array:
         """None is needed."""

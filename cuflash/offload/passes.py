@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from cuflash.frontend.combine import Residuals, gradient_of_sink, merge_into
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
-from cuflash.offload.device import Device
+from cuflash.offload.device import CHUNK_BYTES, Device
+from cuflash.offload.devices import HostDevice
 from cuflash.offload.share import Measurement, Share
 from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
 from cuflash.problem.operands import to_full_rank
 
 Array = Any
 Grads = dict[str, Array]
+# Results of so many queries are small beside the keys that several threads read for them at once.
+_FEW_QUERIES = 64
 
 
 def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
@@ -47,16 +52,48 @@ def _forward_of(
     if sink is not None:
         for piece in side.call.pieces:
             lse[piece.batches, :, : piece.rows] = sink[:, None]
-    for chunk, k, v in incoming(side.device, chunks, side.call.k, side.call.v):
-        part, piece = side.part(chunk, k, v), chunk.piece
-        if part.sees_anything:
-            rows = slice(piece.rows)
-            merge_into(out[piece.batches, rows], lse[piece.batches, :, rows], *part.forward())
+    for chunk, results in _results_of(side, chunks):
+        batches, rows = chunk.piece.batches, slice(chunk.piece.rows)
+        if results is not None:
+            merge_into(out[batches, rows], lse[batches, :, rows], *results)
         if measurement is not None:
             measurement.chunk_done(side.device, chunk)
     if measurement is not None:
         measurement.all_done(side.device)
     return out, lse
+
+
+def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[Array, Array] | None]]:
+    """Each chunk with its out and lse, None where no query sees a key, in order."""
+
+    @np.errstate(all="ignore")  # the setting holds for one thread only
+    def compute(arrived: tuple[Chunk, Array, Array]) -> tuple[Chunk, tuple[Array, Array] | None]:
+        part = side.part(*arrived)
+        return arrived[0], part.forward() if part.sees_anything else None
+
+    arriving = incoming(side.device, chunks, side.call.k, side.call.v)
+    lanes = max(1, min(len(chunks), _lanes(side)))
+    if lanes == 1:
+        yield from map(compute, arriving)
+        return
+    arrived = list(arriving)  # on the host they are views
+    with ThreadPoolExecutor(lanes, "cuflash") as threads:
+        try:
+            begun = [threads.submit(compute, each) for each in arrived]
+        except RuntimeError:  # no thread can be started
+            begun = []
+        for computed in begun:
+            yield computed.result()
+    if not begun:
+        yield from map(compute, arrived)
+
+
+def _lanes(side: Side) -> int:
+    """Chunks that are computed at once: the CPU path gives few queries a thread for each sequence and KV head."""
+    problem = side.call.problem
+    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES:
+        return 1
+    return -(-(os.cpu_count() or 1) // max(1, problem.batch * problem.num_heads_kv))
 
 
 def backward(
@@ -136,11 +173,14 @@ def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[
     own: list[Chunk] = []
     others: list[Chunk] = []
     side = side_of(call, device)
+    of_device, of_cpu = device.chunk_bytes, HostDevice.chunk_bytes
+    if call.problem.block_mask:  # its bools of a chunk are memory, too
+        of_device, of_cpu = (min(size, CHUNK_BYTES) for size in (of_device, of_cpu))
     for piece in call.pieces:
         first, stop = call.seen_keys(piece)
         middle = stop - round(share.of_cpu * (stop - first))
         for chunks, a, b in ((own, first, middle), (others, middle, stop)):
-            found = chunks_of(piece, a, b, call.bytes_per_key, device.chunk_bytes)
+            found = chunks_of(piece, a, b, call.bytes_per_key, of_device if chunks is own else of_cpu)
             chunks.extend(chunk for chunk in found if side.shows(chunk))
     return own, others
 

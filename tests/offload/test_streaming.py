@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ import cuflash
 from cuflash import offload
 from cuflash.offload import passes
 from cuflash.offload import share as share_module
+from cuflash.offload.call import Side
+from cuflash.offload.devices import HostDevice
 from cuflash.offload.stream import Piece, chunks_of, is_part_of
 
 Array = NDArray[Any]
@@ -129,6 +132,34 @@ def test_chunks_cover_keys_once(first: int, stop: int, per_key: int) -> None:
     assert [key for chunk in chunks for key in range(chunk.first, chunk.stop)] == list(range(first, stop))
     for chunk in chunks:
         assert (chunk.stop - chunk.first) * 2 * per_key <= 5000 or chunk.stop - chunk.first == 1
+
+
+@pytest.mark.parametrize("cores", [1, 5])
+def test_bits_on_the_host_do_not_depend_on_the_number_of_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few queries several chunks are computed at once, merged in the order of the keys."""
+    monkeypatch.setattr(HostDevice, "chunk_bytes", 9000)
+    given = make(batch=1)
+    expected = offload.attention(*given, causal=True)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    np.testing.assert_array_equal(offload.attention(*given, causal=True), expected)
+    np.testing.assert_allclose(expected, cuflash.attention(*given, causal=True), rtol=0, atol=1e-13)
+
+
+def test_chunks_at_once_tell_errors_and_need_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "chunk_bytes", 9000)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    given = make(batch=1)
+    expected = offload.attention(*given)
+    with monkeypatch.context() as patch:
+        patch.setattr(Side, "part", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            offload.attention(*given)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    np.testing.assert_array_equal(offload.attention(*given), expected)
 
 
 def test_an_error_on_one_side_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
