@@ -43,12 +43,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: `BlockMask` with its patterns is a third of the package's import."""
-    if name not in ("BlockMask", "distributed"):
+    if name not in ("BlockMask", "distributed", "offload"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         if name == "distributed":
             found = import_module("cuflash.distributed")
+        elif name == "offload":
+            found = import_module("cuflash.offload")
         else:
             from cuflash.masks.block_mask import BlockMask
 

@@ -1,4 +1,4 @@
-"""The drawings of kernels.md: ``python docs/drawings.py`` writes them into docs/pictures."""
+"""The drawings of kernels.md and offload.md: ``python docs/drawings.py`` writes them into docs/pictures."""
 
 from __future__ import annotations
 
@@ -165,7 +165,31 @@ def backward() -> Drawing:
     return d
 
 
-DRAWINGS = {"tiles": tiles, "hopper": hopper, "turns": turns, "backward": backward}
+def offload() -> Drawing:
+    """Chunks of keys come through two buffers of the GPU while the ones before are computed."""
+    d = Drawing(760, 300)
+    d.text(80, 24, "host memory", 13)
+    for n in range(6):
+        d.box(30, 44 + 30 * n, 100, 28, KEY if n < 5 else "#ffffff", f"K{n} V{n}", 11)
+    d.text(80, 240, "the last keys are", 11, fill=GREY)
+    d.text(80, 256, "the CPU's share", 11, fill=GREY)
+    left, width = 260, 76
+    for row, name in enumerate(("link in", "GPU", "link out (backward)", "CPU")):
+        d.text(left - 12, 62 + 50 * row, name, 12, "end")
+    for n in range(5):
+        d.box(left + n * width, 46, width - 4, 32, KEY, f"chunk {n}", 11)
+        d.box(left + (n + 1) * width, 96, width - 4, 32, QUERY, f"Q x {n}", 11)
+        d.arrow(left + n * width + width - 6, 80, left + (n + 1) * width + 4, 94)
+        if n < 4:
+            d.box(left + (n + 2) * width - 2, 146, width - 4, 32, VALUE, f"dK{n} dV{n}", 11)
+    d.box(left, 196, 6 * width - 4, 32, "#ffffff", "Q x keys 5, where they lie", 11)
+    d.box(left + 6 * width + 4, 96, 30, 132, OUT, "O", 13)
+    d.text(left, 254, "buffer 0 holds the even chunks, buffer 1 the odd ones: chunk 2 comes", 11, "start", GREY)
+    d.text(left, 270, "once chunk 0 is computed, while chunk 1 is", 11, "start", GREY)
+    return d
+
+
+DRAWINGS = {"tiles": tiles, "hopper": hopper, "turns": turns, "backward": backward, "offload": offload}
 
 
 def write(folder: Path) -> None:

@@ -29,7 +29,7 @@ struct Score {
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
     if constexpr (HAS_PLACE) {
-      first_q = p.first_q;
+      first_q = p.first_q + p.place_diagonal;
       first_k = p.first_k;
       stride = p.place_stride;
     }

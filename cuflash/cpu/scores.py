@@ -312,7 +312,7 @@ def aligned_positions(p: AttentionProblem, tile: Tile) -> tuple[Array, Array]:
     if p.place == WHOLE:
         return rows + tile.block.sequence.diagonal, keys
     first_q, first_k, stride, *_ = p.place
-    return first_q + stride * rows, first_k + stride * keys
+    return first_q + p.place.diagonal + stride * rows, first_k + stride * keys
 
 
 def _cut(tiling: Tiling, tile: Tile, workspace: Workspace) -> Cut:

@@ -9,9 +9,12 @@ from cuflash.distributed.communicators import Communicator, threads
 from cuflash.distributed.heads import ulysses_attention, ulysses_attention_backward, ulysses_attention_vjp
 from cuflash.distributed.ring import ring_attention, ring_attention_backward, ring_attention_vjp
 from cuflash.distributed.sharding import positions, shard, unshard
+from cuflash.distributed.tensor_parallel import attention_allreduce, attention_allreduce_vjp
 
 __all__ = [
     "Communicator",
+    "attention_allreduce",
+    "attention_allreduce_vjp",
     "positions",
     "ring_attention",
     "ring_attention_backward",

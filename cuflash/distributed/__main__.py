@@ -1,4 +1,7 @@
-"""``python -m cuflash.distributed --selftest``: whether ranks reach each other, and compute what one device does."""
+"""``python -m cuflash.distributed --selftest``: whether ranks reach each other, and compute what one device does.
+
+``python -m cuflash.distributed plan --gpus 1024 --seqlen 16M --heads 32`` predicts times, links and memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cuflash
-from cuflash.distributed import ring_attention_vjp, shard, threads, ulysses_attention_vjp, unshard
+from cuflash.distributed import plan, ring_attention_vjp, shard, threads, ulysses_attention_vjp, unshard
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import ORDERS
 
@@ -34,6 +37,9 @@ class Row(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if every rank's results are those of one device, 1 if not, 2 for wrong use or something missing."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["plan"]:
+        return plan.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m cuflash.distributed", description=__doc__)
     parser.add_argument("--selftest", action="store_true", required=True, help="check links and results")
     parser.add_argument("--world", type=int, help="ranks (default: the GPUs that are here, else 4 threads)")

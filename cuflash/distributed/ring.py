@@ -20,6 +20,7 @@ from cuflash import interop
 from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
 from cuflash.distributed.communicators import Communicator, Pending
 from cuflash.distributed.regions import Region, keys_seen, regions_of
+from cuflash.frontend.combine import gradient_of_sink
 from cuflash.frontend.partial import Part, merge_parts, sum_parts
 from cuflash.problem.attention_problem import PartialResult
 from cuflash.problem.checks import check_window
@@ -204,10 +205,11 @@ class _Ring:
     def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
         """dq, dk, dv, then dsink and dalibi_slopes where these were given; None where not wanted."""
         xp, comm = interop.namespace_of(self.q), self.comm
+        dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
         given = self.call.extras
         grads = {name: xp.zeros(x.shape, self._accum) for name, x in given.items()}
         if "sink" in wanted:
-            grads["sink"] = self._gradient_of_sink(*(residuals[name] for name in RESIDUALS))
+            grads["sink"] = gradient_of_sink(self._sink, self._in_sequences(), (dout, out, lse, dlse))
         if "q" in wanted:
             grads["q"] = xp.zeros(self.q.shape, self._accum)
         of_keys: list[str] = [name for name in ("k", "v") if name in wanted]
@@ -351,20 +353,6 @@ class _Ring:
             weight = xp.where(lse == -np.inf, 0, xp.exp(lse - total))
         out *= weight.swapaxes(-1, -2)[..., None].astype(out.dtype)
         lse[...] = total
-
-    def _gradient_of_sink(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> Array:
-        """This rank's rows' share: the sink is a key whose value is 0."""
-        xp = interop.namespace_of(lse)
-        dout, out = dout.astype(self._accum), out.astype(self._accum)
-        # No dout, NaN neither, counts of a row that sees nothing.
-        delta = xp.where(out.any(axis=-1), (dout * out).sum(axis=-1), 0).swapaxes(-1, -2)
-        if dlse is not None:
-            delta = delta - dlse
-        with np.errstate(all="ignore"):
-            weight = xp.exp(self._sink[:, None] - lse)
-            shares = xp.where(self._in_sequences() & (lse != -np.inf), -weight * delta, 0)
-        axes = tuple(axis for axis in range(shares.ndim) if axis != shares.ndim - 2)
-        return shares.sum(axis=axes).astype(self._accum)
 
 
 def _rows_of(kv: tuple[Array, Array], rows: slice) -> tuple[Array, Array]:

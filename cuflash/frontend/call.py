@@ -139,7 +139,7 @@ class Call:
                 check_like(name, x, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
         wanted = check_grads(grads, problem)
         names = problem.grad_names
-        given = _check_outs(out, names, wanted)
+        given = check_outs(out, names, wanted)
         inputs = {**self.inputs, "dout": dout, "out": forward_out, "lse": lse, "dlse": dlse}
         with interop.on_stream_of(self.library, self.inputs["q"]):
             targets: dict[str, Array] = {}
@@ -254,7 +254,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     return _Checked(problem, library, is_repeatable)
 
 
-def _check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
+def check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
     """The given targets by name, None where one is to be allocated."""
     if out is None:
         return dict.fromkeys(names)

@@ -24,13 +24,14 @@ Window = tuple[int | None, int | None]
 
 
 def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -> Window:
-    """The window that a part of a problem with as many queries as keys has between its own rows and keys.
+    """The window that a part of a problem has between its own rows and keys.
 
-    Query i sees key j iff ``-left <= position(j) - position(i) <= right``. A part's own window is aligned to its last
+    Query i sees key j iff ``-left <= position(j) - position(i) <= right``, where positions of queries begin at the
+    whole's diagonal. A part's own window is aligned to its last
     query and key, and either side may be negative: then it lies beside the part's diagonal.
     """
     left, right = window
-    behind, diagonal = place.first_q - place.first_k, seqlen_k - seqlen_q
+    behind, diagonal = place.first_q + place.diagonal - place.first_k, seqlen_k - seqlen_q
     return (
         None if left is None else (left - behind) // place.stride + diagonal,
         None if right is None else (right + behind) // place.stride - diagonal,
@@ -55,7 +56,7 @@ def sees_everything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 class Part:
-    """One part, checked; `options` are those of the whole problem, with the part's heads.
+    """One part, checked; `options` are those of the whole problem, with the part's heads, its piece of bias and mask.
 
     A packed part has `cu_seqlens`; of each sequence its queries and keys begin at the same token.
     """
@@ -66,7 +67,7 @@ class Part:
         arrays = {"q": q, "k": k, "v": v}
         if cu_seqlens is not None:
             arrays |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        for name in ("alibi_slopes", "sink"):
+        for name in ("bias", "mask", "alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
@@ -77,11 +78,11 @@ class Part:
         self._problem, self._with_wide_out, self.sees_anything = known
         self._operands = make_operands(self._problem, arrays, options)
 
-    def forward(self) -> tuple[Array, Array]:
-        """(out, lse), both in the accumulation's dtype."""
-        problem, operands = self._with_wide_out, self._operands
+    def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
+        """(out, lse), both in the accumulation's dtype; `rounded`: out in q's, for a part that has all its keys."""
+        problem, operands = self._problem if rounded else self._with_wide_out, self._operands
         xp = interop.namespace_of(operands.q)
-        out = xp.empty(problem.out_shape, problem.accum_dtype)
+        out = xp.empty(problem.out_shape, operands.q.dtype if rounded else problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
         call.backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
         return out, lse
@@ -94,20 +95,23 @@ class Part:
         dlse: Array | None,
         wanted: frozenset[str],
         into: Mapping[str, Array] | None = None,
+        *,
+        rounded: bool = False,
     ) -> dict[str, Array]:
-        """The part's shares of the wanted gradients of q, k, v, sink and slopes, in the accumulation's dtype.
+        """The part's shares of the wanted gradients of q, k, v, bias, sink and slopes, in the accumulation's dtype.
 
         `out` and `lse` are the whole problem's, so that the shares add up to its gradients. The shares of q, k and v
-        are added to the arrays of `into`, if these are given for all that are wanted.
+        are added to the arrays of `into`, if these are given for all that are wanted. `rounded`: each gradient is in
+        its input's dtype, as the only share.
         """
         problem, operands = self._problem, self._operands
-        xp = interop.namespace_of(operands.q)
+        xp, accum = interop.namespace_of(operands.q), problem.accum_dtype
         names = [name for name in ("q", "k", "v", *problem.extra_grads) if name in wanted]
         into = {} if into is None else into
-        grads = {
-            name: into[name] if name in into else xp.empty(getattr(operands, name).shape, problem.accum_dtype)
-            for name in names
-        }
+        grads = {}
+        for name in names:
+            like = getattr(operands, name)
+            grads[name] = into[name] if name in into else xp.empty(like.shape, like.dtype if rounded else accum)
         given = with_contiguous_rows(dout), with_contiguous_rows(out), lse, dlse
         backend = call.backend_of(isinstance(out, np.ndarray))
         backend.backward(problem, operands, *given, grads, adds=bool(into))
@@ -132,6 +136,8 @@ def _problem_of_part(
         is_visible = sees_anything(window, problem.seqlen_q, problem.seqlen_k)
         if sees_everything(window, problem.seqlen_q, problem.seqlen_k):
             window = None, None
+        if place == Place(diagonal=problem.seqlen_k - problem.seqlen_q):
+            place = WHOLE  # every kernel aligns the whole so
     # Problems that differ in a place that nothing depends on share plans and launches.
     depends = problem.alibi is not None or problem.dropout_p or problem.rules != NO_RULES
     place = place if depends else WHOLE

@@ -89,7 +89,9 @@ def backward(
     of_inputs = {name: x for name, x in grads.items() if name in ("q", "k", "v")}
     is_wide = adds or any(x.dtype.name != problem.dtype for x in of_inputs.values())
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds) if is_wide and not problem.is_mixed else None
+    rest = None
+    if is_wide and not problem.is_mixed and "bias" not in grads:  # whose kernels write the bias's own dtype
+        rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
     own = grads
     if rest is None and (is_wide or problem.is_mixed):
         delta = work.arrays["delta"]

@@ -178,6 +178,7 @@ PARAMS = Struct(
         _integer("place_stride"),
         _integer("first_head"),
         _integer("first_batch"),
+        _integer("place_diagonal", "the key that the whole's query 0 is aligned to, for ALiBi"),
         _integer("alibi_batch_stride", "in elements; 0 if all sequences share the slopes"),
         _integer("dalibi_batch_stride"),
         _integer("dbias_batches", "the shape of dbias"),
@@ -232,6 +233,7 @@ POINTERS = tuple(member.name for member in _POINTERS)
 # A bound beyond every index, to which an index can be added without overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
+_PLACE = ("first_q", "first_k", "place_stride", "first_head", "first_batch", "place_diagonal")
 _BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of a word
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_splits")
 
@@ -263,7 +265,8 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RU
     left, right = problem.window_left, problem.window_right
     p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
-    p["first_q"], p["first_k"], p["place_stride"], p["first_head"], p["first_batch"] = problem.place
+    for name, number in zip(_PLACE, problem.place, strict=True):
+        p[name] = number
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
     p["dropout_rescale"] = problem.dropout_rescale
     # The kernel doubles a kept weight, which costs no selection, so that the unit is half of the factor.

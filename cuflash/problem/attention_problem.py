@@ -46,6 +46,9 @@ class Place(NamedTuple):
     stride: int = 1
     first_head: int = 0  # the query head of the whole that is the part's first
     first_batch: int = 0
+    # The whole's query 0 is aligned to this key: seqlen_k - seqlen_q of the whole. Windows and ALiBi count from it,
+    # dropout counts from ``first_q`` alone.
+    diagonal: int = 0
 
 
 WHOLE = Place()

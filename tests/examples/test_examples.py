@@ -46,6 +46,15 @@ def test_runs_as_a_script(name: str, library: str) -> None:
     subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], check=True, timeout=300)
 
 
+@pytest.mark.parametrize("arguments", ["", "--dtype bfloat16 --share 0.4 --keys 2k", "--device cpu --dtype float16"])
+def test_a_long_decode(arguments: str) -> None:
+    """Keys in host memory, on the GPU where there is one; the last step agrees with one call on the CPU."""
+    script = [sys.executable, str(EXAMPLES / "long_decode.py"), "--check", "--steps", "2", *arguments.split()]
+    done = subprocess.run(script, check=True, timeout=300, capture_output=True, text=True)
+    assert "step 1: " in done.stdout
+    assert "largest difference" in done.stdout
+
+
 def test_torch_gradcheck() -> None:
     torch = pytest.importorskip("torch")
     from cuflash.examples.autodiff.torch_autograd import attention

@@ -11,6 +11,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
 
+import cuflash
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
@@ -23,7 +24,7 @@ WINDOWS = ((None, 0), (None, None), (5, 0), (20, 3), (0, 0), (None, 7), (30, Non
 
 def visible(window: tuple[int | None, int | None], place: Place) -> Any:
     """Which keys each query of a part sees, by their positions in the whole."""
-    i = place.first_q + place.stride * np.arange(SEQLEN_Q)[:, None]
+    i = place.first_q + place.diagonal + place.stride * np.arange(SEQLEN_Q)[:, None]
     j = place.first_k + place.stride * np.arange(SEQLEN_K)
     left, right = window
     shown = np.ones((SEQLEN_Q, SEQLEN_K), bool)
@@ -34,10 +35,11 @@ def visible(window: tuple[int | None, int | None], place: Place) -> Any:
     return shown
 
 
+@pytest.mark.parametrize("diagonal", [0, 30, -7])
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_window_of_a_part(window: tuple[int | None, int | None], where: tuple[int, int, int]) -> None:
-    place = Place(*where)
+def test_window_of_a_part(window: tuple[int | None, int | None], where: tuple[int, int, int], diagonal: int) -> None:
+    place = Place(*where, diagonal=diagonal)
     expected = visible(window, place)
     left, right = own = window_of_part(window, SEQLEN_Q, SEQLEN_K, place)
     distance = np.arange(SEQLEN_K) - np.arange(SEQLEN_Q)[:, None] - (SEQLEN_K - SEQLEN_Q)
@@ -134,3 +136,36 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
     for name, x in grads.items():
         assert not np.array_equal(x, x.astype(q.dtype).astype(np.float32))
         np.testing.assert_allclose(sums[name], 1 + x, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_part_that_is_the_whole_needs_no_positions() -> None:
+    """Kernels align the whole themselves: ALiBi and dropout of such a part work on every device."""
+    options = {"alibi_slopes": np.full(4, 0.1, np.float32), "dropout_p": 0.3, "dropout_seed": 5}
+    place = Place(diagonal=SEQLEN_K - SEQLEN_Q)
+    expected = results("float32", (None, 0), place, 16, options)
+    rng = np.random.default_rng(3)
+    q, _ = (gaussian(rng, (2, SEQLEN_Q, 4, 16), "float32") for _ in range(2))
+    k, v = (gaussian(rng, (2, SEQLEN_K, 2, 16), "float32") for _ in range(2))
+    whole = cuflash.attention(q, k, v, causal=True, **options)  # type: ignore[arg-type]
+    np.testing.assert_allclose(expected["out"], whole, rtol=0, atol=1e-6)
+    assert Part(q, k, v, Options(causal=True, **options), place)._problem.place == Place()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_rounded_results_have_the_dtype_of_the_inputs(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    q, dout = (gaussian(rng, (1, 9, 4, 8), dtype) for _ in range(2))
+    k, v = (gaussian(rng, (1, 12, 2, 8), dtype) for _ in range(2))
+    part = Part(q, k, v, Options(), Place(first_q=2, first_k=1))
+    wanted = frozenset(("q", "k", "v"))
+    wide, lse = part.forward()
+    out, same_lse = part.forward(rounded=True)
+    assert out.dtype == q.dtype
+    assert wide.dtype == lse.dtype == ("float64" if dtype == "float64" else "float32")
+    np.testing.assert_array_equal(out, wide.astype(q.dtype))
+    np.testing.assert_array_equal(lse, same_lse)
+    grads = part.backward(dout, out, lse, None, wanted)
+    for name, x in part.backward(dout, out, lse, None, wanted, rounded=True).items():
+        assert x.dtype == q.dtype
+        assert grads[name].dtype == lse.dtype
+        np.testing.assert_array_equal(x, grads[name].astype(q.dtype), err_msg=name)

@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
-    "__init__": ("attention", "fp8", "merge", "masks", "distributed", *BASE),
+    "offload": ("frontend", "merge", "masks", "problem", *BASE),
+    "__init__": ("attention", "fp8", "merge", "masks", "distributed", "offload", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
@@ -42,7 +43,7 @@ PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
 BY_NAME = {
     "fp8": {"cuflash.gpu.quantize"},
-    "__init__": {"cuflash.distributed"},
+    "__init__": {"cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
 }

@@ -1,0 +1,117 @@
+"""Sums over ranks, block by block, that travel while the next block is computed.
+
+A rank sends a part of its block to each other one, which adds what it gets in the order of the ranks, so that all have
+the same bits, and sends the sum to everyone. Each of these steps is done after the next block was computed (on a GPU:
+enqueued), so that what it needs has had that long to arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.distributed.communicators import Communicator
+
+Array = Any
+
+
+class _Block(NamedTuple):
+    first: int  # its first row
+    own: Array  # this rank's addend
+    made: Any  # the event behind it on a GPU; behind a later one the next block would have to be computed first
+    edges: list[int]  # rank r adds rows edges[r] to edges[r + 1] - 1 of the block
+
+    def part(self, rank: int) -> slice:
+        """The rows that a rank adds."""
+        return slice(self.edges[rank], self.edges[rank + 1])
+
+
+class BlockSums:
+    """Sums of blocks of rows, which every rank adds in the same order.
+
+    They are written to `total`, an array (rows, columns), in its dtype.
+    """
+
+    def __init__(self, comm: Communicator, total: Array) -> None:
+        self._comm, self._total = comm, total
+        self._row = 0
+        self._to_add: deque[_Block] = deque()
+        self._to_gather: deque[_Block] = deque()
+        self._read_by_others: list[Array] = []  # until the barrier at the call's end
+        self._stream = None if isinstance(total, np.ndarray) else _stream_behind_this()
+
+    def add(self, own: Array) -> None:
+        """This rank's addend of the next rows; then the block before is added, and the one before that complete."""
+        comm = self._comm
+        made = None if self._stream is None else _current_stream().record()
+        block = _Block(self._row, own, made, [len(own) * rank // comm.world for rank in range(comm.world + 1)])
+        self._row += len(own)
+        self._read_by_others.append(own)
+        for to in self._others():
+            comm.send(own[block.part(to)], to)
+        with self._beside():
+            self._advance()
+        self._to_add.append(block)
+
+    def finish(self) -> None:
+        """All blocks are complete for the work that follows on the current stream."""
+        with self._beside():
+            while self._to_add or self._to_gather:
+                self._advance()
+        if self._stream is not None:
+            _current_stream().wait_event(self._stream.record())
+
+    def _advance(self) -> None:
+        """One step of each of the two oldest blocks; ranks receive in the order in which all of them send."""
+        added = self._add_parts(self._to_add.popleft()) if self._to_add else None
+        if self._to_gather:
+            self._gather(self._to_gather.popleft())
+        if added is not None:
+            self._to_gather.append(added)
+
+    def _add_parts(self, block: _Block) -> _Block:
+        comm = self._comm
+        part = block.part(comm.rank)
+        if self._stream is not None:
+            self._stream.wait_event(block.made)
+        addends = {source: comm.receive(source) for source in self._others()} | {comm.rank: block.own[part]}
+        total = addends[0].copy()
+        for rank in range(1, comm.world):
+            total += addends[rank]
+        total = total.astype(self._total.dtype, copy=False)
+        self._rows(block, part)[...] = total
+        self._read_by_others.append(total)
+        for to in self._others():
+            comm.send(total, to)
+        return block
+
+    def _gather(self, block: _Block) -> None:
+        for source in self._others():
+            self._rows(block, block.part(source))[...] = self._comm.receive(source)
+
+    def _rows(self, block: _Block, part: slice) -> Array:
+        return self._total[block.first + part.start : block.first + part.stop]
+
+    def _others(self) -> list[int]:
+        return [(self._comm.rank + distance) % self._comm.world for distance in range(1, self._comm.world)]
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else self._stream
+
+
+def _current_stream() -> Any:
+    import cupy
+
+    return cupy.cuda.get_current_stream()
+
+
+def _stream_behind_this() -> Any:
+    """A stream whose work comes after that of the current stream so far."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(_current_stream().record())
+    return stream

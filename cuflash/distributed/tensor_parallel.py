@@ -1,0 +1,341 @@
+"""Attention whose heads are spread over ranks, with the projection behind it, whose results are summed over them.
+
+The queries are cut into blocks: while a block's projected rows are summed over the ranks, the next block's attention is
+computed. Backward, each rank needs nothing of the others: ``y = sum over ranks of out @ w_out``, so that ``dy`` gives
+the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash import interop
+from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
+from cuflash.distributed.block_sums import BlockSums
+from cuflash.distributed.checks import check_edges, check_problem
+from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.products import product
+from cuflash.frontend.partial import Part
+from cuflash.problem import checks
+from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
+from cuflash.problem.gradients import check_like
+from cuflash.problem.make import make_problem
+from cuflash.problem.options import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.problem.options import OptionKeywords
+
+Array = Any
+Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
+# A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
+MOST_BLOCKS = 8
+# Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
+LEAST_ROWS = 1024
+# Blocks of one sequence end where tiles of the kernels do.
+_ROWS_OF_TILES = 128
+
+
+def attention_allreduce(
+    q: Array,
+    k: Array,
+    v: Array,
+    w_out: Array,
+    comm: Communicator,
+    *,
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    **options: Unpack[OptionKeywords],
+) -> Any:
+    """Attention of this rank's heads, projected and summed over all ranks.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, this rank's query heads, head_dim), packed without batch
+        All tokens; ranks may have different numbers of heads, and rank 0 has the first ones.
+    k, v : array (batch, seqlen_k, this rank's KV heads, head_dim or head_dim_v), packed without batch
+    w_out : array (this rank's query heads, head_dim_v, model)
+        Its rows of the projection, of q's dtype.
+    comm : Communicator
+        This rank's.
+    cu_seqlens : NumPy int32 array (num_sequences + 1,), optional
+        Where packed sequences begin and end.
+    **options
+        causal, window, softmax_scale, softcap, alibi_slopes, sink, dropout_p, dropout_seed, deterministic and
+        precision, as of `attention`; slopes and sinks are those of this rank's heads.
+
+    Returns
+    -------
+    y : array (batch, seqlen_q, model), packed without batch
+        ``sum over ranks of out @ w_out`` in q's dtype, with the same bits on every rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; ValueError on every rank where arguments differ over the ranks, or some find them invalid.
+    NotImplementedError
+        For bias, mask, q_lengths, kv_lengths and block_mask.
+    TimeoutError
+        Where another rank does not come within the communicator's time limit.
+    """
+    y, _ = _forward("attention_allreduce", (q, k, v, w_out), comm, cu_seqlens, options)
+    return y
+
+
+def attention_allreduce_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    w_out: Array,
+    comm: Communicator,
+    *,
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[Any, Backward]:
+    """`attention_allreduce` and its gradient function.
+
+    Parameters
+    ----------
+    q, k, v, w_out, comm, cu_seqlens, **options
+        As of `attention_allreduce`.
+
+    Returns
+    -------
+    y : array
+    backward : callable
+        ``backward(dy)`` returns dq, dk, dv and dw_out of this rank's heads, then dsink and dalibi_slopes where those
+        were given; `dy` is the same on every rank. Every rank calls it as often as the others do.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, TimeoutError
+        As `attention_allreduce`.
+    """
+    y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
+
+    def backward(dy: Array) -> Gradients:
+        """Gradients of this rank's inputs."""
+        return _backward(residuals, dy)
+
+    return y, backward
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One rank's call: checked arrays of NumPy or CuPy, with this rank's heads."""
+
+    library: interop.Library
+    comm: Communicator
+    q: Array
+    k: Array
+    v: Array
+    w_out: Array
+    options: Options
+    problem: AttentionProblem
+    edges: list[int] | None  # where packed sequences begin and end, within the arrays
+    first_head: int = 0  # of all ranks' query heads
+
+    @property
+    def extras(self) -> dict[str, Array]:
+        """The differentiable options that were given, in the order of their gradients."""
+        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
+        return {name: x for name, x in given.items() if x is not None}
+
+    @property
+    def projection(self) -> Array:
+        """w_out as a contiguous matrix (heads * head_dim_v, model)."""
+        xp = interop.namespace_of(self.w_out)
+        return xp.ascontiguousarray(self.w_out).reshape(-1, self.w_out.shape[-1])
+
+    def part(self, first: int, stop: int) -> Part:
+        """Queries of all sequences of a padded batch, or packed sequences."""
+        if self.edges is not None:
+            return self._packed_part(first, stop)
+        seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
+        # Dropout alone asks which heads these are.
+        first_head = self.first_head if self.problem.dropout_p else 0
+        place = Place(first_q=first, first_head=first_head, diagonal=seqlen_k - seqlen_q)
+        return Part(self.q[:, first:stop], self.k, self.v, self.options, place)
+
+    def _packed_part(self, first: int, stop: int) -> Part:
+        assert self.edges is not None
+        edges = self.edges[first : stop + 1]
+        rows = slice(edges[0], edges[-1])
+        slopes, options = self.options.alibi_slopes, self.options
+        if slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
+            options = replace(options, alibi_slopes=slopes[first:stop])
+        cu_seqlens = interop.namespace_of(self.q).asarray(np.subtract(edges, edges[0]), np.int32)
+        place = Place(first_head=self.first_head, first_batch=first) if self.problem.dropout_p else Place()
+        return Part(self.q[rows], self.k[rows], self.v[rows], options, place, cu_seqlens)
+
+
+def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Units with so many rows each cut into ranges of units of about as many rows, at most `most` of them."""
+    step = max(LEAST_ROWS, -(-sum(num_rows) // most))
+    blocks, first, rows = [], 0, 0
+    for number, own in enumerate(num_rows):
+        rows += own
+        if rows >= step or number + 1 == len(num_rows):
+            blocks.append((first, number + 1))
+            first, rows = number + 1, 0
+    return blocks
+
+
+def _blocks(call: _Call) -> list[tuple[int, int]]:
+    """Ranges of queries, or of packed sequences."""
+    needs_place = call.problem.alibi is not None or call.problem.dropout_p
+    if needs_place and not isinstance(call.q, np.ndarray):  # no kernel computes a part of these yet
+        count = call.problem.seqlen_q if call.edges is None else len(call.edges) - 1
+        return [(0, count)] if count else []
+    if call.edges is not None:
+        return blocks_of(np.diff(call.edges).tolist(), MOST_BLOCKS)
+    seqlen, batch = call.problem.seqlen_q, call.problem.batch
+    starts = range(0, seqlen, _ROWS_OF_TILES)
+    tiles = [min(_ROWS_OF_TILES, seqlen - start) * batch for start in starts]
+    return [(a * _ROWS_OF_TILES, min(b * _ROWS_OF_TILES, seqlen)) for a, b in blocks_of(tiles, MOST_BLOCKS)]
+
+
+def _forward(
+    what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
+) -> tuple[Any, tuple[_Call, Array, Array]]:
+    call = _prepared(what, arrays, comm, cu_seqlens, keywords)
+    with telling(comm), interop.on_stream_of(call.library, call.q):
+        xp, q, model = interop.namespace_of(call.q), call.q, call.w_out.shape[-1]
+        packed = call.edges is not None
+        # Blocks of a padded batch lie one behind the other, each with its queries of all sequences.
+        by_block = xp.zeros((int(np.prod(q.shape[:-2])), model), q.dtype)
+        out = xp.zeros((*q.shape[:-1], call.v.shape[-1]), q.dtype)
+        lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, call.problem.accum_dtype)
+        projection = call.projection
+        lead = call.edges[0] if call.edges is not None else 0
+        sums = BlockSums(comm, by_block[lead:])
+        blocks = _blocks(call)
+        for first, stop in blocks:
+            rows = slice(call.edges[first], call.edges[stop]) if call.edges is not None else slice(first, stop)
+            own_out, own_lse = call.part(first, stop).forward(rounded=True)
+            out[..., rows, :, :], lse[..., rows] = own_out, own_lse
+            with np.errstate(all="ignore"):
+                sums.add(product(own_out.reshape(-1, len(projection)), projection))
+        sums.finish()
+        y = by_block if packed else _in_sequences(by_block, blocks, *q.shape[:2])
+        comm.barrier()
+        return call.library.release(y), (call, out, lse)
+
+
+def _in_sequences(by_block: Array, blocks: Sequence[tuple[int, int]], batch: int, seqlen: int) -> Array:
+    """Rows in the order (block, batch, query) as (batch, query)."""
+    if len(blocks) <= 1 or batch == 1:
+        return by_block.reshape(batch, seqlen, by_block.shape[-1])
+    pieces, row = [], 0
+    for first, stop in blocks:
+        rows = batch * (stop - first)
+        pieces.append(by_block[row : row + rows].reshape(batch, stop - first, by_block.shape[-1]))
+        row += rows
+    return interop.namespace_of(by_block).concatenate(pieces, axis=1)
+
+
+def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
+    call, out, lse = residuals
+
+    def prepare() -> tuple[Array, Described]:
+        adopted = interop.adopt_all(call.library, {"dy": dy}, reference=call.q)["dy"]
+        shape = (*call.q.shape[:-2], call.w_out.shape[-1])
+        check_like("dy", adopted, shape, call.q.dtype.name, "as the forward result")
+        return adopted, (("function", "backward of attention_allreduce"), ("length", 0), ("dy", tuple(adopted.shape)))
+
+    adopted, _ = agree(call.comm, prepare)
+    with telling(call.comm), interop.on_stream_of(call.library, call.q), np.errstate(all="ignore"):
+        xp, projection = interop.namespace_of(call.q), call.projection
+        of_rows = xp.ascontiguousarray(adopted).reshape(-1, projection.shape[-1])
+        flat_out = out.reshape(-1, len(projection))
+        if call.edges is not None:  # rows of no sequence count nowhere, whatever dy holds there
+            rows = slice(call.edges[0], call.edges[-1])
+            flat_out, of_rows = flat_out[rows], of_rows[rows]
+        dw_out = product(flat_out, of_rows, transposed="a").astype(call.w_out.dtype, copy=False)
+        dout = product(of_rows, projection, transposed="b").astype(call.q.dtype, copy=False)
+        found = _gradients_of_heads(call, dout, out, lse)
+        extras = [found[name].reshape(x.shape).astype(x.dtype, copy=False) for name, x in call.extras.items()]
+        results = (found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras)
+        call.comm.barrier()
+        return tuple(call.library.release(x) for x in results)
+
+
+def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
+    """Of all queries at once: nothing waits for them."""
+    wanted = frozenset(("q", "k", "v", *call.extras))
+    if call.edges is None:
+        whole = call.part(0, call.problem.seqlen_q)
+        return whole.backward(dout.reshape(out.shape), out, lse, None, wanted, rounded=True)
+    xp, rows = interop.namespace_of(call.q), slice(call.edges[0], call.edges[-1])
+    whole = call.part(0, len(call.edges) - 1)
+    own_out, own_lse = out[rows], xp.ascontiguousarray(lse[:, rows])
+    found = whole.backward(dout.reshape(own_out.shape), own_out, own_lse, None, wanted, rounded=True)
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        grad = xp.zeros(x.shape, x.dtype)
+        grad[rows] = found[name]
+        found[name] = grad
+    return found
+
+
+def _prepared(
+    what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
+) -> _Call:
+    """The call, checked on every rank."""
+
+    def prepare() -> tuple[_Call, Described]:
+        options = check_options(keywords)
+        library = interop.library_of("q", arrays[0])
+        given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
+        extras = {
+            name: getattr(options, name)
+            for name in ("alibi_slopes", "sink", "dropout_seed")
+            if hasattr(getattr(options, name), "shape")
+        }
+        adopted = interop.adopt_all(library, {**given, **extras})
+        options = replace(options, **{name: adopted[name] for name in extras})
+        edges = None if cu_seqlens is None else check_edges(cu_seqlens)
+        q, k, v, w_out = (adopted[name] for name in given)
+        if edges is None:
+            problem = make_problem({"q": q, "k": k, "v": v}, options)
+            checks.check_seed(options.dropout_seed, problem.dropout_p)
+        else:
+            problem = check_problem(q, k, v, options, edges)
+        _check_projection(w_out, problem)
+        own = None if edges is None else np.maximum.accumulate(np.clip(edges, 0, q.shape[0])).tolist()
+        described = (
+            ("function", what),
+            ("length", problem.num_heads_q),
+            ("cu_seqlens", edges),
+            ("q", (q.dtype.name, q.shape[:-2], q.shape[-1])),
+            ("k", (k.shape[:-2], k.shape[-1])),
+            ("v", v.shape[-1]),
+            ("w_out", w_out.shape[1:]),
+            *(_describe(f.name, getattr(options, f.name)) for f in fields(options)),
+        )
+        return _Call(library, comm, q, k, v, w_out, options, problem, own), described
+
+    call, heads = agree(comm, prepare)
+    return replace(call, first_head=sum(heads[: comm.rank]))
+
+
+def _describe(name: str, value: Any) -> tuple[str, Any]:
+    """Slopes and sinks of the ranks differ in the number of heads, their last axis."""
+    if name in ("alibi_slopes", "sink") and hasattr(value, "shape"):
+        return name, (tuple(value.shape[:-1]), str(value.dtype))
+    return describe(name, value)
+
+
+def _check_projection(w_out: Array, problem: AttentionProblem) -> None:
+    if w_out.dtype.name != problem.dtype:
+        raise TypeError(f"w_out: expected q's dtype {problem.dtype}, got {w_out.dtype.name}")
+    expected = problem.num_heads_q, problem.head_dim_v
+    if w_out.ndim != 3 or tuple(w_out.shape[:2]) != expected:
+        raise ValueError(
+            f"w_out: expected (heads of this rank, head_dim_v, model) = ({expected[0]}, {expected[1]}, *), "
+            f"got {tuple(w_out.shape)}"
+        )

@@ -1,0 +1,223 @@
+"""Exact attention whose keys and values lie in host memory, of which a GPU's memory holds two chunks at a time.
+
+Chunks are copied while the ones before are computed; a share of the keys can be attended by the CPU where it lies, at
+the same time. Backward, dk and dv leave for the host behind the computation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash import interop
+from cuflash.frontend.call import check_outs
+from cuflash.offload.call import Call, prepare
+from cuflash.offload.devices import device_of
+from cuflash.offload.passes import backward as _backward_pass
+from cuflash.offload.passes import forward as _forward_pass
+from cuflash.offload.pinned import pinned_empty
+from cuflash.offload.share import check_share, share_of
+from cuflash.problem.checks import check_bool
+from cuflash.problem.gradients import check_grads, check_like
+from cuflash.problem.options import Options
+from cuflash.problem.overlap import check_target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.frontend.combine import Residuals
+    from cuflash.problem.options import OptionKeywords
+
+__all__ = ["attention", "attention_vjp", "pinned_empty"]
+
+Array = Any
+Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    share: str | float = "auto",
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> Any:
+    """Attention over keys and values in host memory.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, num_heads_q, head_dim)
+        On a GPU, or a NumPy array.
+    k, v : NumPy arrays (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v)
+        Any strides; in memory of `pinned_empty` a GPU reads them at the full speed of its link. They are not read any
+        more when the call returns.
+    share : "auto" or float
+        The share of the keys, from 0 to 1, that the CPU computes while the GPU computes the others. "auto" measures it
+        in the first call of a kind and keeps it for the process; with q in NumPy's memory it is 0.
+    out : array, optional
+        The result's memory, as of `attention`.
+    return_lse : bool
+        Whether to return lse, too.
+    **options
+        Those of `cuflash.attention`; arrays among them lie where q does. Lengths are read by the host: keys beyond
+        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied.
+
+    Returns
+    -------
+    out : array like q, with v's head_dim_v
+    lse : array (batch, num_heads_q, seqlen_q)
+        Only if `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `cuflash.attention`; TypeError where k or v is no NumPy array.
+    """
+    return_lse = check_bool("return_lse", return_lse)
+    of_cpu = check_share(share)
+    call = prepare(q, k, v, options)
+    with interop.on_stream_of(call.library, call.q):
+        found, lse = _forward(call, of_cpu, out)
+        result = call.library.release(found) if out is None else out
+        return (result, call.library.release(lse)) if return_lse else result
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    share: str | float = "auto",
+    out: Array | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[Any, Backward]:
+    """`attention` over keys in host memory, and its gradient function.
+
+    Parameters
+    ----------
+    q, k, v, share, out, return_lse, **options
+        As of `attention` here.
+
+    Returns
+    -------
+    out : array, or (out, lse) if `return_lse`
+    backward : callable
+        ``backward(dout, dlse=None, *, out=None, grads=None)`` returns dq of q's kind, dk and dv as NumPy arrays, then
+        the gradients of the extras, as `cuflash.attention_backward` does; dk and dv given as ``out=(dq, dk, dv)`` in
+        memory of `pinned_empty` are written at the full speed of the link.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `attention` here.
+    """
+    return_lse = check_bool("return_lse", return_lse)
+    of_cpu = check_share(share)
+    call = prepare(q, k, v, options)
+    with interop.on_stream_of(call.library, call.q):
+        residual, lse = _forward(call, of_cpu, out)
+        result = call.library.release(residual) if out is None else out
+
+    def backward(
+        dout: Array,
+        dlse: Array | None = None,
+        *,
+        out: Sequence[Array | None] | None = None,
+        grads: Sequence[str] | None = None,
+    ) -> Gradients:
+        """Gradients of the inputs; see `offload.attention_vjp`."""
+        given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+        adopted = interop.adopt_all(call.library, given, reference=call.q)
+        residuals = adopted["dout"], residual, lse, adopted.get("dlse")
+        with interop.on_stream_of(call.library, call.q):
+            return _backward(call, of_cpu, residuals, out, grads)
+
+    return ((result, call.library.release(lse)) if return_lse else result), backward
+
+
+@np.errstate(all="ignore")  # casts of the sums may overflow
+def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array, Array]:
+    """Out in q's dtype, in the given memory if there is one, and lse."""
+    device = device_of(call.q)
+    inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
+    target = None if out is None else _target(call, "out", out, call.problem.out_shape, call.problem.dtype, inputs)
+    wide, lse = _forward_pass(call, device, share_of(call, device, of_cpu, "forward"))
+    if target is None:
+        return wide.astype(call.q.dtype, copy=False), lse
+    target[...] = wide
+    return target, lse
+
+
+@np.errstate(all="ignore")  # casts of the sums may overflow
+def _backward(
+    call: Call,
+    of_cpu: float | None,
+    residuals: Residuals,
+    out: Sequence[Array | None] | None,
+    grads: Sequence[str] | None,
+) -> Gradients:
+    problem, device = call.problem, device_of(call.q)
+    dout, result, lse, dlse = residuals
+    check_like("dout", dout, problem.out_shape, problem.dtype, "as the forward result")
+    if dlse is not None:
+        check_like("dlse", dlse, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
+    wanted = check_grads(grads, problem)
+    like = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
+    given = check_outs(out, tuple(like), wanted)
+    inputs = {**like, "dout": dout, "out": result, "lse": lse, "dlse": dlse}
+    targets: dict[str, Array] = {}
+    for name, x in like.items():
+        if given[name] is not None:
+            targets[name] = _target(call, f"out, d{name}", given[name], x.shape, x.dtype.name, inputs)
+            inputs[f"d{name}"] = targets[name]
+        elif name in ("k", "v") and name in wanted:
+            targets[name] = np.empty(x.shape, x.dtype)
+    on_host = {name: x for name, x in targets.items() if name in ("k", "v")}
+    share = share_of(call, device, of_cpu, "backward")
+    found = _backward_pass(call, device, share, residuals, on_host, wanted)
+    return tuple(_result(call, name, x, found, targets, given[name]) for name, x in like.items())
+
+
+def _result(
+    call: Call, name: str, like: Array, found: Mapping[str, Array], targets: Mapping[str, Array], given: Any
+) -> Any:
+    """A gradient as the caller gets it."""
+    if name not in found:
+        return given if given is not None else targets.get(name)
+    grad = found[name].reshape(like.shape)
+    if given is None:
+        return call.library.release(grad.astype(like.dtype, copy=False))
+    targets[name][...] = grad
+    return given
+
+
+def _target(
+    call: Call, name: str, out: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Array | None]
+) -> Array:
+    """The caller's memory for a result: dk and dv in NumPy's, others where q lies."""
+    if name in ("out, dk", "out, dv"):
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {type(out)}")
+        interop.refuse_masked(name, out)
+        target: Array = out
+    else:
+        if call.library.name == "jax":  # CuPy would write them
+            raise ValueError(f"{name}: expected None, as JAX's arrays are immutable, got an array")
+        target = interop.adopt_all(call.library, {name: out}, reference=call.q)[name]
+    check_like(name, target, shape, dtype, "as the result")
+    check_target(name, target, dict(inputs))
+    return target
+
+
+# `help` and editors show every option.
+_options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
+for _function in (attention, attention_vjp):
+    *_named, _ = inspect.signature(_function).parameters.values()
+    vars(_function)["__signature__"] = inspect.Signature((*_named, *_options))

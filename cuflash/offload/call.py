@@ -1,0 +1,188 @@
+"""One call with keys in host memory: checked arguments, and what each device that computes a share of it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from cuflash import interop
+from cuflash.frontend.partial import Part
+from cuflash.offload.device import Device
+from cuflash.offload.devices import HostDevice
+from cuflash.offload.stream import Chunk, Piece
+from cuflash.problem import checks
+from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
+from cuflash.problem.make import make_problem
+from cuflash.problem.operands import to_full_rank
+from cuflash.problem.options import Options, check_names
+
+if TYPE_CHECKING:
+    from cuflash.masks.block_mask import BlockMask
+
+Array = Any
+# Options that are arrays on q's device.
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The checked arguments of one call."""
+
+    library: interop.Library
+    problem: AttentionProblem
+    q: Array  # of NumPy or CuPy
+    k: Array  # of NumPy, as v
+    v: Array
+    options: Options  # with arrays of q's kind
+    pieces: tuple[Piece, ...]
+
+    @property
+    def extras(self) -> dict[str, Array]:
+        """The differentiable options that were given, in the order of their gradients."""
+        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
+        return {name: x for name, x in given.items() if x is not None}
+
+    def seen_keys(self, piece: Piece) -> tuple[int, int]:
+        """The first key of a piece that causal and the window show to some query, and the one after the last."""
+        left, right = self.problem.window_left, self.problem.window_right
+        first = 0 if left is None else max(0, piece.diagonal - left)
+        stop = piece.keys if right is None else min(piece.keys, piece.rows + piece.diagonal + right)
+        return first, max(first, stop) if piece.rows else first
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Of k and v, all heads of one sequence."""
+        return int(self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * self.k.dtype.itemsize)
+
+
+def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
+    """Check a call; lengths are read here, as only the keys in use are to come over the link."""
+    check_names(keywords)
+    library = interop.library_of("q", q)
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {_kind(x)}")
+        interop.refuse_masked(name, x)
+    options = Options(**keywords)
+    given = {name: x for name in _ARRAYS if (x := getattr(options, name)) is not None}
+    if hasattr(options.dropout_seed, "shape"):
+        given["dropout_seed"] = options.dropout_seed
+    adopted = interop.adopt_all(library, {"q": q, **given})
+    options = replace(options, **{name: adopted[name] for name in given})
+    q = adopted["q"]
+    problem = make_problem({"q": q, "k": k, "v": v}, options)
+    checks.check_seed(options.dropout_seed, problem.dropout_p)
+    with interop.on_stream_of(library, q):
+        pieces = _pieces(problem, options)
+    return Call(library, problem, q, k, v, options, pieces)
+
+
+def _kind(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _pieces(problem: AttentionProblem, options: Options) -> tuple[Piece, ...]:
+    rows = _lengths(options.q_lengths, problem.batch, problem.seqlen_q)
+    keys = _lengths(options.kv_lengths, problem.batch, problem.seqlen_k)
+    pieces, first = [], 0
+    for (own_rows, own_keys), group in groupby(zip(rows, keys, strict=True)):
+        stop = first + len(list(group))
+        pieces.append(Piece(first, stop, own_rows, own_keys))
+        first = stop
+    return tuple(pieces)
+
+
+def _lengths(lengths: Array | None, batch: int, most: int) -> list[int]:
+    if lengths is None:
+        return [most] * batch
+    on_host = lengths if isinstance(lengths, np.ndarray) else lengths.get()
+    clamped: list[int] = np.clip(on_host, 0, most).tolist()
+    return clamped
+
+
+@dataclass(frozen=True)
+class Side:
+    """A device with its own copies of the small arrays: q and the options."""
+
+    call: Call
+    device: Device
+    q: Array
+    options: Options
+
+    def shows(self, chunk: Chunk) -> bool:
+        """A block mask shows some element of a chunk; of others it costs nothing, as it is not copied."""
+        return self._mask_of_blocks(chunk, only_some=True) is not None
+
+    def part(self, chunk: Chunk, k: Array, v: Array) -> Part:
+        """A chunk's keys as a part of the whole; the sink is no part's."""
+        piece, options, problem = chunk.piece, self.options, self.call.problem
+        mask = _cut(options.mask, "mask", chunk)
+        if problem.block_mask:
+            of_blocks = self.device.put(self._mask_of_blocks(chunk))
+            mask = of_blocks if mask is None else mask & of_blocks
+        own = replace(
+            options,
+            causal=False,
+            window=(problem.window_left, problem.window_right),
+            bias=_cut(options.bias, "bias", chunk),
+            mask=mask,
+            alibi_slopes=_cut(options.alibi_slopes, "alibi_slopes", chunk),
+            sink=None,
+            q_lengths=None,
+            kv_lengths=None,
+            block_mask=None,
+        )
+        place = Place(first_k=chunk.first, first_batch=piece.batch, diagonal=piece.diagonal)
+        return Part(self.q[piece.batches, : piece.rows], k, v, own, place)
+
+    def _mask_of_blocks(self, chunk: Chunk, only_some: bool = False) -> Array | None:
+        """Bool (batch | 1, heads | 1, rows, keys) on the host; `only_some`: True, or None where nothing is."""
+        if not self.call.problem.block_mask:
+            return True
+        block_mask, piece = cast("BlockMask", self.options.block_mask), chunk.piece
+        batches = range(piece.batch, piece.batch_stop) if block_mask.shape[0] > 1 else range(1)
+        heads = range(block_mask.shape[1])
+        shape = len(batches), len(heads), piece.rows, chunk.stop - chunk.first
+        mask = None if only_some else np.zeros(shape, bool)
+        for b, batch in enumerate(batches):
+            for head in heads:
+                shown = block_mask.tile_visible(batch, head, 0, piece.rows, chunk.first, chunk.stop)
+                if shown is not None and mask is None:
+                    return True
+                if shown is not None and mask is not None:
+                    mask[b, head] = shown
+        return mask
+
+
+def place_in(name: str, shape: tuple[int, ...], chunk: Chunk) -> tuple[slice, ...]:
+    """The index of a chunk's elements in an option of full rank."""
+    whole, piece = slice(None), chunk.piece
+    if name == "alibi_slopes":
+        return (piece.batches if shape[0] > 1 else whole, whole)
+    own = piece.batches, whole, slice(piece.rows), chunk.keys
+    return tuple(index if size > 1 else whole for index, size in zip(own, shape, strict=True))
+
+
+def _cut(x: Array | None, name: str, chunk: Chunk) -> Array | None:
+    full = to_full_rank(name, x)
+    return None if full is None else full[place_in(name, full.shape, chunk)]
+
+
+def side_of(call: Call, device: Device) -> Side:
+    """The side of q's own device."""
+    return Side(call, device, call.q, call.options)
+
+
+def cpu_side_of(call: Call, device: Device) -> Side:
+    """The CPU's side, with copies of what lies on q's device."""
+    if device.is_host:
+        return Side(call, device, call.q, call.options)
+    given = {name: x for name in _ARRAYS if (x := getattr(call.options, name)) is not None}
+    if hasattr(call.options.dropout_seed, "shape"):
+        given["dropout_seed"] = call.options.dropout_seed
+    options = replace(call.options, **{name: device.get(x) for name, x in given.items()})
+    return Side(call, HostDevice(), device.get(call.q), options)

@@ -1,0 +1,124 @@
+"""Keys and values come in chunks through two buffers of the device; gradients of chunks leave behind them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from cuflash.offload.device import Device, Event, Outgoing
+
+Array = Any
+# A chunk is computed while the next one is copied.
+NUM_BUFFERS = 2
+# Gradients of so many chunks may be on their way out: dk and dv of two.
+_MOST_OUTGOING = 4
+# Chunks of many keys hold whole tiles of the kernels.
+KEYS_OF_TILES = 128
+
+
+class Piece(NamedTuple):
+    """Sequences of a batch with as many queries and keys, of which those of the arrays' beginning count."""
+
+    batch: int
+    batch_stop: int
+    rows: int
+    keys: int
+
+    @property
+    def batches(self) -> slice:
+        """Their place in the batch."""
+        return slice(self.batch, self.batch_stop)
+
+    @property
+    def diagonal(self) -> int:
+        """Query i is aligned to key ``i + diagonal``."""
+        return self.keys - self.rows
+
+
+class Chunk(NamedTuple):
+    """Keys of a piece's sequences, which some query sees."""
+
+    piece: Piece
+    first: int
+    stop: int
+
+    @property
+    def keys(self) -> slice:
+        """Their place in the arrays."""
+        return slice(self.first, self.stop)
+
+
+def chunks_of(piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_bytes: int) -> list[Chunk]:
+    """Keys first to stop - 1 cut into chunks of at most `chunk_bytes`, but of one key at least."""
+    step = max(1, chunk_bytes // max(1, bytes_per_key * (piece.batch_stop - piece.batch)))
+    if step > KEYS_OF_TILES:
+        step -= step % KEYS_OF_TILES
+    return [Chunk(piece, key, min(key + step, stop)) for key in range(first, stop, step)]
+
+
+def is_part_of(v: Array, k: Array) -> bool:
+    """V is a view of k's first columns, which come with them."""
+    return bool(
+        v.ctypes.data == k.ctypes.data
+        and v.shape[:-1] == k.shape[:-1]
+        and v.shape[-1] <= k.shape[-1]
+        and all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, k.strides, strict=True))
+    )
+
+
+class _Buffer:
+    """The device's memory of one chunk, and the event behind the last computation that read it."""
+
+    def __init__(self, device: Device, sizes: Sequence[int], dtype: Any) -> None:
+        self.memories = [device.empty(size, dtype) for size in sizes]
+        self.is_free: Event = device.mark()
+        self.arrays: list[tuple[Array, Event]] = []
+
+
+def incoming(device: Device, chunks: Sequence[Chunk], k: Array, v: Array) -> Iterator[tuple[Chunk, Array, Array]]:
+    """Each chunk with its keys and values on the device; what is enqueued until the next one may read them."""
+    with_keys = is_part_of(v, k)
+    sources = [k] if with_keys else [k, v]
+
+    def numbers(x: Array, chunk: Chunk) -> Array:
+        return x[chunk.piece.batches, chunk.keys]
+
+    sizes = [max((numbers(x, chunk).size for chunk in chunks), default=0) for x in sources]
+    buffers = [_Buffer(device, sizes, k.dtype) for _ in range(min(NUM_BUFFERS, len(chunks)))]
+
+    def bring(number: int) -> None:
+        buffer = buffers[number % NUM_BUFFERS]
+        pairs = zip(buffer.memories, sources, strict=True)
+        buffer.arrays = [device.bring(memory, numbers(x, chunks[number]), buffer.is_free) for memory, x in pairs]
+
+    for number in range(len(buffers)):
+        bring(number)
+    for number, chunk in enumerate(chunks):
+        buffer = buffers[number % NUM_BUFFERS]
+        for _, is_ready in buffer.arrays:
+            device.wait(is_ready)
+        keys, *values = (x for x, _ in buffer.arrays)
+        yield chunk, keys, keys[..., : v.shape[-1]] if with_keys else values[0]
+        buffer.is_free = device.mark()
+        if number + NUM_BUFFERS < len(chunks):
+            bring(number + NUM_BUFFERS)
+
+
+class Outbox:
+    """Copies to the host that were begun; few at once, as each holds memory of the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._begun: deque[Outgoing] = deque()
+
+    def post(self, target: Array, source: Array) -> None:
+        """Begin to copy, and end the oldest copies."""
+        while len(self._begun) >= _MOST_OUTGOING:
+            self._begun.popleft().finish()
+        self._begun.append(self._device.take(target, source))
+
+    def finish(self) -> None:
+        """End all."""
+        while self._begun:
+            self._begun.popleft().finish()

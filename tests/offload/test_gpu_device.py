@@ -1,0 +1,207 @@
+"""The GPU's side of streaming without a GPU: CuPy's calls are stood in for, staging and its order are real.
+
+Copies are done at once, on memory of the host, so that what is tested is which bytes go where, and that no staging
+buffer is used again before its event was waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cuflash
+from cuflash import offload
+
+Array = NDArray[Any]
+
+
+class OnDevice(np.ndarray[Any, Any]):
+    """A NumPy array that has an address as CuPy's have it."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class Event:
+    """It counts how often the host waited for it."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self, disable_timing: bool = False) -> None:
+        assert disable_timing  # timing events take longer
+        self.stream: Stream | None = None
+        self.waits = 0
+        Event.made.append(self)
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self.waits += 1
+
+
+class Stream:
+    """It remembers what it waits for."""
+
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = True) -> None:
+        assert non_blocking  # another one would wait for the legacy stream
+        self.waited_for: list[Event] = []
+        self.is_synchronized = False
+
+    def wait_event(self, event: Event) -> None:
+        assert event.stream is not None
+        self.waited_for.append(event)
+
+    def synchronize(self) -> None:
+        self.is_synchronized = True
+
+
+class Cuda:
+    """As much of CuPy as `gpu_device` calls."""
+
+    def __init__(self) -> None:
+        self.current = Stream()
+        self.copies: list[tuple[int, int, int]] = []
+        self.pinned: list[Array] = []
+        self.cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            get_current_stream=lambda: self.current,
+            alloc_pinned_memory=self.alloc,
+            runtime=SimpleNamespace(
+                memcpyAsync=self.copy,
+                memcpyHostToDevice=1,
+                memcpyDeviceToHost=2,
+                pointerGetAttributes=self.attributes,
+                CUDARuntimeError=OSError,
+            ),
+        )
+
+    def alloc(self, size: int) -> Array:
+        self.pinned.append(np.full(size, 255, np.uint8))
+        return self.pinned[-1]
+
+    def attributes(self, pointer: int) -> Any:
+        is_pinned = any(x.ctypes.data <= pointer < x.ctypes.data + x.nbytes for x in self.pinned)
+        return SimpleNamespace(type=1 if is_pinned else 0)
+
+    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        self.copies.append((kind, size, source if kind == 1 else target))
+        ctypes.memmove(target, source, size)
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        return np.full(count, np.nan, dtype).view(OnDevice)
+
+    def asarray(self, x: Array) -> Array:
+        return np.asarray(x).view(OnDevice)
+
+    def asnumpy(self, x: Array) -> Array:
+        return np.array(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    pytest.importorskip("cupy", reason="no CuPy, whose calls are stood in for")
+    from cuflash.offload import gpu_device
+
+    standing_in = Cuda()
+    monkeypatch.setattr(gpu_device, "cupy", standing_in)
+    monkeypatch.setattr(gpu_device.GpuDevice, "xp", standing_in)
+    monkeypatch.setattr(gpu_device.GpuDevice, "chunk_bytes", 6000)
+    monkeypatch.setattr(gpu_device, "_LEAST_BYTES", 1000)
+
+    class Device(gpu_device.GpuDevice):
+        def take(self, target: Array, source: Array) -> Any:
+            return super().take(target, source.view(OnDevice))
+
+    monkeypatch.setattr(offload, "device_of", lambda q: Device())
+    Event.made.clear()
+    return standing_in
+
+
+def make(batch: int, dtype: str = "float32") -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(0)
+    shapes = (batch, 3, 4, 8), (batch, 400, 2, 8), (batch, 400, 2, 8)
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+def compare(q: Array, k: Array, v: Array, share: float, out: Any = None) -> None:
+    expected, expected_backward = cuflash.attention_vjp(q, k, v, causal=True)
+    found, backward = offload.attention_vjp(q.view(OnDevice), k, v, causal=True, share=share)
+    grads = backward(np.ones_like(found), out=out)
+    for x, y in zip((found, *grads), (expected, *expected_backward(np.ones_like(expected))), strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0, 0.4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pageable_memory_goes_through_staging(cuda: Cuda, batch: int, share: float) -> None:
+    compare(*make(batch), share)
+    # Four buffers a direction and pass: in and in, out.
+    assert 0 < len(cuda.pinned) <= 12
+    staged = {x.ctypes.data for x in cuda.pinned}
+    sizes = {x.ctypes.data: x.nbytes for x in cuda.pinned}
+    for _, size, pointer in cuda.copies:
+        assert any(first <= pointer and pointer + size <= first + sizes[first] for first in staged)
+
+
+def test_pinned_memory_is_copied_where_it_lies(cuda: Cuda) -> None:
+    q, *host = make(2)
+    k, v, dk, dv = (np.frombuffer(cuda.alloc(x.nbytes), x.dtype).reshape(x.shape) for x in (*host, *host))
+    k[...], v[...] = host
+    compare(q, k, v, 0, out=(None, dk, dv))
+    assert len(cuda.pinned) == 4  # no staging
+    # Each key once a direction: k and v twice to the GPU, dk and dv once from it.
+    assert sum(size for kind, size, _ in cuda.copies if kind == 1) == 2 * (k.nbytes + v.nbytes)
+    assert sum(size for kind, size, _ in cuda.copies if kind == 2) == dk.nbytes + dv.nbytes
+
+
+def test_views_by_head_are_staged_though_pinned(cuda: Cuda) -> None:
+    q, *host = make(2)
+    by_head = []
+    for x in host:
+        swapped = np.ascontiguousarray(x.swapaxes(1, 2))
+        own = np.frombuffer(cuda.alloc(x.nbytes), x.dtype).reshape(swapped.shape)
+        own[...] = swapped
+        by_head.append(own.swapaxes(1, 2))
+    before = len(cuda.pinned)
+    compare(q, by_head[0], by_head[1], 0)
+    assert len(cuda.pinned) > before
+
+
+def test_staging_buffers_are_waited_for(cuda: Cuda) -> None:
+    """A buffer's event is waited for by the host before it is filled again, and both streams before the call ends."""
+    q, k, v = make(1)
+    offload.attention(q.view(OnDevice), k, v, share=0)
+    from cuflash.offload.gpu_device import _NUM_STAGES
+
+    of_copies = [event for event in Event.made if event.stream is not cuda.current]
+    assert len(of_copies) > 2 * _NUM_STAGES
+    assert all(event.waits == 1 for event in of_copies[:-_NUM_STAGES])
+    assert all(event.stream is not None and event.stream.is_synchronized for event in of_copies)
+
+
+def test_copies_wait_for_the_computation_before(cuda: Cuda) -> None:
+    """Each copy in waits for an event of the current stream, and each chunk for its copies."""
+    q, k, v = make(1)
+    offload.attention(q.view(OnDevice), k, v, share=0)
+    incoming = next(event.stream for event in Event.made if event.stream is not cuda.current)
+    assert incoming is not None
+    assert len(incoming.waited_for) == len(cuda.copies)
+    assert all(event.stream is cuda.current for event in incoming.waited_for)
+    assert {id(event) for event in cuda.current.waited_for} == {
+        id(event) for event in Event.made if event.stream is incoming
+    }

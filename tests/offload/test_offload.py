@@ -1,0 +1,383 @@
+"""Attention over keys in host memory: results are those of `attention` on the same arrays, whatever the options."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import accum_dtype, gaussian
+from cpu_device import device as cpu_device
+from cpu_device import hook
+from cpu_device.device import CpuDevice
+from devices import Device
+from hypothesis import given
+from hypothesis import strategies as st
+from lazy_device import LazyDevice
+from numpy.typing import NDArray
+
+import cuflash
+from cuflash import offload
+from cuflash.offload import share as share_module
+
+Array = NDArray[Any]
+RNG = np.random.default_rng(0)
+SHARES = (0, 0.4, 1.0, "auto")
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[LazyDevice]:
+    """Every pass runs on a lazy device of its own, in chunks of a few keys; the devices, by their passes."""
+    made: list[LazyDevice] = []
+
+    def device_of(q: Array) -> LazyDevice:
+        made.append(LazyDevice())
+        return made[-1]
+
+    monkeypatch.setattr(offload, "device_of", device_of)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured() -> Iterator[None]:
+    share_module._measured.clear()
+    yield
+    share_module._measured.clear()
+
+
+def arrays(
+    dtype: str = "float64",
+    batch: int = 2,
+    seqlens: tuple[int, int] = (7, 60),
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 5),
+) -> dict[str, Array]:
+    shapes = {
+        "q": (batch, seqlens[0], heads[0], dims[0]),
+        "k": (batch, seqlens[1], heads[1], dims[0]),
+        "v": (batch, seqlens[1], heads[1], dims[1]),
+        "dout": (batch, seqlens[0], heads[0], dims[1]),
+    }
+    made = {name: gaussian(RNG, shape, dtype) for name, shape in shapes.items()}
+    lse = (batch, heads[0], seqlens[0])
+    return made | {"dlse": RNG.standard_normal(lse).astype(accum_dtype(made["q"].dtype))}
+
+
+def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -> dict[str, Array | None]:
+    """Out, lse and every gradient."""
+    (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
+    names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
+    return {"out": out, "lse": lse, **dict(zip(names, backward(given["dout"], given["dlse"]), strict=True))}
+
+
+def assert_same(found: dict[str, Array | None], expected: dict[str, Array | None], rounding: float = 1e-13) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        y = found[name]
+        assert x is not None
+        assert y is not None
+        assert y.dtype == x.dtype
+        assert y.shape == x.shape
+        np.testing.assert_array_equal(np.isfinite(y), np.isfinite(x), err_msg=name)
+        shown = np.isfinite(x)
+        wide, its = y[shown].astype(np.float64), x[shown].astype(np.float64)
+        limit = rounding * max(1.0, float(np.abs(its).max(initial=0)))
+        np.testing.assert_allclose(wide, its, rtol=0, atol=limit, err_msg=name)
+
+
+def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: int = 4) -> dict[str, dict[str, Any]]:
+    """Every option, alone."""
+    sq, sk = seqlens
+    mask = RNG.random((batch, 1, sq, sk)) > 0.3
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": (9, 3)},
+        "window far behind": {"window": (2, 0)},
+        "softmax_scale": {"softmax_scale": 0.7},
+        "softcap": {"softcap": 2.0},
+        "bias": {"bias": RNG.standard_normal((batch, heads, sq, sk))},
+        "bias of float32": {"bias": RNG.standard_normal((heads, sq, sk)).astype(np.float32)},
+        "bias of keys": {"bias": RNG.standard_normal((1, sk))},
+        "bias of rows": {"bias": RNG.standard_normal((heads, sq, 1))},
+        "bias that hides": {"bias": np.where(RNG.random((sq, sk)) > 0.5, 0.0, -np.inf)},
+        "mask": {"mask": mask},
+        "mask that hides all": {"mask": mask & (np.arange(sq)[:, None] != 3)},
+        "alibi_slopes": {"alibi_slopes": RNG.uniform(0.01, 0.2, heads)},
+        "alibi_slopes by batch": {"alibi_slopes": RNG.uniform(0.01, 0.2, (batch, heads)), "causal": True},
+        "sink": {"sink": RNG.standard_normal(heads)},
+        "lengths": {
+            "q_lengths": np.array([sq, 3][:batch], np.int32),
+            "kv_lengths": np.array([41, sk + 9][:batch], np.int32),
+            "causal": True,
+        },
+        "no length": {"kv_lengths": np.array([0, 5][:batch], np.int32), "sink": RNG.standard_normal(heads)},
+        "lengths and all": {
+            "q_lengths": np.array([sq - 1, -2][:batch], np.int32),
+            "kv_lengths": np.array([sk - 13, sk][:batch], np.int32),
+            "window": (20, 1),
+            "alibi_slopes": RNG.uniform(0.01, 0.2, heads),
+            "bias": RNG.standard_normal((sq, sk)),
+            "dropout_p": 0.3,
+            "dropout_seed": 3,
+        },
+        "dropout": {"dropout_p": 0.4, "dropout_seed": 2**63 + 5},
+        "seed in an array": {"dropout_p": 0.4, "dropout_seed": np.array([7], np.uint64), "causal": True},
+        "block_mask": {"block_mask": cuflash.BlockMask.from_dense(RNG.random((heads, sq, sk)) > 0.4)},
+        "block_mask by batch": {
+            "block_mask": cuflash.BlockMask.from_dense(RNG.random((batch, 1, sq, sk)) > 0.4),
+            "mask": mask,
+            "causal": True,
+        },
+        "block_mask that is a window": {"block_mask": cuflash.BlockMask.sliding_window(sq, sk, 4, 2)},
+        "deterministic": {"deterministic": True},
+        "precision": {"precision": "tf32"},
+    }
+
+
+NAMES = tuple(options_by_name())
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_streamed(streamed: list[LazyDevice], name: str, share: Any) -> None:
+    given, options = arrays(), options_by_name()[name]
+    assert_same(
+        results(offload.attention_vjp, given, share=share, **options), results(cuflash.attention_vjp, given, **options)
+    )
+    assert len(streamed) == 2
+    assert all(device.is_closed for device in streamed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_in_host_memory(name: str) -> None:
+    given, options = arrays(), options_by_name()[name]
+    for share in SHARES:
+        found = results(offload.attention_vjp, given, share=share, **options)
+        assert_same(found, results(cuflash.attention_vjp, given, **options))
+
+
+def test_every_option_is_tried() -> None:
+    from cuflash.problem.options import OPTION_NAMES
+
+    assert {name for options in options_by_name().values() for name in options} == set(OPTION_NAMES)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_partial_results_are_not_rounded(streamed: list[LazyDevice], dtype: str) -> None:
+    """Many chunks cost no accuracy: the error is one rounding of the result, as of one call."""
+    given = arrays(dtype, seqlens=(5, 300), dims=(16, 16))
+    sink = RNG.standard_normal(4).astype(np.float32)
+    wide = {name: x.astype(np.float64) for name, x in given.items()}
+    exact = results(cuflash.attention_vjp, wide, sink=sink.astype(np.float64), softcap=4.0)
+    found = results(offload.attention_vjp, given, share=0.3, sink=sink, softcap=4.0)
+    alone = results(cuflash.attention_vjp, given, sink=sink, softcap=4.0)
+    for name, x in exact.items():
+        assert x is not None
+        error, its = (np.abs(np.asarray(y[name], np.float64) - x).max() for y in (found, alone))
+        assert error <= 1.25 * its + 1e-6, name
+
+
+@given(st.data())
+def test_drawn_problems(data: st.DataObject) -> None:
+    rng_seed = data.draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(rng_seed)
+    batch, kv = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 2))
+    heads = kv * data.draw(st.integers(1, 3))
+    sq, sk = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 90))
+    d, dv = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    shapes = {"q": (batch, sq, heads, d), "k": (batch, sk, kv, d), "v": (batch, sk, kv, dv)}
+    given = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    given |= {"dout": rng.standard_normal((batch, sq, heads, dv)), "dlse": rng.standard_normal((batch, heads, sq))}
+    sides = st.none() | st.integers(0, 40)
+    options: dict[str, Any] = {"causal": data.draw(st.booleans()), "window": (data.draw(sides), data.draw(sides))}
+    if data.draw(st.booleans()):
+        options["kv_lengths"] = rng.integers(-1, sk + 2, batch).astype(np.int32)
+    if data.draw(st.booleans()):
+        options["q_lengths"] = rng.integers(-1, sq + 2, batch).astype(np.int32)
+    if data.draw(st.booleans()):
+        options["alibi_slopes"] = rng.uniform(0, 0.2, (batch, heads))
+    if data.draw(st.booleans()):
+        options["sink"] = rng.standard_normal(heads)
+    share = data.draw(st.sampled_from((0, 0.3, 1)))
+    device = LazyDevice(chunk_bytes=data.draw(st.integers(1, 4000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "device_of", lambda q: device)
+        found = results(offload.attention_vjp, given, share=share, **options)
+    assert_same(found, results(cuflash.attention_vjp, given, **options), 1e-11)
+
+
+def test_hidden_keys_never_leak(streamed: list[LazyDevice]) -> None:
+    given = arrays()
+    options: dict[str, Any] = {"kv_lengths": np.array([50, 33], np.int32), "mask": np.arange(60) % 16 != 5}
+    expected = results(offload.attention_vjp, given, share=0.5, **options)
+    for x in (given["k"], given["v"]):
+        x[0, 50:], x[1, 33:], x[:, 5::16] = np.nan, np.inf, np.nan
+    found = results(offload.attention_vjp, given, share=0.5, **options)
+    for name in expected:
+        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(expected[name]), err_msg=name)
+
+
+def test_one_visible_key_is_returned_exactly(streamed: list[LazyDevice]) -> None:
+    given = arrays("bfloat16", seqlens=(60, 60), heads=(2, 2))
+    out = offload.attention(given["q"], given["k"], given["v"], window=(0, 0), share=0.5)
+    np.testing.assert_array_equal(out, given["v"])
+    assert out.dtype == ml_dtypes.bfloat16
+
+
+def test_grads_names_those_wanted(streamed: list[LazyDevice]) -> None:
+    given = arrays()
+    options: dict[str, Any] = {"bias": RNG.standard_normal((7, 60)), "sink": RNG.standard_normal(4)}
+    _, backward = offload.attention_vjp(given["q"], given["k"], given["v"], share=0.3, **options)
+    _, expected = cuflash.attention_vjp(given["q"], given["k"], given["v"], **options)
+    for wanted in (("k",), ("q", "sink"), ("v", "bias"), ()):
+        for x, y in zip(backward(given["dout"], grads=wanted), expected(given["dout"], grads=wanted), strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
+    assert streamed[-1].taken == 0  # neither dk nor dv was wanted
+
+
+def test_targets_are_wholly_written_and_returned(streamed: list[LazyDevice]) -> None:
+    given = arrays()
+    options: dict[str, Any] = {"window": (9, 0)}
+    q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
+    out = np.full((2, 7, 4, 5), np.nan)
+    found, backward = offload.attention_vjp(q, k, v, out=out, **options)
+    assert found is out
+    targets = [offload.pinned_empty(x.shape, x.dtype) for x in (q, k, v)]
+    for x in targets:
+        x.fill(np.nan)
+    for x, y in zip(backward(dout, out=targets), targets, strict=True):
+        assert x is y
+    expected, expected_backward = cuflash.attention_vjp(q, k, v, **options)
+    for x, y in zip((out, *targets), (expected, *expected_backward(dout)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match="shared with k"):
+        backward(dout, out=(None, k, None))
+    with pytest.raises(ValueError, match="out, dv: expected shape"):
+        backward(dout, out=(None, None, k))
+
+
+def test_a_package_attribute_without_an_import() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, cuflash; assert 'cuflash.offload' not in sys.modules; cuflash.offload.attention"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"k": [1.0]},
+            TypeError,
+            "k: expected a NumPy array, as keys and values lie in host memory, got ",
+        ),
+        ({"v": np.ma.zeros((2, 60, 2, 5))}, TypeError, "v: expected an array that masks nothing"),
+        ({"v": np.zeros((2, 60, 2, 5), np.float32)}, TypeError, "v: expected q's dtype float64, got float32"),
+        ({"k": np.zeros((2, 61, 2, 8))}, ValueError, "v: expected "),
+        ({"share": 1.5}, ValueError, 'share: expected "auto" or a number from 0 to 1, got 1.5'),
+        ({"share": -0.1}, ValueError, 'share: expected "auto" or a number from 0 to 1, got -0.1'),
+        ({"share": float("nan")}, ValueError, "share: expected a finite number, got nan"),
+        ({"share": "half"}, ValueError, "share: expected \"auto\" or a number from 0 to 1, got 'half'"),
+        ({"share": True}, TypeError, "share: expected a real number, got bool"),
+        ({"share": None}, TypeError, "share: expected a real number, got NoneType"),
+        ({"masked": 1}, TypeError, "masked: no such option"),
+        ({"dropout_p": 0.5}, ValueError, "dropout_seed: expected "),
+        ({"window": (-1, 0)}, ValueError, "None for unbounded"),
+        ({"return_lse": "no"}, TypeError, "return_lse: expected a bool"),
+    ],
+)
+def test_bad_input_is_told(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = arrays()
+    arguments = {name: given[name] for name in ("q", "k", "v")} | change
+    for function in (offload.attention, offload.attention_vjp):
+        with pytest.raises(error) as raised:
+            function(arguments.pop("q", given["q"]), arguments.get("k"), arguments.get("v"), **rest(arguments))
+        assert message in str(raised.value)
+
+
+def rest(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arguments.items() if name not in ("q", "k", "v")}
+
+
+def test_bad_residuals_are_told() -> None:
+    given = arrays()
+    _, backward = offload.attention_vjp(given["q"], given["k"], given["v"])
+    with pytest.raises(ValueError, match="dout: expected shape"):
+        backward(given["dout"][:, 1:])
+    with pytest.raises(TypeError, match="dlse: expected dtype float64"):
+        backward(given["dout"], given["dlse"].astype(np.float32))
+
+
+def test_threads_call_at_once() -> None:
+    given = arrays()
+    expected = results(cuflash.attention_vjp, given, causal=True)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for share in (0.5, 1, "auto"):
+                assert_same(results(offload.attention_vjp, given, share=share, causal=True), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_where_no_thread_starts_the_caller_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arrays()
+    expected = results(cuflash.attention_vjp, given)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert_same(results(offload.attention_vjp, given, share=0.5), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_on_each_device(device: Device, dtype: str) -> None:
+    """The queries lie on the device, keys and values on the host, pinned or not; results are those of one call."""
+    given = arrays(dtype, seqlens=(17, 700), dims=(64, 64))
+    sink = RNG.standard_normal(4).astype(np.float32)
+    expected = results(cuflash.attention_vjp, given, causal=True, sink=sink)
+    pinned = {}
+    for name in ("k", "v"):
+        pinned[name] = offload.pinned_empty(given[name].shape, given[name].dtype)
+        pinned[name][...] = given[name]
+    for host in ({name: given[name] for name in ("k", "v")}, pinned):
+        for share in (0, 0.5, 1):
+            q, dout, dlse, its_sink = device.put((given["q"], given["dout"], given["dlse"], sink))
+            (out, lse), backward = offload.attention_vjp(
+                q, host["k"], host["v"], share=share, return_lse=True, causal=True, sink=its_sink
+            )
+            dq, dk, dv, dsink = backward(dout, dlse)
+            assert type(dk) is type(dv) is np.ndarray
+            on_device = dict(zip(("out", "lse", "dq", "dsink"), device.get((out, lse, dq, dsink)), strict=True))
+            rounding = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+            assert_same({**on_device, "dk": dk, "dv": dv}, expected, rounding)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+@pytest.mark.parametrize("name", ["causal", "window", "bias", "mask", "lengths", "block_mask", "sink"])
+def test_the_kernels_compute_chunks(streamed: list[LazyDevice], name: str) -> None:
+    given = arrays("float32", seqlens=(7, 60), dims=(16, 16))
+    options = {
+        key: x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
+        for key, x in options_by_name()[name].items()
+    }
+    expected = results(cuflash.attention_vjp, given, **options)
+    with hook.kernels_on(CpuDevice((8, 0), 3)):
+        found = results(offload.attention_vjp, given, share=0, **options)
+    assert_same(found, expected, 2e-5)
