@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu.append import append
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
@@ -23,6 +24,8 @@ from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
+
+__all__ = ["append", "backward", "forward"]
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:

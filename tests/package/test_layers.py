@@ -26,8 +26,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "frontend": ("problem", *BASE),
     "attention": ("frontend", "problem", "masks", *BASE),
     "merge": ("frontend", "problem", *BASE),
+    "cache": ("attention", "frontend", "problem", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
-    "__init__": ("attention", "merge", "masks", "distributed", *BASE),
+    "__init__": ("attention", "cache", "merge", "masks", "distributed", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (

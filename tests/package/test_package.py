@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "BlockMask",
     "__version__",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_varlen",
