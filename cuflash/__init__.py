@@ -17,7 +17,7 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
-from cuflash.cache import append_kv
+from cuflash.cache import PagedCache, append_kv
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "PagedCache",
     "__version__",
     "append_kv",
     "attention",

@@ -14,11 +14,11 @@ _NAN, _SIGN = 0x7F, 0x80
 
 def e4m3_codes(x: NDArray[Any]) -> NDArray[np.uint8]:
     """The nearest code of each number, ties to the even one; numbers beyond the largest become that, NaN stays NaN."""
-    magnitude = np.minimum(np.abs(x), x.dtype.type(LARGEST))
-    is_nan = np.isnan(magnitude)
-    _, exponent = np.frexp(np.fmax(magnitude, x.dtype.type(2.0**_LEAST_EXPONENT)))
+    is_nan = np.isnan(x)
+    magnitude = np.where(is_nan, 0, np.minimum(np.abs(x), x.dtype.type(LARGEST)))
+    _, exponent = np.frexp(np.maximum(magnitude, x.dtype.type(2.0**_LEAST_EXPONENT)))
     exponent = exponent - 1
     steps = np.rint(np.ldexp(magnitude, _MANTISSA_BITS - exponent))
     # The steps of a binade follow those of the one before, whose last number of steps they begin with.
-    codes = ((exponent - _LEAST_EXPONENT) << _MANTISSA_BITS) + np.where(is_nan, 0, steps).astype(np.int32)
-    return (np.where(is_nan, _NAN, codes) | np.where(np.signbit(x), _SIGN, 0)).astype(np.uint8)
+    codes = ((exponent - _LEAST_EXPONENT) << _MANTISSA_BITS) + steps.astype(np.int32)
+    return np.where(is_nan, _NAN, codes | np.where(np.signbit(x), _SIGN, 0)).astype(np.uint8)

@@ -152,7 +152,8 @@ def _check_rotary(arrays: dict[str, Array], dtype: str) -> int:
     cos, sin, head_dim = arrays["cos"], arrays["sin"], arrays["k"].shape[-1]
     for name, x in (("cos", cos), ("sin", sin)):
         if x.dtype.name not in ("float32", dtype):
-            raise TypeError(f"rotary, {name}: expected dtype {' or '.join(dict.fromkeys(('float32', dtype)))}, got {x.dtype.name}")
+            wanted = " or ".join(dict.fromkeys(("float32", dtype)))
+            raise TypeError(f"rotary, {name}: expected dtype {wanted}, got {x.dtype.name}")
     if cos.ndim != 2 or len(cos) == 0:
         raise ValueError(f"rotary, cos: expected (positions, rotary_dim / 2) with a position at least, got {cos.shape}")
     if 2 * cos.shape[1] > head_dim:
@@ -184,9 +185,6 @@ def _check_scales(arrays: dict[str, Array], to_fp8: bool) -> None:
 
 def _check_shape(name: str, x: Array, wanted: tuple[int | str, ...], axes: str) -> None:
     """Raise ValueError unless `x` has this shape, in which "*" is any size."""
-    if len(x.shape) != len(wanted) or any(
-        want not in ("*", have) for have, want in zip(x.shape, wanted, strict=True)
-    ):
+    if len(x.shape) != len(wanted) or any(want not in ("*", have) for have, want in zip(x.shape, wanted, strict=True)):
         sizes = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
         raise ValueError(f"{name}: expected {axes} = ({sizes}), got {tuple(x.shape)}")
-

@@ -18,6 +18,7 @@ import cuflash
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "BlockMask",
+    "PagedCache",
     "__version__",
     "append_kv",
     "attention",

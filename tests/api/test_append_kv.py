@@ -1,0 +1,452 @@
+"""append_kv: every clause of what it means, against a plain loop over rows in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import Device
+from libraries import Exporter
+
+import cuflash
+from cuflash.cpu.fp8 import e4m3_codes
+
+Array = Any
+RNG = np.random.default_rng(0)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def numbers(shape: tuple[int, ...], dtype: str) -> Array:
+    if dtype == "bfloat16":
+        return RNG.normal(size=shape).astype(pytest.importorskip("ml_dtypes").bfloat16)
+    return RNG.normal(size=shape).astype(dtype)
+
+
+def eps_of(dtype: Any) -> float:
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
+
+
+class Case:
+    """Arguments of a call, and what its results must be."""
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        *,
+        lengths: tuple[int, ...] = (2, 0, 5),
+        seqlen: int = 3,
+        counts: tuple[int, ...] | None = None,
+        heads: tuple[int, int] = (4, 2),
+        dims: tuple[int, int] = (16, 8),
+        page_size: int | None = 4,
+        capacity: int = 8,
+        rotary_dim: int | None = None,
+        table_dtype: str = "float32",
+        positions: int = 20,
+        interleaved: bool = False,
+        with_q: bool = True,
+    ) -> None:
+        self.lengths, self.counts, self.page_size, self.capacity = lengths, counts, page_size, capacity
+        batch, (hq, hkv), (d, dv) = len(lengths), heads, dims
+        rows = (batch, seqlen) if counts is None else (sum(counts) + 2,)  # two packed rows belong to no sequence
+        self.k, self.v, self.q = (numbers((*rows, h, n), dtype) for h, n in ((hkv, d), (hkv, dv), (hq, d)))
+        self.options: dict[str, Any] = {}
+        if counts is not None:
+            self.options["cu_seqlens"] = np.cumsum([1, *counts]).astype(np.int32)
+        outer = (batch, capacity)
+        if page_size is not None:
+            max_pages = capacity // page_size
+            pages = RNG.permutation(batch * max_pages + 2)[: batch * max_pages].reshape(batch, max_pages)
+            self.options["block_table"] = pages.astype(np.int32)
+            outer = (batch * max_pages + 2, page_size)
+        self.k_cache, self.v_cache = (numbers((*outer, hkv, n), dtype) for n in (d, dv))
+        self.rotary_dim, self.interleaved = rotary_dim or 0, interleaved
+        if rotary_dim is not None:
+            angles = RNG.normal(size=(positions, rotary_dim // 2))
+            cast = numbers((1,), table_dtype).dtype
+            self.options["rotary"] = np.cos(angles).astype(cast), np.sin(angles).astype(cast)
+            self.options["interleaved"] = interleaved
+        if with_q:
+            self.options["q"] = self.q
+
+    def new_rows(self) -> list[tuple[tuple[int, ...], int, int]]:
+        """Each row of a sequence: its index in k, the sequence, its position."""
+        if self.counts is None:
+            return [((b, t), b, n + t) for b, n in enumerate(self.lengths) for t in range(self.k.shape[1])]
+        begins = self.options["cu_seqlens"]
+        return [
+            ((int(begins[b]) + t,), b, n + t)
+            for b, (n, count) in enumerate(zip(self.lengths, self.counts, strict=True))
+            for t in range(count)
+        ]
+
+    def place(self, b: int, position: int) -> tuple[int, int] | None:
+        """Where a position lies in the caches; None for one that is dropped."""
+        if not 0 <= position < self.capacity:
+            return None
+        if self.page_size is None:
+            return b, position
+        page = int(self.options["block_table"][b, position // self.page_size])
+        return (page, position % self.page_size) if 0 <= page < len(self.k_cache) else None
+
+    def rotated(self, x: Array, position: int) -> Array:
+        """A row (heads, dim) in float64, rotated by its position's angles."""
+        x = x.astype(np.float64)
+        if "rotary" not in self.options:
+            return x
+        table = [t[np.clip(position, 0, len(t) - 1)].astype(np.float64) for t in self.options["rotary"]]
+        result = x.copy()
+        for i in range(self.rotary_dim // 2):
+            pair = [2 * i, 2 * i + 1] if self.interleaved else [i, i + self.rotary_dim // 2]
+            (a, b), cos, sin = (x[:, j] for j in pair), table[0][i], table[1][i]
+            result[:, pair[0]], result[:, pair[1]] = a * cos - b * sin, a * sin + b * cos
+        return result
+
+    def expected(self) -> tuple[Array, Array, Array]:
+        """The caches and q afterwards, in float64."""
+        caches = [x.astype(np.float64) for x in (self.k_cache, self.v_cache)]
+        q = self.q.astype(np.float64)
+        for index, b, position in self.new_rows():
+            q[index] = self.rotated(self.q[index], position)
+            place = self.place(b, position)
+            if place is not None:
+                caches[0][place] = self.rotated(self.k[index], position)
+                caches[1][place] = self.v[index]
+        return caches[0], caches[1], q
+
+    def arrays(self) -> list[Array]:
+        """Those of the options, the rotary table last."""
+        names = [name for name in self.options if name not in ("rotary", "interleaved")]
+        return [*(self.options[name] for name in names), *self.options.get("rotary", ())]
+
+    def run(self, device: Device) -> tuple[Any, Array, Array]:
+        """q, and the caches afterwards; no other argument has changed."""
+        inputs = [self.k, self.v, np.array(self.lengths, np.int32), *self.arrays()]
+        put = device.put((self.k_cache, self.v_cache, inputs))
+        k_cache, v_cache, (k, v, lengths, *others) = put
+        names = [name for name in self.options if name not in ("rotary", "interleaved")]
+        options = dict(zip(names, others, strict=False))
+        if "rotary" in self.options:
+            options |= {"rotary": tuple(others[-2:]), "interleaved": self.interleaved}
+        q = cuflash.append_kv(k, v, k_cache, v_cache, lengths, **options)
+        for before, after in zip(inputs, device.get(put[2]), strict=True):
+            np.testing.assert_array_equal(after, before)
+        return device.get(q), device.get(k_cache), device.get(v_cache)
+
+    def check(self, device: Device) -> None:
+        q, k_cache, v_cache = self.run(device)
+        expected_k, expected_v, expected_q = self.expected()
+        tolerance = 2 * eps_of(self.k.dtype) if self.rotary_dim else 0
+        np.testing.assert_array_equal(v_cache.astype(np.float64), expected_v)
+        np.testing.assert_allclose(k_cache.astype(np.float64), expected_k, rtol=tolerance, atol=4 * tolerance)
+        unchanged = self.k_cache.astype(np.float64) == expected_k
+        np.testing.assert_array_equal(k_cache[unchanged], self.k_cache[unchanged])
+        if "q" not in self.options:
+            assert q is None
+        else:
+            assert q.dtype == self.q.dtype and q.flags.c_contiguous
+            np.testing.assert_allclose(q.astype(np.float64), expected_q, rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary(device: Device, dtype: str, rotary_dim: int, interleaved: bool) -> None:
+    Case(dtype, rotary_dim=rotary_dim, interleaved=interleaved).check(device)
+
+
+@pytest.mark.parametrize("counts", [None, (3, 0, 2)], ids=["padded", "packed"])
+@pytest.mark.parametrize("page_size", [None, 1, 4])
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_places(device: Device, page_size: int | None, counts: Any, rotary_dim: int | None) -> None:
+    """Contiguous or paged, padded or packed, with and without rotary and q."""
+    for with_q in (True, False):
+        Case(page_size=page_size, counts=counts, rotary_dim=rotary_dim, with_q=with_q).check(device)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (7, 3), (6, 10), (80, 24), (300, 257)])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_head_dims(device: Device, dtype: str, dims: tuple[int, int]) -> None:
+    """Those that no wide access divides, too; a rotary dim of twice an odd number, and one that is the head's."""
+    Case(dtype, dims=dims).check(device)
+    for rotary_dim in {dims[0] // 2 * 2, min(6, dims[0] // 2 * 2)}:
+        for interleaved in (False, True):
+            Case(dtype, dims=dims, rotary_dim=rotary_dim, interleaved=interleaved).check(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_of_the_keys_dtype(device: Device, dtype: str) -> None:
+    Case(dtype, rotary_dim=16, table_dtype=dtype).check(device)
+
+
+def test_a_table_may_have_cos_and_sin_of_either_dtype(device: Device) -> None:
+    case = Case("float16", rotary_dim=16)
+    cos, sin = case.options["rotary"]
+    case.options["rotary"] = cos, sin.astype(np.float16)
+    case.check(device)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_rows_beyond_the_capacity_are_dropped(device: Device, page_size: int | None) -> None:
+    Case(lengths=(6, 8, 7, 2**31 - 2, -2), page_size=page_size, rotary_dim=16).check(device)
+
+
+def test_rows_whose_page_lies_outside_of_the_pool_are_dropped(device: Device) -> None:
+    case = Case(lengths=(2, 3, 2), seqlen=4)
+    case.options["block_table"][0, 0] = -1
+    case.options["block_table"][1, 1] = len(case.k_cache)
+    case.options["block_table"][2] = 2**31 - 1, -(2**31)
+    case.check(device)
+
+
+def test_entries_that_are_not_used_may_hold_anything(device: Device) -> None:
+    case = Case(lengths=(0, 1, 0))
+    case.options["block_table"][:, 1] = 12345
+    case.check(device)
+
+
+def test_positions_are_clamped_to_the_table(device: Device) -> None:
+    Case(lengths=(2, 0, 5), rotary_dim=16, positions=3).check(device)
+    Case(lengths=(2, 0, 5), rotary_dim=16, positions=1).check(device)
+
+
+def test_positions_behind_32_bits_of_a_cache_are_clamped_too(device: Device) -> None:
+    Case(lengths=(2**31 - 1,), seqlen=3, rotary_dim=16).check(device)
+
+
+@pytest.mark.parametrize("counts", [None, (2, 1, 3)], ids=["padded", "packed"])
+def test_any_strides(device: Device, counts: Any) -> None:
+    """Of every array, the last axis included: slices of a fused qkv, transposed and reversed views, odd offsets."""
+
+    def scattered(x: Array) -> Array:
+        storage = np.full((*(n + 1 for n in x.shape[:-2]), x.shape[-1], 2 * x.shape[-2] + 1), 77).astype(x.dtype)
+        view = storage[tuple(slice(1, None) for _ in x.shape[:-2])].swapaxes(-1, -2)[..., 1::2, ::-1]
+        view[...] = x
+        return view
+
+    case = Case(counts=counts, rotary_dim=16, dims=(16, 8))
+    for name in ("k", "v", "k_cache", "v_cache"):
+        setattr(case, name, scattered(getattr(case, name)))
+    case.q = case.options["q"] = scattered(case.q)
+    case.options["rotary"] = tuple(scattered(x[None])[0] for x in case.options["rotary"])
+    for name in ("block_table", "cu_seqlens"):
+        if name in case.options:
+            case.options[name] = np.repeat(case.options[name], 2, axis=-1)[..., ::2]
+    case.check(device)
+    fused = numbers((3, 3, 8, 16), "float32")
+    case = Case(heads=(4, 2), dims=(16, 16), rotary_dim=16)
+    case.q = case.options["q"] = fused[:, :, :4]
+    case.k, case.v = fused[:, :, 4:6], fused[:, :, 6:]
+    pool = numbers((8, 4, 2, 2, 16), "float32")
+    case.k_cache, case.v_cache = pool[:, :, 0], pool[:, :, 1]
+    case.check(device)
+
+
+def test_broadcast_rows(device: Device) -> None:
+    case = Case()
+    case.k = np.broadcast_to(case.k[:1, :1], case.k.shape)
+    case.check(device)
+
+
+@pytest.mark.parametrize("empty", ["batch", "seqlen", "capacity", "pool"])
+def test_nothing_to_do(device: Device, empty: str) -> None:
+    options: dict[str, Any] = {"lengths": ()} if empty == "batch" else {"seqlen": 0} if empty == "seqlen" else {}
+    case = Case(**options, rotary_dim=4, capacity=0 if empty == "capacity" else 8)
+    if empty == "pool":
+        case.k_cache, case.v_cache = case.k_cache[:0], case.v_cache[:0]
+    case.check(device)
+    Case(**options, page_size=None, capacity=0 if empty == "capacity" else 8).check(device)
+
+
+def test_nothing_is_read_that_is_dropped(device: Device) -> None:
+    """What is not finite stays where it is: in its own row and pair."""
+    case = Case(rotary_dim=8)
+    case.k[0, 0, 0, 0] = np.nan
+    case.v[1, 1, 0, 2] = np.inf
+    case.check(device)
+
+
+def quantised(x: Array) -> Array:
+    """Codes of e4m3 by another library."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def test_codes() -> None:
+    """All halves, which hold every code and every middle of two; further numbers, and what is not finite."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    for dtype in (np.float32, np.float64):
+        others = np.array([1e30, -1e30, np.inf, 1e-30], dtype), RNG.normal(size=999).astype(dtype)
+        with np.errstate(invalid="ignore"):
+            x = np.concatenate((halves.astype(dtype), *others))
+        is_number = ~np.isnan(x)
+        np.testing.assert_array_equal(e4m3_codes(x[is_number]), quantised(x[is_number]))
+        assert (e4m3_codes(x[~is_number]) == 0x7F).all()
+
+
+@pytest.mark.parametrize("counts", [None, (3, 1, 2)], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn"])
+def test_fp8(device: Device, kind: str, dtype: str, counts: Any) -> None:
+    """The codes of x / scale, bit for bit: nearest even, saturated; a scale broadcasts, and is 1 where there is none."""
+    if kind != "uint8" and device.name == "cupy":
+        pytest.skip("CuPy has no arrays of float8_e4m3fn")
+    case = Case(dtype, counts=counts, rotary_dim=None)
+    case.k[...] = (300 * case.k).astype(case.k.dtype)
+    k_cache, v_cache = (RNG.integers(0, 256, x.shape).astype(np.uint8) for x in (case.k_cache, case.v_cache))
+    shape = case.k.shape[:-1]
+    k_scale = RNG.uniform(0.5, 2, (*shape[:-1], 1)).astype(np.float32)
+    work = np.float64 if dtype == "float64" else np.float32
+    for scales in ({}, {"k_scale": k_scale, "v_scale": RNG.uniform(0.5, 2, shape).astype(np.float32)}):
+        expected = [x.copy() for x in (k_cache, v_cache)]
+        for name, x, cache in (("k", case.k, expected[0]), ("v", case.v, expected[1])):
+            scale = np.broadcast_to(scales.get(f"{name}_scale", np.ones((1,) * len(shape), np.float32)), shape)
+            for index, b, position in case.new_rows():
+                place = case.place(b, position)
+                if place is not None:
+                    cache[place] = quantised(x[index].astype(work) / scale[index][:, None].astype(work))
+        stored = np.uint8 if kind == "uint8" else pytest.importorskip("ml_dtypes").float8_e4m3fn
+        case.k_cache, case.v_cache = k_cache.copy().view(stored), v_cache.copy().view(stored)
+        given = case.options
+        case.options = given | scales
+        _, *caches = case.run(device)
+        case.options = given
+        for cache, codes in zip(caches, expected, strict=True):
+            np.testing.assert_array_equal(cache.view(np.uint8), codes)
+
+
+def test_fp8_of_rotated_keys(device: Device) -> None:
+    """They are divided and rounded once, behind the rotation."""
+    case = Case("float16", rotary_dim=16)
+    expected = case.expected()[0]
+    before = case.k_cache.astype(np.float64) == expected
+    case.k_cache, case.v_cache = np.zeros(case.k_cache.shape, np.uint8), np.zeros(case.v_cache.shape, np.uint8)
+    case.options |= {"k_scale": np.full((1, 1, 1), 0.25, np.float32)}
+    _, k_cache, _ = case.run(device)
+    number = k_cache.view(pytest.importorskip("ml_dtypes").float8_e4m3fn).astype(np.float64) / 4
+    half_step = np.maximum(np.abs(expected) / 16, 2.0**-12)
+    assert (np.abs(number - expected)[~before] <= 1.001 * half_step[~before]).all()
+    assert (number[before] == 0).all()
+
+
+def test_other_libraries() -> None:
+    torch = pytest.importorskip("torch")
+    case = Case(rotary_dim=16)
+    expected = case.run(Device("numpy", np))
+    convert = torch.from_numpy
+    options = {
+        name: tuple(map(convert, x)) if isinstance(x, tuple) else convert(x) if isinstance(x, np.ndarray) else x
+        for name, x in case.options.items()
+    }
+    caches = [convert(x.copy()) for x in (case.k_cache, case.v_cache)]
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    q = cuflash.append_kv(convert(case.k), convert(case.v), *caches, lengths, **options)
+    assert isinstance(q, torch.Tensor)
+    for ours, theirs in zip((q, *caches), expected, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs)
+
+
+def test_bare_exporters_of_new_rows() -> None:
+    case = Case(rotary_dim=16)
+    expected = case.run(Device("numpy", np))
+    lengths, caches = np.array(case.lengths, np.int32), [x.copy() for x in (case.k_cache, case.v_cache)]
+    q = cuflash.append_kv(Exporter(case.k), Exporter(case.v), *caches, lengths, **case.options)
+    for ours, theirs in zip((q, *caches), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_immutable_caches() -> None:
+    jax = pytest.importorskip("jax")
+    case = Case()
+    k, v, k_cache, v_cache = (jax.numpy.asarray(x) for x in (case.k, case.v, case.k_cache, case.v_cache))
+    lengths, table = (jax.numpy.asarray(x) for x in (np.array(case.lengths, np.int32), case.options["block_table"]))
+    with pytest.raises(TypeError, match="k_cache: expected an array that can be written in place, got one of jax"):
+        cuflash.append_kv(k, v, k_cache, v_cache, lengths, block_table=table)
+
+
+def wrong(error: type[Exception], message: str, **changes: Any) -> Any:
+    return pytest.param(error, message, changes, id=message)
+
+
+X = np.zeros
+PACKED = {"cu_seqlens": X((4, 1), np.int32), "k": X((9, 2, 16), "f4"), "v": X((9, 2, 8), "f4"), "q": None}
+WRONG = [
+    wrong(TypeError, "k: expected dtype float16, bfloat16, float32, float64, got int32", k=X((3, 3, 2, 16), np.int32)),
+    wrong(ValueError, r"k: expected \(batch, seqlen, .*, got \(9, 2, 16\); packed rows need", k=X((9, 2, 16), "f4")),
+    wrong(TypeError, "v: expected k's dtype float32, got float64", v=X((3, 3, 2, 8))),
+    wrong(ValueError, r"v: expected .* = \(3, 3, 2, \*\), got \(3, 3, 1, 8\)", v=X((3, 3, 1, 8), "f4")),
+    wrong(ValueError, r"q: expected .* = \(3, 3, \*, 16\), got \(3, 2, 4, 16\)", q=X((3, 2, 4, 16), "f4")),
+    wrong(TypeError, "q: expected k's dtype float32, got float16", q=X((3, 3, 4, 16), "f2")),
+    wrong(TypeError, "k_cache: expected k's dtype float32 or FP8", k_cache=X((8, 4, 2, 16))),
+    wrong(TypeError, "v_cache: expected FP8 in both caches or in neither", v_cache=X((8, 4, 2, 8), np.uint8)),
+    wrong(ValueError, r"k_cache: expected .* = \(\*, \*, 2, 16\), got", k_cache=X((8, 4, 2, 15), "f4")),
+    wrong(ValueError, r"v_cache: expected .* = \(8, 4, 2, 8\), got \(7, 4", v_cache=X((7, 4, 2, 8), "f4")),
+    wrong(TypeError, "kv_lengths: expected dtype int32, got int64", kv_lengths=X(3, np.int64)),
+    wrong(ValueError, r"kv_lengths: expected \(batch,\) = \(3,\), got \(2,\)", kv_lengths=X(2, np.int32)),
+    wrong(TypeError, "block_table: expected dtype int32, got int64", block_table=X((3, 2), np.int64)),
+    wrong(ValueError, r"block_table: expected .* = \(3, \*\), got \(2, 2\)", block_table=X((2, 2), np.int32)),
+    wrong(ValueError, r"cu_seqlens: expected shape \(batch \+ 1,\), got \(4, 1\)", **PACKED),
+    wrong(TypeError, "rotary: expected", rotary=X((2, 5, 8), "f4")),
+    wrong(ValueError, "rotary: expected two arrays", rotary=(X((5, 8), "f4"),)),
+    wrong(TypeError, "cos: expected an array", rotary=(None, X((5, 8), "f4"))),
+    wrong(TypeError, "rotary, cos: expected dtype float32, got float64", rotary=(X((5, 8)), X((5, 8)))),
+    wrong(ValueError, "rotary, cos: .* head_dim = 16", rotary=(X((5, 9), "f4"), X((5, 9), "f4"))),
+    wrong(ValueError, "rotary, cos: expected .* a position at least", rotary=(X((0, 8), "f4"), X((0, 8), "f4"))),
+    wrong(ValueError, "rotary, sin: expected", rotary=(X((5, 8), "f4"), X((4, 8), "f4"))),
+    wrong(TypeError, "interleaved: expected a bool, got int", interleaved=1),
+    wrong(ValueError, "k_scale: expected None, as the caches are not FP8", k_scale=X((1, 1, 1), "f4")),
+    wrong(TypeError, "k: expected an array of NumPy", k=None),
+    wrong(TypeError, "kv_lengths: expected an array of NumPy", kv_lengths=[1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), WRONG)
+def test_wrong_arguments(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    case = Case(rotary_dim=16)
+    given = {
+        "k": case.k,
+        "v": case.v,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "kv_lengths": np.array(case.lengths, np.int32),
+        **case.options,
+        **changes,
+    }
+    before = [given[name].copy() for name in ("k_cache", "v_cache")]
+    with pytest.raises(error, match=message):
+        cuflash.append_kv(**given)
+    for name, x in zip(("k_cache", "v_cache"), before, strict=True):
+        np.testing.assert_array_equal(given[name], x)
+
+
+def test_wrong_scales_and_contiguous_caches() -> None:
+    case = Case(page_size=None, with_q=False)
+    lengths = np.array(case.lengths, np.int32)
+    with pytest.raises(ValueError, match=r"k_cache: expected \(batch, capacity, .* = \(3, \*, 2, 16\), got \(2, 8"):
+        cuflash.append_kv(case.k, case.v, case.k_cache[:2], case.v_cache, lengths)
+    codes = [np.zeros(x.shape, np.uint8) for x in (case.k_cache, case.v_cache)]
+    for scale, error in (
+        (np.ones((3, 3, 2)), TypeError),
+        (np.ones(2, "f4"), ValueError),
+        (np.ones((3, 2, 2), "f4"), ValueError),
+    ):
+        with pytest.raises(error, match="v_scale: expected"):
+            cuflash.append_kv(case.k, case.v, *codes, lengths, v_scale=scale)
+
+
+def test_caches_that_cannot_be_written() -> None:
+    case = Case(dims=(16, 16), with_q=False)
+    lengths, options = np.array(case.lengths, np.int32), case.options
+    read_only = case.k_cache.copy()
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match="k_cache: expected a writable array"):
+        cuflash.append_kv(case.k, case.v, read_only, case.v_cache, lengths, **options)
+    with pytest.raises(ValueError, match="k_cache: expected no overlap .* v_cache"):
+        cuflash.append_kv(case.k, case.v, case.k_cache, case.k_cache, lengths, **options)
+    broadcast = np.broadcast_to(case.k_cache[:1], case.k_cache.shape)
+    broadcast = np.lib.stride_tricks.as_strided(case.k_cache, broadcast.shape, broadcast.strides)
+    with pytest.raises(ValueError, match="k_cache: expected distinct elements"):
+        cuflash.append_kv(case.k, case.v, broadcast, case.v_cache, lengths, **options)
+    with pytest.raises(TypeError, match="expected an array that masks nothing"):
+        cuflash.append_kv(case.k, case.v, np.ma.array(case.k_cache), case.v_cache, lengths, **options)
