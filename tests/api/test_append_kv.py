@@ -289,7 +289,7 @@ def test_codes() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn"])
 def test_fp8(device: Device, kind: str, dtype: str, counts: Any) -> None:
-    """The codes of x / scale, bit for bit: nearest even, saturated; a scale broadcasts, and is 1 where there is none."""
+    """The codes of x / scale, bit for bit: nearest even, saturated; a scale broadcasts, and is 1 by default."""
     if kind != "uint8" and device.name == "cupy":
         pytest.skip("CuPy has no arrays of float8_e4m3fn")
     case = Case(dtype, counts=counts, rotary_dim=None)
