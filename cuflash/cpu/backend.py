@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cuflash.cpu.append import append
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
+from cuflash.cpu.pages import PoolSums
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Block, Sequence, Tile, Tiling
@@ -108,6 +109,11 @@ class _Main:
         self.grads = grads
         self.order = InOrder()
         self.kv_sums: dict[str, Array] = {}
+        self.pool_sums: PoolSums | None = None
+        problem = self.tiling.problem
+        if problem.pages is not None:
+            of_keys = {name: grad for name, grad in grads.items() if name in ("k", "v")}
+            self.pool_sums = PoolSums(problem.pages, self.tiling.operands, of_keys, problem.accum_dtype)
         # Few numbers, sums of many.
         self.head_sums: dict[str, Array] = {
             name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
@@ -142,6 +148,8 @@ class _Main:
         run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
         for name, total in self.head_sums.items():
             self.grads[name][...] = total
+        if self.pool_sums is not None:
+            self.pool_sums.write()
         if self.bias_sum is not None:
             self.grads["bias"][...] = self.bias_sum
 
@@ -216,7 +224,11 @@ class _Main:
                 self.kv_sums[name] += part
             else:
                 self.kv_sums[name] = part
-            if task.is_last:
+            if not task.is_last:
+                continue
+            if self.pool_sums is not None:
+                self.pool_sums.add(name, sequence.batch, heads.kv, self.kv_sums.pop(name))
+            else:
                 own = self.tiling.of_sequence(self.grads[name], sequence, is_kv=True)[0]
                 own[: sequence.keys, heads.kv] = self.kv_sums.pop(name).swapaxes(0, 1)
         for name, part in share.heads.items():

@@ -107,14 +107,23 @@ def _like_out(x: Array, block: Block) -> Array:
 def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.0) -> _Sums:
     """The sums over all keys, of values times a factor."""
     p, o = tiling.problem, tiling.operands
-    q = load_columns(tiling, o.q, block)
+
+    def in_own_memory(name: str, x: Array) -> Array:
+        """The same numbers; with splits of one size, in memory of one layout, by which BLAS chooses its loops."""
+        if p.split_size is None:
+            return x
+        copy = workspace.array(name, x.shape, p.accum_dtype)
+        copy[...] = x
+        return copy
+
+    q = in_own_memory("q", load_columns(tiling, o.q, block))
     sums = None if o.sink is None else _begin(tiling, block)
     for tile in tiling.tiles(block):
         own = tile.rows_within(block)
-        found = compute_scores(tiling, tile, q[..., own], load_keys(tiling, o.k, tile), workspace)
+        found = compute_scores(tiling, tile, q[..., own], in_own_memory("k", load_keys(tiling, o.k, tile)), workspace)
         if found is None:
             continue
-        v = _hide(found, tile, load_keys(tiling, o.v, tile))
+        v = in_own_memory("v", _hide(found, tile, load_keys(tiling, o.v, tile)))
         if factor != 1:
             v = v * v.dtype.type(factor)
         scores = found.scores

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu.pages import gather, places
 from cuflash.cpu.threads import Workspace
 from cuflash.cpu.tiles import Block, Tile, Tiling
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem
@@ -213,9 +214,16 @@ def load_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
 
     Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
     """
-    own = tiling.of_sequence(x, tile.block.sequence, is_kv=True)[:, tile.keys, tile.block.heads.kv]
-    keys = widen(own).swapaxes(1, 2)
+    keys = widen(_own_keys(tiling, x, tile)).swapaxes(1, 2)
     return keys[0] if len(keys) == 1 else keys
+
+
+def _own_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
+    """The tile's rows of k or v: (sequences, keys, KV heads, dim)."""
+    heads, pages = tile.block.heads.kv, tiling.problem.pages
+    if pages is None:
+        return tiling.of_sequence(x, tile.block.sequence, is_kv=True)[:, tile.keys, heads]
+    return gather(x, places(pages, tiling.operands, tile.block.sequence.batch, tile.key, tile.key_stop), heads)
 
 
 def like_keys(x: Array, keys: Array) -> Array:

@@ -93,6 +93,7 @@ BLAS_THREADS = _BlasThreads()
 
 # The few shapes of tiles that a call meets again.
 _MAX_REMEMBERED = 16
+_LINE = 64  # bytes of a cache line
 
 
 class Workspace:
@@ -116,8 +117,15 @@ class Workspace:
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.size < size:
-            memory = self._memory[name, dtype] = np.empty(size, dtype)
+            memory = self._memory[name, dtype] = _aligned(size, dtype)
         return memory[:size].reshape(shape)
+
+
+def _aligned(size: int, dtype: str) -> NDArray[Any]:
+    """Memory that begins a cache line."""
+    memory = np.empty(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
+    begin = -memory.ctypes.data % _LINE
+    return memory[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)
 
 
 class InOrder:

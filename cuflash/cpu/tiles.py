@@ -119,6 +119,8 @@ def _lay_out(
     rows = max((sequence.rows for sequence in sequences), default=0)
     keys = max(1, max((sequence.keys for sequence in sequences), default=0))
     num_tasks = _num_tasks(p, sequences)
+    if p.split_size is not None:
+        return _lay_out_fixed(p, sequences, num_tasks, heads_differ)
     block_rows = BLOCK_ROWS
     if p.block_mask:
         block_rows = CANONICAL  # tiles follow the mask's own blocks
@@ -139,6 +141,13 @@ def _lay_out(
         firsts = sequences[::count]
         sequences = [first._replace(alike=min(count, p.batch - first.batch)) for first in firsts]
     return Layout(sequences, num_tasks, block_rows, head_blocks)
+
+
+def _lay_out_fixed(p: AttentionProblem, sequences: list[Sequence], num_tasks: int, heads_differ: bool) -> Layout:
+    """A layout in which the shapes of a sequence's products depend on nothing but its own rows and keys."""
+    share = 1 if heads_differ else p.group_size
+    block_rows = CANONICAL if p.block_mask else max(1, BLOCK_ROWS // share)
+    return Layout(sequences, num_tasks, block_rows, _head_blocks(p, share))
 
 
 def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
@@ -187,7 +196,8 @@ class Tiling:
     def __init__(self, problem: AttentionProblem, operands: Operands, together: bool = False) -> None:
         self.problem = problem
         self.operands = operands
-        if problem.packed or problem.q_lengths or problem.kv_lengths or problem.block_mask:
+        is_whole = not (problem.packed or problem.q_lengths or problem.kv_lengths or problem.block_mask)
+        if not is_whole or problem.split_size is not None:
             mask = operands.block_mask
             layout = _lay_out(problem, self._sequences(), mask is not None and mask.shape[1] > 1)
         else:
@@ -199,10 +209,12 @@ class Tiling:
         p, o = self.problem, self.operands
         if p.packed:
             starts_q, sizes_q = _packed(o.cu_seqlens_q, p.seqlen_q)
-            starts_k, sizes_k = _packed(o.cu_seqlens_k, p.seqlen_k)
+            starts_k, sizes_k = ([], []) if p.pages else _packed(o.cu_seqlens_k, p.seqlen_k)
         else:
             starts_q = starts_k = [0] * p.batch
             sizes_q, sizes_k = [p.seqlen_q] * p.batch, [p.seqlen_k] * p.batch
+        if p.pages is not None:
+            starts_k, sizes_k = [0] * p.batch, [p.pages.capacity] * p.batch
         rows, keys = _used(o.q_lengths, sizes_q), _used(o.kv_lengths, sizes_k)
         if p.packed:
             self._check_cover(max(rows, default=0), max(keys, default=0))
@@ -250,9 +262,17 @@ class Tiling:
         for span_start, span_stop, is_cut in spans:
             step = CUT_KEYS if is_cut else most_keys
             for run_start, run_stop in self._unmasked_runs(block, span_start, span_stop):
-                for key in range(run_start, run_stop, step):
-                    key_stop = min(key + step, run_stop)
+                for key, key_stop in self._steps(run_start, run_stop, step):
                     yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
+
+    def _steps(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+        """Key ranges of `step` keys, none of which lies in two splits."""
+        split = self.problem.split_size or stop
+        key = start
+        while key < stop:
+            key_stop = min(key + step, stop, (key // split + 1) * split)
+            yield key, key_stop
+            key = key_stop
 
     def _seeing_rows(self, block: Block, key: int, key_stop: int) -> Block:
         if (block.heads.stop - block.heads.first) * block.sequence.alike > 1:

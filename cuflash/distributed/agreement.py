@@ -16,7 +16,7 @@ T = TypeVar("T")
 Described = tuple[tuple[str, Any], ...]
 
 # These index the whole score matrix, of which no rank holds more than a part.
-NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask")
+NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table")
 
 
 def check_options(keywords: Mapping[str, Any]) -> Options:

@@ -19,10 +19,11 @@ from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
 from cuflash.problem.options import Options, check_names
 from cuflash.problem.overlap import check_target
+from cuflash.problem.pages import check_cu_seqlens_k
 
 Gradients = tuple[Any, ...]
 
-_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table")
 _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed"))
 
 
@@ -44,12 +45,17 @@ class Call:
     __slots__ = ("_is_repeatable", "_options", "_own", "inputs", "library", "operands", "problem")
 
     def __init__(
-        self, q: Array, k: Array, v: Array, keywords: Mapping[str, Any], cu_seqlens: tuple[Array, Array] | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        keywords: Mapping[str, Any],
+        cu_seqlens: tuple[Array, Array | None] | None = None,
     ) -> None:
         inputs = {"q": q, "k": k, "v": v}
         library = None
         if cu_seqlens is not None:
-            inputs["cu_seqlens_q"], inputs["cu_seqlens_k"] = cu_seqlens
+            inputs |= _packing(*cu_seqlens, keywords.get("block_table"))
         self.inputs = _arrays(inputs, keywords)
         if not interop.are_own(self.inputs.values()):
             library, self.inputs = _adopt(self.inputs)
@@ -113,7 +119,7 @@ class Call:
         metadata: Metadata | None = None,
     ) -> Gradients:
         """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
-        problem = self.problem
+        problem = self.problem.unsplit
         for name, x in (("dout", dout), ("out", forward_out)):
             check_like(name, x, problem.out_shape, problem.dtype, "as the forward result")
         for name, x in (("lse", lse), ("dlse", dlse)):
@@ -177,6 +183,13 @@ def backend_of(on_cpu: bool) -> ModuleType:
         return import_module("cuflash.cpu.backend" if on_cpu else "cuflash.gpu.backend")
 
 
+def _packing(cu_seqlens_q: Array, cu_seqlens_k: Array | None, block_table: Array | None) -> dict[str, Array]:
+    """The cu_seqlens that a packed call has."""
+    check_cu_seqlens_k(cu_seqlens_k, block_table)
+    of_keys = {} if cu_seqlens_k is None else {"cu_seqlens_k": cu_seqlens_k}
+    return {"cu_seqlens_q": cu_seqlens_q, **of_keys}
+
+
 def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, Array]:
     if _ARRAY_OPTION_SET.isdisjoint(keywords):
         return inputs
@@ -188,9 +201,8 @@ def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, 
 
 
 def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]:
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if name in arrays and arrays[name] is None:
-            raise TypeError(f"{name}: expected an int32 array (batch + 1,), got None")
+    if "cu_seqlens_q" in arrays and arrays["cu_seqlens_q"] is None:
+        raise TypeError("cu_seqlens_q: expected an int32 array (batch + 1,), got None")
     library = interop.library_of("q", arrays["q"])
     return library, interop.adopt_all(library, arrays)
 

@@ -9,6 +9,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.append import append
 from cuflash.gpu.launch import Work
+from cuflash.gpu.pages import Unpaged
 from cuflash.gpu.replay import Recording
 from cuflash.plan.split import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -34,6 +35,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
+    if problem.pages is not None:
+        Unpaged(work)
     next(filter(None, (family(work) for family in _FORWARD)))
     work.recording.end()
     return work.recording
@@ -54,6 +57,9 @@ def backward(
     results = {f"d{name}": x for name, x in grads.items()}
     work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
+    unpaged = None if problem.pages is None else Unpaged(work)
+    if unpaged is not None:
+        grads = unpaged.gradients(grads)
     for family in _BACKWARD:
         rest = family(work, work.arrays | of_lse, grads)
         if rest is not None:
@@ -62,5 +68,7 @@ def backward(
         gpu_portable.delta(work, work.arrays | of_lse)
         rest = grads
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
+    if unpaged is not None:
+        unpaged.scatter()
     work.recording.end()
     return work.recording

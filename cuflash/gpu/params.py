@@ -62,6 +62,10 @@ _TENSORS = (
         "(batch * splits, seqlen_q, num_heads_q, head_dim_v): results of each split of the keys, or null",
     ),
     _tensor("lse_splits", "Accum", "(batch * splits, num_heads_q, seqlen_q): their log-sum-exps"),
+    _tensor("k_rows", "Element", "(batch, max_pages * page_size, num_heads_kv, head_dim): k's pages in a row, or null"),
+    _tensor("v_rows", "Element", "likewise v's"),
+    _tensor("dk_rows", "Element", "like k_rows: gradients that are summed to dk, of a pool's shape; or null"),
+    _tensor("dv_rows", "Element", "likewise for dv"),
 )
 _SCORE_TENSORS = (
     _score_tensor(
@@ -86,6 +90,8 @@ _POINTERS = (
     _pointer("kv_lengths", "const int", "(batch,), or null"),
     _pointer("cu_seqlens_q", "const int", "(batch + 1,), or null: not packed"),
     _pointer("cu_seqlens_k", "const int", "(batch + 1,), or null"),
+    _pointer("block_table", "const int", "(batch, max_pages), or null: k and v are no pools of pages"),
+    _pointer("first_keys", "int", "(batch + 1,): cu_seqlens_k to be written, or null: rows are not packed"),
     _pointer("dropout_seed", "const u64", "(1,), or null: then the seed is dropout_key"),
     _pointer(
         "block_list",
@@ -157,6 +163,10 @@ PARAMS = Struct(
         _integer("list_capacity"),
         _integer("slot_rows", "the last two axes of block_slots"),
         _integer("slot_columns"),
+        _integer("num_pages", "pages of a pool (num_pages, page_size, num_heads_kv, head_dim)"),
+        _integer("page_size"),
+        _integer("max_pages"),
+        _integer("table_stride", "of block_table's rows, in elements"),
         _integer("num_tiles", "the tiles of one batch_head; packed: the tile slots of one head (packed_work)"),
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
@@ -213,6 +223,9 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays) -> np.ndarray:
     if "dbias" in arrays:
         p["dbias_batches"], p["dbias_heads"], p["dbias_rows"], p["dbias_columns"] = arrays["dbias"].shape
         p["splits"] = num_splits(arrays)
+    if problem.pages is not None:
+        p["num_pages"], p["page_size"], p["max_pages"] = problem.pages
+        p["table_stride"] = _batch_stride(arrays["block_table"])
     if "out_splits" in arrays:
         p["splits"] = len(arrays["out_splits"]) // problem.batch
     if "block_list" in arrays:
@@ -236,6 +249,7 @@ def _batch_stride(slopes: Array | None) -> int:
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     """Strides (batch, row, head) in elements; 0 on axes of size 1."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
+    packed = packed and len(strides) < 4  # a pool of pages has all axes
     if name in _PER_ROW:
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])

@@ -6,8 +6,10 @@ It is known from metadata alone, so that no check synchronises a device; `make` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
+
+from cuflash.problem.pages import Pages
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -76,6 +78,9 @@ class AttentionProblem:
     deterministic: bool | None = None
     precision: str | None = None
     place: Place = WHOLE
+    pages: Pages | None = None  # k and v are pools of pages; seqlen_k counts logical keys
+    num_splits: int | None = None  # splits of the keys where a kernel splits them
+    split_size: int | None = None  # keys of a split: then a row's bits do not depend on other rows
     # These are computed once, as every call needs them.
     _hash: int = field(init=False, repr=False, compare=False)
     out_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # shape of the result and of dout
@@ -90,6 +95,13 @@ class AttentionProblem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def unsplit(self) -> AttentionProblem:
+        """The problem without splits of the keys, as gradients know it."""
+        if self.num_splits is None and self.split_size is None:
+            return self
+        return replace(self, num_splits=None, split_size=None)
 
     @property
     def group_size(self) -> int:

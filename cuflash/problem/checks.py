@@ -95,14 +95,16 @@ def check_window(causal: object, window: object) -> tuple[int | None, int | None
     return left, 0 if causal else right
 
 
-def check_cu_seqlens(cu_q: Array, cu_k: Array) -> int:
-    """Check that both are int32 of shape (batch + 1,), and return the batch."""
+def check_cu_seqlens(cu_q: Array, cu_k: Array | None) -> int:
+    """Check that both are int32 of shape (batch + 1,), and return the batch; paged keys have no `cu_k`."""
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x is None:
+            continue
         if x.dtype.name != "int32":
             raise TypeError(f"{name}: expected dtype int32, got {x.dtype.name}")
         if len(x.shape) != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected shape (batch + 1,), got {tuple(x.shape)}")
-    if cu_q.shape != cu_k.shape:
+    if cu_k is not None and cu_q.shape != cu_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected as many entries as cu_seqlens_q = {cu_q.shape[0]}, got {cu_k.shape[0]}"
         )

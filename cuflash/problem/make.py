@@ -5,20 +5,27 @@ from __future__ import annotations
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, Array, AttentionProblem, accum_of
 from cuflash.problem.options import Options
+from cuflash.problem.pages import check_cu_seqlens_k, check_pages, check_splits
 
 
 def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:
     """Check a call's metadata and describe it."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     packed = "cu_seqlens_q" in arrays
-    dtype = _check_inputs(q, k, v, packed)
+    dtype = _check_inputs(q, k, v, packed, is_paged=options.block_table is not None)
     (*_, seqlen_q, num_heads_q, head_dim), (*_, seqlen_k, num_heads_kv, head_dim_v) = q.shape, v.shape
     if packed:
-        batch = checks.check_cu_seqlens(arrays["cu_seqlens_q"], arrays["cu_seqlens_k"])
-        score_shape: tuple[int | None, ...] = (batch, num_heads_q, None, None)
+        check_cu_seqlens_k(arrays.get("cu_seqlens_k"), options.block_table)
+        batch = checks.check_cu_seqlens(arrays["cu_seqlens_q"], arrays.get("cu_seqlens_k"))
     else:
         batch = q.shape[0]
-        score_shape = (batch, num_heads_q, seqlen_q, seqlen_k)
+    pages = None
+    rows, columns = (None, None) if packed else (seqlen_q, seqlen_k)  # of the scores that bias and masks cover
+    if options.block_table is not None:
+        pages = check_pages(options.block_table, batch, tuple(k.shape), options.kv_lengths)
+        columns = pages.capacity
+        seqlen_k = batch * columns if packed else columns
+    score_shape: tuple[int | None, ...] = (batch, num_heads_q, rows, columns)
 
     accum = accum_of(dtype)
     o = options
@@ -37,6 +44,7 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
     dropout_p = checks.check_dropout_p(o.dropout_p)
     checks.check_deterministic(o.deterministic)
     checks.check_precision(o.precision)
+    num_splits, split_size = check_splits(o.num_splits, o.split_size)
     alibi = o.alibi_slopes
     return AttentionProblem(
         batch=batch,
@@ -64,6 +72,9 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
         dropout_p=dropout_p,
         deterministic=None if o.deterministic is None else bool(o.deterministic),
         precision=o.precision if dtype == "float32" else None,
+        pages=pages,
+        num_splits=num_splits,
+        split_size=split_size,
     )
 
 
@@ -80,19 +91,21 @@ def _windows(o: Options, packed: bool) -> tuple[tuple[int | None, int | None], b
     return (left, right), False
 
 
-def _check_inputs(q: Array, k: Array, v: Array, packed: bool) -> str:
+def _check_inputs(q: Array, k: Array, v: Array, packed: bool, is_paged: bool) -> str:
     """Shapes and heads of q, k and v fit; returns their dtype."""
     q_axes, k_axes = ("total_q", "total_k") if packed else ("batch, seqlen_q", "batch, seqlen_k")
     rank = 3 if packed else 4
+    k_axes, k_rank = ("num_pages, page_size", 4) if is_paged else (k_axes, rank)
     q_form, k_form = f"({q_axes}, num_heads_q, head_dim)", f"({k_axes}, num_heads_kv, head_dim)"
     v_form = f"({k_axes}, num_heads_kv, head_dim_v)"
-    for name, x, form in (("q", q, q_form), ("k", k, k_form), ("v", v, v_form)):
-        if len(x.shape) != rank:
+    for name, x, form, axes in (("q", q, q_form, rank), ("k", k, k_form, k_rank), ("v", v, v_form, k_rank)):
+        if len(x.shape) != axes:
             raise ValueError(f"{name}: expected {form}, got {x.shape}")
     dtype = _check_dtypes(q, k, v)
     num_heads_q, head_dim = q.shape[-2:]
     num_heads_kv, head_dim_v = v.shape[-2:]
-    _check_shape("k", k, k_form, (*q.shape[:-3], None, None, head_dim))
+    leading = (None,) if is_paged else q.shape[:-3]
+    _check_shape("k", k, k_form, (*leading, None, None, head_dim))
     _check_shape("v", v, v_form, (*k.shape[:-1], None))
     for name, size in (("head_dim of q", head_dim), ("head_dim_v of v", head_dim_v)):
         if not 0 < size <= MAX_HEAD_DIM:

@@ -25,6 +25,7 @@ class Operands(NamedTuple):
     kv_lengths: Array | None = None  # (batch,) int32
     cu_seqlens_q: Array | None = None  # (batch + 1,) int32
     cu_seqlens_k: Array | None = None  # (batch + 1,) int32
+    block_table: Array | None = None  # (batch, max_pages) int32; k and v are pools (num_pages, page_size, ...)
     dropout_seed: int | Array | None = None
     block_mask: MaskMetadata | None = None
 

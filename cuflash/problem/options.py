@@ -29,6 +29,9 @@ class Options:
     block_mask: MaskMetadata | None = None
     deterministic: bool | None = None
     precision: str | None = None
+    block_table: Array | None = None
+    num_splits: int | None = None
+    split_size: int | None = None
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
@@ -59,3 +62,6 @@ class OptionKeywords(TypedDict, total=False):
     block_mask: MaskMetadata | None
     deterministic: bool | None
     precision: str | None
+    block_table: Array | None
+    num_splits: int | None
+    split_size: int | None

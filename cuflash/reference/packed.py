@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .padded import attention, attention_backward
+from .pages import paged, unpaged
 from .scores import precision_of
 
 Array = NDArray[Any]
@@ -48,6 +49,20 @@ def _sequence_extra(x: Array, index: int, seqlen_q: int, seqlen_k: int) -> Array
     return x[batch, :, rows, columns]
 
 
+def _without_pages(
+    k: Array, v: Array, cu_seqlens_k: Any, options: dict[str, Any]
+) -> tuple[Array, Array, Any, dict[str, Any]]:
+    """Packed keys and values, where they begin, and the options but the block table."""
+    rest = {name: x for name, x in options.items() if name != "block_table"}
+    table = options.get("block_table")
+    if table is None:
+        return k, v, cu_seqlens_k, rest
+    rows = [unpaged(x, table, options["kv_lengths"]) for x in (k, v)]
+    batch, capacity = rows[0].shape[:2]
+    k, v = (x.reshape(batch * capacity, *x.shape[2:]) for x in rows)
+    return k, v, np.arange(batch + 1) * capacity, rest
+
+
 def attention_varlen(
     q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
 ) -> tuple[Array, Array]:
@@ -55,6 +70,7 @@ def attention_varlen(
 
     Rows outside every sequence are padding: out 0, lse -inf. Extras are indexed locally to each sequence.
     """
+    k, v, cu_seqlens_k, options = _without_pages(k, v, cu_seqlens_k, options)
     work, _ = precision_of(options.get("round_to"), options.get("work", np.float64))
     out = np.zeros((*q.shape[:2], v.shape[2]), work)
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, work)
@@ -80,6 +96,8 @@ def attention_varlen_backward(
 ) -> dict[str, Array]:
     """Gradients of `attention_varlen`, as `attention_backward` gives them."""
     work, rounding = precision_of(options.get("round_to"), options.get("work", np.float64))
+    pools, table = {"k": k, "v": v}, options.get("block_table")
+    k, v, cu_seqlens_k, options = _without_pages(k, v, cu_seqlens_k, options)
     grads = {"q": np.zeros(q.shape, work), "k": np.zeros(k.shape, work), "v": np.zeros(v.shape, work)}
     for name in ("bias", "sink", "alibi_slopes"):
         if options.get(name) is not None:
@@ -108,4 +126,8 @@ def attention_varlen_backward(
             target[index if per_sequence else ...] += own_grads["alibi_slopes"]
     if "bias" in grads:
         grads["bias"] = rounding(grads["bias"])
+    if table is not None:
+        for name, pool in pools.items():
+            own = grads[name].reshape(len(table), -1, *pool.shape[2:])
+            grads[name] = rounding(paged(own, pool, table, options["kv_lengths"]))
     return grads

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .scores import Scores, scores_of
+from .pages import paged, unpaged
+from .scores import Scores, precision_of, scores_of
 
 Array = NDArray[Any]
 
@@ -56,10 +57,11 @@ def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **opti
     k : (batch, seqlen_k, num_heads_kv, head_dim)
     v : (batch, seqlen_k, num_heads_kv, head_dim_v)
     sink, **options
-        Every option of ``cuflash.attention``, with its meaning; ``block_mask`` is a bool array that broadcasts to
-        (batch, num_heads_q, seqlen_q, seqlen_k). Also ``work``, the type to compute in (float64), and ``round_to``,
-        the name of a type: then this is plain attention in that type, which computes and accumulates in float32
-        (float64 for float64) and rounds scores, probabilities and results to it.
+        Every option of ``cuflash.attention``, with its meaning: given ``block_table``, k and v are pools of pages.
+        ``block_mask`` is a bool array that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k). Also ``work``, the
+        type to compute in (float64), and ``round_to``, the name of a type: then this is plain attention in that type,
+        which computes and accumulates in float32 (float64 for float64) and rounds scores, probabilities and results to
+        it.
 
     Returns
     -------
@@ -67,6 +69,7 @@ def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **opti
     lse : (batch, num_heads_q, seqlen_q)
         Both in the type of the computation.
     """
+    k, v, options = _without_pages(k, v, options)
     with np.errstate(all="ignore"):
         s = scores_of(q, k, v, sink=sink, **options)
         p, lse = _softmax(s, sink)
@@ -106,6 +109,14 @@ def attention_backward(
     dict with "q", "k", "v", and "bias", "sink", "alibi_slopes" where given: each of its input's shape, in the type of
     the computation.
     """
+    if options.get("block_table") is not None:
+        table, pools = options["block_table"], {"k": k, "v": v}
+        k, v, options = _without_pages(k, v, options)
+        given: dict[str, Any] = {"dlse": dlse, "out": out, "lse": lse, "sink": sink, "magnitudes": magnitudes}
+        grads = attention_backward(dout, q, k, v, **given, **options)
+        summed = {name: paged(grads[name], pool, table, options["kv_lengths"]) for name, pool in pools.items()}
+        _, rounding = precision_of(options.get("round_to"), options.get("work", np.float64))
+        return grads | {name: rounding(x) for name, x in summed.items()}
     if out is None:
         out = attention(q, k, v, sink=sink, **options)[0]
     with np.errstate(all="ignore"):
@@ -152,6 +163,15 @@ def attention_backward(
             per_head = -(ds * s.distance).sum(axis=(2, 3))
             grads["alibi_slopes"] = _sum_to_shape(per_head, np.shape(options["alibi_slopes"]))
         return {name: abs(grad) for name, grad in grads.items()} if magnitudes else grads
+
+
+def _without_pages(k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, dict[str, Any]]:
+    """Keys and values one behind the other, and the options but the block table."""
+    rest = {name: x for name, x in options.items() if name != "block_table"}
+    table = options.get("block_table")
+    if table is None:
+        return k, v, rest
+    return unpaged(k, table, options["kv_lengths"]), unpaged(v, table, options["kv_lengths"]), rest
 
 
 def _sum_group(x: Array, num_heads_kv: int) -> Array:

@@ -76,11 +76,13 @@ def scores_of(
     block_mask: Array | None = None,
     deterministic: bool = False,
     precision: str | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
     round_to: DTypeLike | None = None,
     work: DTypeLike = np.float64,
     first_batch: int = 0,
 ) -> Scores:
-    """Every option of the interface; `sink`, `deterministic` and `precision` do not change scores."""
+    """Every option of the interface; `sink`, `deterministic`, `precision` and splits do not change scores."""
     real, rounding = precision_of(round_to, work)
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k, num_heads_kv = k.shape[1:3]

@@ -1,0 +1,52 @@
+"""Paged keys on the CPU: a tile's rows gathered from its pages, and sums over keys added to the pages' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.problem.operands import Operands
+from cuflash.problem.pages import Pages
+
+Array = NDArray[Any]
+
+
+def places(pages: Pages, operands: Operands, batch: int, key: int, key_stop: int) -> tuple[Array, Array]:
+    """(pages, rows within them) of a sequence's keys, all of which are in use."""
+    keys = np.arange(key, key_stop)
+    table: Any = operands.block_table
+    # Only entries of used keys are read; they are clamped, as they come from the caller.
+    entries = table[batch, keys // pages.page_size]
+    return np.clip(entries, 0, max(pages.num_pages - 1, 0)), keys % pages.page_size
+
+
+def gather(pool: Array, at: tuple[Array, Array], heads: slice) -> Array:
+    """Rows of a pool, (1, keys, KV heads, dim)."""
+    rows: Array = pool[:, :, heads][at]
+    return rows[None]
+
+
+class PoolSums:
+    """Sums in the arithmetic's type for every row of the pools, rounded once when all are added."""
+
+    def __init__(self, pages: Pages, operands: Operands, grads: dict[str, Array], accum: str) -> None:
+        self._pages, self._operands = pages, operands
+        self._grads = grads
+        self._sums = {name: np.zeros(x.shape, accum) for name, x in grads.items()}
+
+    def add(self, name: str, batch: int, heads: slice, part: Array) -> None:
+        """Add (KV heads, keys, dim) of one sequence; the order of the calls is that of the sums."""
+        own = self._sums[name][:, :, heads]
+        at = places(self._pages, self._operands, batch, 0, part.shape[1])
+        terms = part.swapaxes(0, 1)
+        if np.unique(at[0] * self._pages.page_size + at[1]).size == part.shape[1]:
+            own[at] += terms
+        else:  # a page that stands twice in one row of the table
+            np.add.at(own, at, terms)
+
+    def write(self) -> None:
+        """Round the sums into the gradients."""
+        for name, total in self._sums.items():
+            self._grads[name][...] = total
