@@ -119,20 +119,23 @@ class Run:
     tokens: str = BYTES
     fp8: bool = False
 
+    @property
+    def config(self) -> Config:
+        """The model's size."""
+        config = replace(SIZES[self.size], context=self.context)
+        return config if config.vocabulary >= NUMBERS[self.tokens] else replace(config, vocabulary=Config.vocabulary)
+
 
 class Trainer:
     """A model with its optimizer, which moves on step by step."""
 
     def __init__(self, run: Run, ops: NumpyOps, text: Text) -> None:
         self.run, self.ops, self.text = run, ops, text
-        config = replace(SIZES[run.size], context=run.context)
-        if config.vocabulary < NUMBERS[run.tokens]:
-            config = replace(config, vocabulary=Config.vocabulary)
         self.watch = Stopwatch(ops.xp)
         attention: Callable[..., Any] = ATTENTIONS[run.attention]
         if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
             attention = partial(attention, deterministic=True)
-        self.model = GPT2(config, ops, self.watch.attention(attention), run.seed)
+        self.model = GPT2(run.config, ops, self.watch.attention(attention), run.seed)
         self.moments = tuple(ops.xp.zeros_like(self.model.master) for _ in range(2))
         self.losses: list[float] = []
 
