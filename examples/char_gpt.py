@@ -173,8 +173,8 @@ class CharGPT:
         """`prompt` and `length` characters that continue it, drawn one by one from a paged cache."""
         decoder = Decoder(self, len(prompt) + length)
         cache = cache_for(decoder, num_pages=-(-(len(prompt) + length) // PAGE_SIZE) + 1, page_size=PAGE_SIZE)
-        settings = {"temperature": temperature, "seed": self.config.seed}
-        drawn = [token for _, token in generate(decoder, cache, [list(prompt)], [length], **settings)]
+        texts = generate(decoder, cache, [list(prompt)], [length], temperature=temperature, seed=self.config.seed)
+        drawn = [token for _, token in texts]
         return np.array([*prompt, *drawn])
 
 

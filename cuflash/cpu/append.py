@@ -17,7 +17,7 @@ Arrays = dict[str, Array]
 class _Rows(NamedTuple):
     """All new rows, those of padded arrays one sequence behind the other."""
 
-    index: tuple[Array, ...]  # where each stands in the arrays of new rows
+    indices: tuple[Array, ...]  # where each stands in the arrays of new rows
     in_use: Array  # whether it belongs to a sequence
     positions: Array  # in its sequence
     pages: Array
@@ -29,9 +29,9 @@ def append(problem: AppendProblem, arrays: Arrays, q_out: Array | None) -> None:
     """Write the new rows into the caches, and the rotated q into `q_out`."""
     rows = _rows_of(problem, arrays)
     with np.errstate(all="ignore"):
-        kept = _Rows(tuple(axis[rows.kept] for axis in rows.index), *(x[rows.kept] for x in rows[1:]))
+        kept = _Rows(tuple(axis[rows.kept] for axis in rows.indices), *(x[rows.kept] for x in rows[1:]))
         for name, rotates in (("k", True), ("v", False)):
-            x = arrays[name][kept.index]
+            x = arrays[name][kept.indices]
             if (problem.rotary_dim and rotates) or problem.to_fp8:
                 x = x.astype(problem.accum_dtype)
             if problem.rotary_dim and rotates:
@@ -43,7 +43,7 @@ def append(problem: AppendProblem, arrays: Arrays, q_out: Array | None) -> None:
         if q_out is not None:
             q_out[...] = arrays["q"]
             if problem.rotary_dim:
-                used = tuple(axis[rows.in_use] for axis in rows.index)
+                used = tuple(axis[rows.in_use] for axis in rows.indices)
                 q = arrays["q"][used].astype(problem.accum_dtype)
                 q_out[used] = _rotated(problem, q, arrays, rows.positions[rows.in_use]).astype(q_out.dtype)
 
@@ -92,6 +92,6 @@ def _rotated(problem: AppendProblem, x: Array, arrays: Arrays, positions: Array)
 def _codes(x: Array, arrays: Arrays, name: str, rows: _Rows) -> Array:
     scale = arrays.get(f"{name}_scale")
     if scale is not None:
-        scales = np.broadcast_to(scale, arrays[name].shape[:-1])[rows.index]
+        scales = np.broadcast_to(scale, arrays[name].shape[:-1])[rows.indices]
         x = x / scales.astype(x.dtype)[..., None]
     return e4m3_codes(x)

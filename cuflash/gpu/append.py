@@ -94,7 +94,7 @@ class _Launch:
         self.is_empty = blocks == 0
         if self.is_empty:
             return
-        constants = {
+        constants: dict[str, bool | int | str] = {
             "element": CPP_TYPES[problem.dtype],
             "accum": CPP_TYPES[problem.accum_dtype],
             "bias_element": CPP_TYPES[problem.dtype],

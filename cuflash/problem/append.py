@@ -80,7 +80,7 @@ def make_append_problem(arrays: dict[str, Array], interleaved: bool) -> AppendPr
         max_pages=arrays["block_table"].shape[1] if "block_table" in arrays else None,
         rotary_dim=rotary_dim,
         num_positions=len(arrays["cos"]) if rotary_dim else 0,
-        table_dtypes=tuple(arrays[name].dtype.name if rotary_dim else "float32" for name in ("cos", "sin")),
+        table_dtypes=(arrays["cos"].dtype.name, arrays["sin"].dtype.name) if rotary_dim else ("float32", "float32"),
         interleaved=interleaved,
         to_fp8=to_fp8,
     )

@@ -335,13 +335,13 @@ def test_other_libraries() -> None:
     case = Case(rotary_dim=16)
     expected = case.run(Device("numpy", np))
     convert = torch.from_numpy
-    options = {
+    options: dict[str, Any] = {
         name: tuple(map(convert, x)) if isinstance(x, tuple) else convert(x) if isinstance(x, np.ndarray) else x
         for name, x in case.options.items()
     }
     caches = [convert(x.copy()) for x in (case.k_cache, case.v_cache)]
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    q = cuflash.append_kv(convert(case.k), convert(case.v), *caches, lengths, **options)
+    q = cuflash.append_kv(convert(case.k), convert(case.v), caches[0], caches[1], lengths, **options)
     assert isinstance(q, torch.Tensor)
     for ours, theirs in zip((q, *caches), expected, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs)
@@ -351,7 +351,7 @@ def test_bare_exporters_of_new_rows() -> None:
     case = Case(rotary_dim=16)
     expected = case.run(Device("numpy", np))
     lengths, caches = np.array(case.lengths, np.int32), [x.copy() for x in (case.k_cache, case.v_cache)]
-    q = cuflash.append_kv(Exporter(case.k), Exporter(case.v), *caches, lengths, **case.options)
+    q = cuflash.append_kv(Exporter(case.k), Exporter(case.v), caches[0], caches[1], lengths, **case.options)
     for ours, theirs in zip((q, *caches), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -432,7 +432,7 @@ def test_wrong_scales_and_contiguous_caches() -> None:
         (np.ones((3, 2, 2), "f4"), ValueError),
     ):
         with pytest.raises(error, match="v_scale: expected"):
-            cuflash.append_kv(case.k, case.v, *codes, lengths, v_scale=scale)
+            cuflash.append_kv(case.k, case.v, codes[0], codes[1], lengths, v_scale=scale)
 
 
 def test_caches_that_cannot_be_written() -> None:

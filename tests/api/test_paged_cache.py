@@ -142,7 +142,7 @@ def test_rotary(device: Device, interleaved: bool) -> None:
     sequence = cache.add()
     q, k, v = rows(1, 9)
     caches = np.zeros((1, 9, HEADS_KV, DIM), np.float32), np.zeros((1, 9, HEADS_KV, DIM_V), np.float32)
-    options = {"rotary": (np.cos(angles), np.sin(angles)), "interleaved": interleaved}
+    options: dict[str, Any] = {"rotary": (np.cos(angles), np.sin(angles)), "interleaved": interleaved}
     whole = cuflash.append_kv(k, v, *caches, np.zeros(1, np.int32), q=q, **options)
     for begin, end in ((0, 4), (4, 5), (5, 9)):
         part = device.put(tuple(np.ascontiguousarray(x[:, begin:end]) for x in (q, k, v)))
@@ -314,7 +314,7 @@ def test_a_captured_step_is_replayed(counts: int | list[int]) -> None:
         outs = [step.attend(layer, step.append(layer, q, k, v)) for layer in range(LAYERS)]
         graph = stream.end_capture()
         graph.launch()
-    keys = {s: list(model.keys[s]) for s in (a, b)}
+    keys: dict[int, list[Any]] = {s: list(model.keys[s]) for s in (a, b)}
     for turn in range(3):
         with stream:
             if turn:
@@ -341,14 +341,16 @@ def test_wrong_rows_and_layers(device: Device) -> None:
     a, b = cache.add(), cache.add()
     q, k, v = device.put(rows(2, 3))
     step = cache.step([a, b], 2)
-    for call in (lambda: step.append(0, q, k, v), lambda: step.attend(0, q)):
+    calls: tuple[Callable[[], Any], ...] = (lambda: step.append(0, q, k, v), lambda: step.attend(0, q))
+    for call in calls:
         with pytest.raises(ValueError, match=r"expected \(batch, count, heads, dim\) = \(2, 2, \*, \*\)"):
             call()
     packed = cache.step([a, b], [2, 1])
     with pytest.raises(ValueError, match=r"k: expected \(total, heads, dim\) = \(3, \*, \*\), .* got \(2, 3, 2, 16\)"):
         packed.append(0, q, k, v)
     step = cache.step([a, b], 3)
-    for layer, error in ((2, ValueError), (-1, ValueError), ("0", TypeError)):
+    layers: tuple[tuple[Any, type[Exception]], ...] = ((2, ValueError), (-1, ValueError), ("0", TypeError))
+    for layer, error in layers:
         with pytest.raises(error, match="layer: expected"):
             step.append(layer, q, k, v)
     with pytest.raises(ValueError, match="k_scale: expected None"):
@@ -358,7 +360,7 @@ def test_wrong_rows_and_layers(device: Device) -> None:
 
 def test_wrong_caches() -> None:
     good: dict[str, Any] = {"num_layers": 1, "num_pages": 4, "page_size": 2, "num_heads_kv": 1, "head_dim": 8}
-    for changes, error, message in [
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_pages": 0}, ValueError, "num_pages: expected at least 1, got 0"),
         ({"page_size": 2.0}, TypeError, "page_size: expected an integer, got float"),
         ({"head_dim_v": 0}, ValueError, "head_dim_v"),
@@ -366,7 +368,8 @@ def test_wrong_caches() -> None:
         ({"dtype": "int8"}, TypeError, "dtype: expected float16, .* got 'int8'"),
         ({"dtype": object()}, TypeError, "dtype: expected"),
         ({"xp": "numpy"}, TypeError, "xp: expected the module numpy or cupy"),
-    ]:
+    ]
+    for changes, error, message in wrong:
         with pytest.raises(error, match=message):
             PagedCache(**{**good, "dtype": "float32", "xp": np, **changes})
     for dtype in ("float16", np.float64, np.dtype("float32")):
