@@ -26,6 +26,8 @@ def _by_halves(work: Work) -> bool:
 
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
+# With splits of one size a row's bits depend on nothing that another sequence could change.
+_FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
 
@@ -37,7 +39,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     if problem.pages is not None:
         Unpaged(work)
-    next(filter(None, (family(work) for family in _FORWARD)))
+    families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
+    next(filter(None, (family(work) for family in families)))
     work.recording.end()
     return work.recording
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,6 +46,22 @@ def forward(work: Work) -> bool:
     config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
     if config is None or not _pays(work, gradients=False):
         return False
+    work.run(Kernel(config.entry, config), gpu_split.split(work, config))
+    return True
+
+
+def forward_alike(work: Work) -> bool:
+    """`forward` by a kernel and a tile that dtypes, head dims and options alone choose; False where there is none.
+
+    No row's bits depend on other sequences: a thread block has queries of one head and loops over all of its keys in
+    tiles that begin at multiples of the tile's keys.
+    """
+    place = work.problem, True, work.device.capability, work.device.smem_limit
+    config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
+    if config is None or not _pays(work, gradients=False):
+        return False
+    if not work.is_aligned(("q", "k", "v")):  # the tile stays, and is filled element by element
+        config = replace(config, aligned=False, has_bias_tiles=False)
     work.run(Kernel(config.entry, config), gpu_split.split(work, config))
     return True
 

@@ -46,6 +46,10 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
     """
     if problem.packed or problem.block_mask:
         return Launches(config, 1)
+    if problem.num_splits is not None:
+        # More splits than tiles of keys would have none to compute.
+        num_splits = max(min(problem.num_splits, -(-problem.seqlen_k // config.block_n)), 1)
+        return Launches(_with_exact_maxima(problem, config, num_splits, config.follows_every_maximum), num_splits)
     seen = heads_as_rows(problem)
     tiles = -(-seen.seqlen_q // config.block_m) * seen.num_heads_q * seen.batch
     if has_few_queries(seen):
