@@ -11,9 +11,9 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.attention import attention, attention_varlen
-from cuflash.frontend import call
+from cuflash.frontend.append import append
 from cuflash.pages import Pages
-from cuflash.problem.append import FP8_DTYPES, make_append_problem
+from cuflash.problem.append import FP8_DTYPES
 from cuflash.problem.attention_problem import DTYPES, Array
 from cuflash.problem.checks import check_bool, check_int
 from cuflash.upload import Refilled, table_of
@@ -96,22 +96,7 @@ def append_kv(
     }
     optional = ("block_table", "cu_seqlens", "q", "k_scale", "v_scale")
     given = {name: x for name, x in given.items() if x is not None or name not in optional}
-    for name in ("k_cache", "v_cache"):
-        library = interop.library_of(name, given[name])
-        if library.name in interop.IMMUTABLE:
-            raise TypeError(
-                f"{name}: expected an array that can be written in place, got one of {library.name}, whose arrays are "
-                "immutable: keep the cache in NumPy or CuPy arrays"
-            )
-    library = interop.library_of("k", k)
-    arrays = interop.adopt_all(library, given)
-    problem = make_append_problem(arrays, interleaved)
-    with interop.on_stream_of(library, arrays["k"]):
-        q_out = None
-        if "q" in arrays:
-            q_out = interop.namespace_of(arrays["k"]).empty(arrays["q"].shape, arrays["q"].dtype)
-        call.backend_of(isinstance(arrays["k"], np.ndarray)).append(problem, arrays, q_out)
-        return None if q_out is None else library.release(q_out)
+    return append(given, interleaved)
 
 
 def _rotary(rotary: object) -> dict[str, Any]:

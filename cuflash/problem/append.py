@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cuflash.problem.attention_problem import DTYPES, Array, accum_of
-from cuflash.problem.overlap import check_written
 
 # uint8 arrays hold e4m3 codes, as those of ml_dtypes do.
 FP8_DTYPES = ("uint8", "float8_e4m3fn")
@@ -54,7 +53,7 @@ class AppendProblem:
 def make_append_problem(arrays: dict[str, Array], interleaved: bool) -> AppendProblem:
     """The problem of adopted arrays by the names of `append_kv`'s arguments (those of `rotary` are cos and sin).
 
-    Raises TypeError for a dtype and ValueError for a shape or overlap that does not fit.
+    Raises TypeError for a dtype and ValueError for a shape that does not fit.
     """
     k, v, k_cache = arrays["k"], arrays["v"], arrays["k_cache"]
     packed = "cu_seqlens" in arrays
@@ -64,8 +63,6 @@ def make_append_problem(arrays: dict[str, Array], interleaved: bool) -> AppendPr
     to_fp8 = _check_caches(arrays, batch, dtype)
     rotary_dim = _check_rotary(arrays, dtype)
     _check_scales(arrays, to_fp8)
-    for name in ("k_cache", "v_cache"):
-        check_written(name, arrays[name], {other: x for other, x in arrays.items() if other != name})
     return AppendProblem(
         packed=packed,
         batch=batch,

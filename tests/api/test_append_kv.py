@@ -450,3 +450,22 @@ def test_caches_that_cannot_be_written() -> None:
         cuflash.append_kv(case.k, case.v, broadcast, case.v_cache, lengths, **options)
     with pytest.raises(TypeError, match="expected an array that masks nothing"):
         cuflash.append_kv(case.k, case.v, np.ma.array(case.k_cache), case.v_cache, lengths, **options)
+
+
+def test_a_repeated_call_is_checked_by_its_addresses(device: Device) -> None:
+    """Calls of the same shapes and strides: only the arrays' places tell that one of them is wrong."""
+    case = Case(dims=(16, 16), with_q=False)
+    lengths, table = device.put((np.array(case.lengths, np.int32), case.options["block_table"]))
+    k, v, pool = device.put((case.k, case.v, numbers((24, 4, 2, 16), "float32")))
+    for begin in (8, 16, 9):
+        cuflash.append_kv(k, v, pool[:8], pool[begin : begin + 8][:8], lengths, block_table=table)
+    before = device.get(pool)
+    for begin in (0, 7):
+        with pytest.raises(ValueError, match="k_cache: expected no overlap .* v_cache"):
+            cuflash.append_kv(k, v, pool[:8], pool[begin : begin + 8], lengths, block_table=table)
+    read_only = pool[16:]
+    if isinstance(read_only, np.ndarray):
+        read_only.flags.writeable = False
+        with pytest.raises(ValueError, match="v_cache: expected a writable array"):
+            cuflash.append_kv(k, v, pool[:8], read_only, lengths, block_table=table)
+    np.testing.assert_array_equal(device.get(pool), before)
