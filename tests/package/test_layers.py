@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": ("frontend", "problem", "masks", *BASE),
     "merge": ("frontend", "problem", *BASE),
     **dict.fromkeys(("pages", "upload"), ()),
+    "adaptors": BASE,
     "cache": ("attention", "frontend", "problem", "pages", "upload", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "__init__": ("attention", "cache", "merge", "masks", "distributed", *BASE),
