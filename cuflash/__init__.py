@@ -17,10 +17,10 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
-from cuflash.cache import PagedCache, append_kv
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
+    from cuflash.cache import PagedCache, append_kv
     from cuflash.masks.block_mask import BlockMask
 
 __version__ = "0.1.0"
@@ -43,12 +43,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: `BlockMask` with its patterns is a third of the package's import."""
-    if name not in ("BlockMask", "distributed"):
+    if name not in ("BlockMask", "PagedCache", "append_kv", "distributed"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         if name == "distributed":
             found = import_module("cuflash.distributed")
+        elif name in ("PagedCache", "append_kv"):
+            from cuflash import cache
+
+            found = getattr(cache, name)
         else:
             from cuflash.masks.block_mask import BlockMask
 
