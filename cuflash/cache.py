@@ -167,6 +167,7 @@ class PagedCache:
         stored = _stored_dtype(dtype)
         self.k: Array = xp.zeros((*shape, head_dim), stored)
         self.v: Array = xp.zeros((*shape, sizes["head_dim_v"]), stored)
+        self._bits = tuple(x.view(f"u{x.dtype.itemsize}") for x in (self.k, self.v))
         self._pages = Pages(num_pages, page_size, sizes["max_pages_per_sequence"])
         self._library = interop.library_of("pool", self.k)
         # The latest steps stay, others as long as somebody holds them.
@@ -204,7 +205,7 @@ class PagedCache:
         """Forget a sequence; its pages are free again, but for those that others share."""
         self._pages.free(sequence)
 
-    def step(self, sequences: Sequence[int], counts: int | Sequence[int]) -> Step:
+    def step(self, sequences: Sequence[int] | np.ndarray, counts: int | Sequence[int] | np.ndarray) -> Step:
         """Make sequences longer, with pages for the new positions, which `Step.append` fills layer by layer.
 
         Pages that others share are copied before they are written. The positions count from now on, whether or not
@@ -234,18 +235,19 @@ class PagedCache:
         MemoryError
             Where fewer pages are free than are wanted. Whatever is raised, nothing has changed.
         """
-        if not isinstance(sequences, (list, tuple)):
+        numbers = _as_list(sequences)
+        if not isinstance(numbers, (list, tuple)):
             raise TypeError(f"sequences: expected a list of sequences, got {type(sequences).__name__}")
-        key = _checked_counts(counts, len(sequences))
-        counted = (key,) * len(sequences) if isinstance(key, int) else key
-        starts = [self._pages[sequence].length for sequence in sequences]
-        copies = self._pages.reserve(sequences, counted)
-        held = [self._pages[sequence] for sequence in sequences]
+        key = _checked_counts(_as_list(counts), len(numbers))
+        counted = (key,) * len(numbers) if isinstance(key, int) else key
+        starts = [self._pages[sequence].length for sequence in numbers]
+        copies = self._pages.reserve(numbers, counted)
+        held = [self._pages[sequence] for sequence in numbers]
         with interop.on_stream_of(self._library, self.k):
             for source, target in copies:
-                for pool in (self.k, self.v):
+                for pool in self._bits:
                     pool[:, target] = pool[:, source]
-            step = self._step_of(len(sequences), key)
+            step = self._step_of(len(numbers), key)
             step.refill(starts, [own.length for own in held], [own.pages for own in held])
         return step
 
@@ -368,6 +370,10 @@ class Step:
 
 # Steps that stay although nobody holds them: those of other counts are made anew.
 _LATEST_STEPS = 256
+
+
+def _as_list(x: Any) -> Any:
+    return x.tolist() if isinstance(x, np.ndarray) else x
 
 
 def _checked_counts(counts: Any, batch: int) -> int | tuple[int, ...]:

@@ -101,6 +101,8 @@ def test_padded_and_packed_steps(model: Model) -> None:
     model.step([a, b, c], [0, 2, 1])
     model.step([a, c], 0)
     model.step([], 3)
+    model.step(np.array([a, c]).tolist(), [0, 0])
+    model.cache.step(np.array([a]), np.array([0]))
     assert [model.cache.length(s) for s in (a, b, c)] == [8, 6, 7]
 
 
@@ -306,6 +308,7 @@ def test_a_captured_step_is_replayed(counts: int | list[int]) -> None:
     each = [counts] * 2 if isinstance(counts, int) else counts
     shape = (2, counts) if isinstance(counts, int) else (sum(counts),)
     q, k, v = device.put(rows(*shape))
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         step = model.cache.step([a, b], counts)
