@@ -143,7 +143,7 @@ DEVICE void copy_unit(const AppendParams& p, const Unit& unit, bool rotates, i64
   for (int i = 0; i < UNIT; i++) {
     T& place = target[i / WIDTH].e[i % WIDTH];
     if constexpr (CONVERTS) {
-      place = e4m3_code(x[i] / static_cast<Accum>(scale));
+      place = encoded(x[i] / static_cast<Accum>(scale));
     } else {
       place = is_rotated ? from_accum<T>(x[i]) : source[i / WIDTH].e[i % WIDTH];
     }

@@ -1,29 +1,35 @@
-// This header converts numbers to the codes of e4m3 (float8_e4m3fn): 1 sign, 4 exponent and 3 mantissa bits, no
-// infinity (Micikevicius et al., "FP8 formats for deep learning", 2022). The instruction of newer GPUs is not used, so
-// that every GPU, and float64, has the same code.
-#include "../params.cuh"
+// Numbers of e4m3 and back, as cuflash/e4m3.py has them, by bits and integers: float32 arithmetic flushes subnormals.
 
-constexpr int E4M3_MANTISSA_BITS = 3, E4M3_LEAST_EXPONENT = -6;
-constexpr u32 E4M3_SIGN = 0x80, E4M3_NAN = 0x7f;
-constexpr float E4M3_LARGEST = 448;
+constexpr int E4M3_SHIFT = 23 - 3;                // from float32's mantissa to e4m3's
+constexpr unsigned E4M3_REBIAS = (127 - 7) << 3;  // between the exponents' biases, in units of codes
+constexpr unsigned E4M3_NAN = 0x7f, E4M3_LARGEST = 0x7e, E4M3_SUBNORMALS = 8;
+constexpr float E4M3_MAX = 448, E4M3_LEAST_NORMAL = 0.015625f, E4M3_LEAST = 0.001953125f;
 
-// exponent_of() is the exponent of a positive normal number, power_of_2() the inverse.
-DEVICE int exponent_of(float x) { return (__float_as_int(x) >> 23) - 127; }
-DEVICE int exponent_of(double x) { return static_cast<int>(__double_as_longlong(x) >> 52) - 1023; }
-DEVICE float power_of_2(int exponent, float) { return __int_as_float((exponent + 127) << 23); }
-DEVICE double power_of_2(int exponent, double) {
-  return __longlong_as_double(static_cast<i64>(exponent + 1023) << 52);
+DEVICE float decoded(unsigned char code) {
+  const unsigned sign = (code & 0x80u) << 24, size = code & 0x7fu;
+  if (size == E4M3_NAN) return __uint_as_float(sign | 0x7fc00000u);
+  const float subnormal = static_cast<float>(size) * E4M3_LEAST;
+  const float x = size < E4M3_SUBNORMALS ? subnormal : __uint_as_float((size + E4M3_REBIAS) << E4M3_SHIFT);
+  return __uint_as_float(__float_as_uint(x) | sign);
 }
-DEVICE float nearest_integer(float x) { return rintf(x); }
-DEVICE double nearest_integer(double x) { return rint(x); }
 
-// e4m3_code() gives the nearest code, of two as near the even one; what is beyond the largest number becomes that.
-DEVICE u8 e4m3_code(Accum x) {
-  const u32 sign = x < 0 || (x == 0 && 1 / x < 0) ? E4M3_SIGN : 0;
-  if (x != x) return E4M3_NAN;
-  const Accum magnitude = smaller(x < 0 ? -x : x, Accum(E4M3_LARGEST));
-  const int exponent = exponent_of(larger(magnitude, power_of_2(E4M3_LEAST_EXPONENT, Accum())));
-  const int steps = static_cast<int>(nearest_integer(magnitude * power_of_2(E4M3_MANTISSA_BITS - exponent, Accum())));
-  // The steps of a binade follow those of the one before, whose last number of steps they begin with.
-  return static_cast<u8>(sign | (((exponent - E4M3_LEAST_EXPONENT) << E4M3_MANTISSA_BITS) + steps));
+// encoded() rounds to nearest even; beyond the largest number it is that number's code, and of NaN that of NaN.
+DEVICE unsigned char encoded(float x) {
+  const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
+  const float size = __uint_as_float(rest);
+  if (rest > 0x7f800000u) return static_cast<unsigned char>(sign | E4M3_NAN);
+  if (size >= E4M3_MAX) return static_cast<unsigned char>(sign | E4M3_LARGEST);
+  if (size < E4M3_LEAST_NORMAL)
+    return static_cast<unsigned char>(sign | static_cast<unsigned>(rintf(size / E4M3_LEAST)));
+  const unsigned half = 1u << (E4M3_SHIFT - 1), odd = rest >> E4M3_SHIFT & 1;
+  return static_cast<unsigned char>(sign | (((rest + (half - 1) + odd) >> E4M3_SHIFT) - E4M3_REBIAS));
+}
+
+// A float64 is first cut to a float32 whose last bit says that something was cut, so that it is rounded once.
+DEVICE unsigned char encoded(double x) {
+  const unsigned long long bits = static_cast<unsigned long long>(__double_as_longlong(x));
+  if (!(fabs(x) < E4M3_MAX) || fabs(x) < E4M3_LEAST / 4) return encoded(static_cast<float>(x));
+  const unsigned exponent = static_cast<unsigned>(bits >> 52 & 0x7ff) - (1023 - 127);
+  const unsigned mantissa = static_cast<unsigned>(bits >> 29 & 0x7fffff), cut = (bits & 0x1fffffff) != 0;
+  return encoded(__uint_as_float(static_cast<unsigned>(bits >> 63) << 31 | exponent << 23 | mantissa | cut));
 }

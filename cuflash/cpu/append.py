@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu.fp8 import e4m3_codes
+from cuflash import e4m3
 from cuflash.problem.append import AppendProblem
 
 Array = NDArray[Any]
@@ -94,4 +94,4 @@ def _codes(x: Array, arrays: Arrays, name: str, rows: _Rows) -> Array:
     if scale is not None:
         scales = np.broadcast_to(scale, arrays[name].shape[:-1])[rows.indices]
         x = x / scales.astype(x.dtype)[..., None]
-    return e4m3_codes(x)
+    return e4m3.encode(x)
