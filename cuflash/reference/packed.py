@@ -128,6 +128,6 @@ def attention_varlen_backward(
         grads["bias"] = rounding(grads["bias"])
     if table is not None:
         for name, pool in pools.items():
-            own = grads[name].reshape(len(table), -1, *pool.shape[2:])
+            own = grads[name].reshape(len(table), np.shape(table)[1] * pool.shape[1], *pool.shape[2:])
             grads[name] = rounding(paged(own, pool, table, options["kv_lengths"]))
     return grads
