@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from devices import Device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts
 from libraries import Exporter
 
 import cuflash
@@ -469,3 +472,37 @@ def test_a_repeated_call_is_checked_by_its_addresses(device: Device) -> None:
         with pytest.raises(ValueError, match="v_cache: expected a writable array"):
             cuflash.append_kv(k, v, pool[:8], read_only, lengths, block_table=table)
     np.testing.assert_array_equal(device.get(pool), before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_call(device: Device, data: st.DataObject) -> None:
+    """Whatever is drawn: shapes, places, tables with wild entries, layouts of all arrays."""
+    draw = data.draw
+    page_size = draw(st.sampled_from([None, 1, 3, 4]))
+    lengths = tuple(draw(st.lists(st.integers(-1, 14), min_size=1, max_size=4)))
+    dims = draw(st.sampled_from([(16, 16), (8, 24), (5, 3), (64, 32)]))
+    rotary_dim = draw(st.none() | st.integers(0, dims[0] // 2).map(lambda half: 2 * half))
+    case = Case(
+        draw(st.sampled_from(["float16", "float32", "float64"])),
+        lengths=lengths,
+        seqlen=draw(st.integers(1, 5)),
+        counts=draw(st.none() | st.tuples(*[st.integers(0, 5)] * len(lengths))),
+        heads=draw(st.sampled_from([(1, 1), (4, 2), (6, 3)])),
+        dims=dims,
+        page_size=page_size,
+        capacity=3 * (page_size or 5),
+        rotary_dim=rotary_dim,
+        positions=draw(st.sampled_from([1, 6, 40])),
+        interleaved=draw(st.booleans()),
+        with_q=draw(st.booleans()),
+    )
+    if page_size is not None and draw(st.booleans()):
+        table = case.options["block_table"]
+        table[draw(st.integers(0, len(lengths) - 1)), draw(st.integers(0, 2))] = draw(st.sampled_from([-1, 2**31 - 1]))
+    for name, writable in (("k", False), ("v", False), ("q", False), ("k_cache", True), ("v_cache", True)):
+        x = getattr(case, name)
+        setattr(case, name, draw(layouts(x.ndim, writable=writable)).apply(x))
+    if "q" in case.options:
+        case.options["q"] = case.q
+    case.check(device)
