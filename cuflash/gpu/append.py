@@ -71,13 +71,31 @@ _SIZES = ("rows", "capacity", "batch", "seqlen", "num_heads_kv", "head_dim", "he
 _ARRAYS = (*_NEW_ROWS, *_CACHES, "k_scale", "v_scale", "cos", "sin", "block_table", "kv_lengths", "cu_seqlens")
 
 
+def constants_of(
+    dtype: str, accum: str, to_fp8: bool, table_dtypes: tuple[str, str], widths: tuple[int, int]
+) -> dict[str, bool | int | str]:
+    """The constants of the kernel's source but for its flags; `widths` are those of `_widths`."""
+    return {
+        "element": CPP_TYPES[dtype],
+        "accum": CPP_TYPES[accum],
+        "bias_element": CPP_TYPES[dtype],
+        "cache_element": "unsigned char" if to_fp8 else CPP_TYPES[dtype],
+        "cos_element": CPP_TYPES[table_dtypes[0]],
+        "sin_element": CPP_TYPES[table_dtypes[1]],
+        "threads": _THREADS,
+        "width": widths[0],
+        "table_width": widths[1],
+    }
+
+
 class _Launch:
     """The kernel for one layout of the arguments, which takes their addresses."""
 
     def __init__(
         self, problem: AppendProblem, arrays: Arrays, device: cuda_device.Device, widths: tuple[int, int]
     ) -> None:
-        width, table_width = widths
+        self.widths = widths  # elements that one access takes: of rows, and of the rotary table
+        width, _ = widths
         params = np.zeros(1, APPEND.dtype)
         p = params[0]
         for name in arrays:
@@ -94,16 +112,8 @@ class _Launch:
         self.is_empty = blocks == 0
         if self.is_empty:
             return
-        constants: dict[str, bool | int | str] = {
-            "element": CPP_TYPES[problem.dtype],
-            "accum": CPP_TYPES[problem.accum_dtype],
-            "bias_element": CPP_TYPES[problem.dtype],
-            "cache_element": "unsigned char" if problem.to_fp8 else CPP_TYPES[problem.dtype],
-            "cos_element": CPP_TYPES[problem.table_dtypes[0]],
-            "sin_element": CPP_TYPES[problem.table_dtypes[1]],
-            "threads": _THREADS,
-            "width": width,
-            "table_width": table_width,
+        constants = constants_of(problem.dtype, problem.accum_dtype, problem.to_fp8, problem.table_dtypes, widths)
+        constants |= {
             "packed": problem.packed,
             "paged": problem.max_pages is not None,
             "interleaved": problem.interleaved,
