@@ -74,6 +74,16 @@ def attention(
         Concerns gradients only: a forward pass is always bitwise repeatable.
     precision : "tf32", optional
         Allow TF32's error for float32 inputs.
+    block_table : int32 array (batch, max_pages), optional
+        k and v are pools (num_pages, page_size, num_heads_kv, head_dim or head_dim_v) of any strides, and entry p of a
+        row is the page with keys ``p * page_size`` to ``(p + 1) * page_size - 1`` of that sequence. `kv_lengths` is
+        required: entries beyond the keys in use are never read, used ones are clamped to the pool. seqlen_k is
+        ``max_pages * page_size`` for bias, mask and block_mask; the gradients of k and v have the pools' shapes.
+    num_splits : int, optional
+        The number of splits of the keys where a kernel splits them (Hopper's on 16 bits); no effect elsewhere.
+    split_size : int, optional
+        Keys of a split: then a row's bits depend neither on the batch and its order nor on the block table's width or
+        other sequences' lengths. Not with `num_splits`. Gradients ignore both.
 
     Returns
     -------
@@ -200,6 +210,7 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
         Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows beyond the last are padding.
         On q's device; never read by the host.
+        With `block_table`, of which k and v are the pools, cu_seqlens_k is None.
     out, return_lse, **options
         As in `attention`. bias, mask and block_mask are indexed (batch, num_heads_q, i, j) local to each sequence and
         cover the longest one; q_lengths and kv_lengths are used lengths inside each sequence.

@@ -1,5 +1,5 @@
-// Paged keys become padded or packed arrays: gather_pages copies the rows of every page that holds keys in use. It moves
-// bytes, so Element is an unsigned integer of the arrays' size. Rows beyond the keys in use are neither read nor
+// Paged keys become padded or packed arrays: gather_pages copies the rows of every page that holds keys in use. It
+// moves bytes, so Element is an unsigned integer of the arrays' size. Rows beyond the keys in use are neither read nor
 // written; attention hides them by kv_lengths.
 #include "../params.cuh"
 #include "pages.cuh"
@@ -28,14 +28,14 @@ DEVICE void copy_rows(const Tensor<const Element>& pool, const Tensor<Element>& 
 }
 
 // gather_pages has num_tiles thread blocks for each sequence, which share its keys. Where rows are packed, it also
-// writes where each sequence begins.
+// writes where each sequence begins; without arrays for the rows it does nothing else.
 extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const AttentionParams p) {
   const int capacity = p.max_pages * p.page_size;
   if (p.first_keys != nullptr && blockIdx.x == 0) {
     for (int b = threadIdx.x; b <= p.batch; b += THREADS) p.first_keys[b] = b * capacity;
   }
   const int sequence = blockIdx.x / p.num_tiles, block = blockIdx.x % p.num_tiles;
-  if (sequence >= p.batch) return;
+  if (sequence >= p.batch || p.k_rows.data == nullptr) return;
   const PageTable table(p, sequence);
   const bool packed = p.first_keys != nullptr;
   const i64 batch = packed ? 0 : sequence, first_row = packed ? static_cast<i64>(sequence) * capacity : 0;

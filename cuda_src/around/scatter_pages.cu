@@ -1,5 +1,5 @@
-// Gradients of padded or packed keys become gradients of pools: scatter_pages sums, for every row of a page, the rows of
-// all sequences that use it, in the order of the table, and rounds once. A page that nobody uses becomes 0.
+// Gradients of padded or packed keys become gradients of pools: scatter_pages sums, for every row of a page, the rows
+// of all sequences that use it, in the order of the table, and rounds once. A page that nobody uses becomes 0.
 #include "../params.cuh"
 #include "pages.cuh"
 
@@ -42,9 +42,8 @@ struct PageSums {
   }
 
   DEVICE void write(int page) {
-    for_each([&](int n, int row, int head, int column) {
-      to.at(page, row, head)[column] = from_accum<Element>(sum[n]);
-    });
+    for_each(
+        [&](int n, int row, int head, int column) { to.at(page, row, head)[column] = from_accum<Element>(sum[n]); });
   }
 };
 

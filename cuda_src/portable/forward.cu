@@ -1,6 +1,7 @@
 // Forward attention without tensor cores, for every GPU and dtype: FlashAttention-2 (Dao 2023), Algorithm 1. A thread
 // block keeps BLOCK_M queries of one head and loops over the tiles of BLOCK_N keys that they see. It is the kernel to
-// read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores.
+// read first; sm80/forward.cuh and sm90/forward/forward.cu are the same loop with tensor cores. The header that stands
+// before it, own_rows.cuh or paged_rows.cuh, says where keys and values lie.
 #include "tile.cuh"
 #include "../fragment/softmax.cuh"
 
@@ -27,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
 
   const i64 batch = batch_of(p, s);
   const Rows q(p.q.at(batch, s.row_q, head), p.q.row_stride, s.len_q, p.head_dim);
-  const Rows k(p.k.at(batch, s.row_k, head_kv), p.k.row_stride, s.len_k, p.head_dim);
-  const Rows v(p.v.at(batch, s.row_k, head_kv), p.v.row_stride, s.len_k, p.head_dim_v);
+  const KeyRows k = rows_of_keys(p, p.k, s, batch, head_kv, p.head_dim);
+  const KeyRows v = rows_of_keys(p, p.v, s, batch, head_kv, p.head_dim_v);
   const Score score(p, s, head);
   const Mask mask(p, s, head);
   const Dropout dropout(p, s, head);

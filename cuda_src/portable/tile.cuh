@@ -93,7 +93,8 @@ struct TransposedChunk {
   static_assert(BLOCK_K % VECTOR == 0, "a chunk is whole vectors");
   Vector in_registers[PER_THREAD];
 
-  DEVICE void fetch(const Rows& rows, int first_row, int k) {
+  template <class Source>
+  DEVICE void fetch(const Source& rows, int first_row, int k) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -128,7 +129,8 @@ struct Chunk {
 
   static DEVICE int row_in_tile(int k) { return owned_index<DEPTH / SIDE>(k % SIDE, k / SIDE); }
 
-  DEVICE void fetch(const Rows& rows, int first_row, int k, int column = 0) {
+  template <class Source>
+  DEVICE void fetch(const Source& rows, int first_row, int k, int column = 0) {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
@@ -187,7 +189,8 @@ struct ChunkPair {
   TransposedChunk<A> a;
   TransposedChunk<B> b;
 
-  DEVICE void fetch(const Rows& rows_a, int first_a, const Rows& rows_b, int first_b, int k) {
+  template <class Source>
+  DEVICE void fetch(const Rows& rows_a, int first_a, const Source& rows_b, int first_b, int k) {
     a.fetch(rows_a, first_a, k);
     b.fetch(rows_b, first_b, k);
   }
@@ -195,10 +198,10 @@ struct ChunkPair {
 
 // multiply_transposed() computes x[r][c] += sum over k of a[first_a + r][k] * b[first_b + c][k]. The caller has fetched
 // the first chunk; `next` starts to fetch what is needed behind this product, when the last chunk has arrived.
-template <int SIZE, int ROWS, int COLUMNS, class Next>
+template <int SIZE, int ROWS, int COLUMNS, class Source, class Next>
 DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers,
-                                ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a, const Rows& b,
-                                int first_b, Next next) {
+                                ChunkPair<ROWS * SIDE, COLUMNS * SIDE>& pair, const Rows& a, int first_a,
+                                const Source& b, int first_b, Next next) {
   using Pair = ChunkPair<ROWS * SIDE, COLUMNS * SIDE>;
   static_assert(SIZE >= Pair::SIZE, "both chunks fit a buffer");
   for (int k = 0; k < a.num_columns; k += BLOCK_K) {
@@ -219,9 +222,10 @@ DEVICE void multiply_transposed(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffer
 // multiply_rows() computes x[r][c] += sum over k < DEPTH of a[k][r] * b[first_b + k][c], with a as write_transposed
 // left it. The first chunk and `next` are as in multiply_transposed; rows of b that are not `seen` count as 0 (null:
 // all are seen).
-template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Next>
+template <int DEPTH, int SIZE, int ROWS, int COLUMNS, class Source, class Next>
 DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, const Accum* a,
-                          Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Rows& b, int first_b, const u8* seen, Next next) {
+                          Chunk<COLUMNS * SIDE, DEPTH>& chunk, const Source& b, int first_b, const u8* seen,
+                          Next next) {
   using Own = Chunk<COLUMNS * SIDE, DEPTH>;
   static_assert(SIZE >= Own::SIZE && DEPTH % Own::ROWS == 0, "the chunk fits a buffer and the tile");
   constexpr int PER = Own::COLUMNS / SIDE;

@@ -9,7 +9,7 @@ from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.append import append
 from cuflash.gpu.launch import Work
-from cuflash.gpu.pages import Unpaged
+from cuflash.gpu.pages import Unpaged, fits, with_first_keys
 from cuflash.gpu.replay import Recording
 from cuflash.plan.split import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -37,10 +37,13 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    if problem.pages is not None:
-        Unpaged(work)
-    families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
-    next(filter(None, (family(work) for family in families)))
+    if problem.pages is not None and not fits(work):
+        gpu_portable.paged_forward(with_first_keys(work))
+    else:
+        if problem.pages is not None:
+            Unpaged(work)
+        families = _FORWARD if problem.split_size is None else _FORWARD_ALIKE
+        next(filter(None, (family(work) for family in families)))
     work.recording.end()
     return work.recording
 

@@ -24,6 +24,7 @@ _THREADS = 256  # threads of a thread block
 _KEYS = 32
 _PER_THREAD = 8
 _BLOCKS_PER_SM = 8  # as many gather at once
+_MOST_BYTES = 1 << 28  # of rows that are gathered however small the pools are
 _MOST_ROWS = 2**31 - 1  # cu_seqlens are int32
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -69,6 +70,41 @@ class _Scatter(WithoutTiles):
         return load("around/scatter_pages", self.entry, constants, device)
 
 
+def fits(work: Work) -> bool:
+    """There is room for a row of keys for each sequence, as long as its row of the table.
+
+    Tables that are much wider than the pool have keys, as those of a cache whose sequences may have any page, would ask
+    for many times the pool's memory. With splits of one size the table's width decides nothing.
+    """
+    problem, k = work.problem, work.arrays["k"]
+    assert problem.pages is not None
+    rows = problem.batch * problem.pages.capacity
+    of_row = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * k.dtype.itemsize
+    of_pools = problem.pages.num_pages * problem.pages.page_size * of_row
+    return problem.split_size is not None or rows * of_row <= max(_MOST_BYTES, 2 * of_pools)
+
+
+def with_first_keys(work: Work) -> Work:
+    """The work with the `cu_seqlens_k` of packed queries, where logical keys follow each other."""
+    if work.problem.packed:
+        _check_rows(work.problem)
+        first_keys = work.empty((work.problem.batch + 1,), np.int32)
+        kernel = _Gather("gather_pages", types_of(work.problem), 0, work.arrays["k"].dtype.itemsize)
+        work.run(
+            kernel, {name: work.arrays[name] for name in ("block_table", "kv_lengths")} | {"first_keys": first_keys}
+        )
+        work.arrays["cu_seqlens_k"] = first_keys
+    return work
+
+
+def _check_rows(problem: AttentionProblem) -> None:
+    if problem.pages is not None and problem.packed and problem.seqlen_k > _MOST_ROWS:
+        raise ValueError(
+            f"block_table: expected batch * max_pages * page_size of at most {_MOST_ROWS} for packed queries, "
+            f"got {problem.batch} * {problem.pages.max_pages} * {problem.pages.page_size}"
+        )
+
+
 class Unpaged:
     """A work on pages as one on rows: its arrays are replaced, and `scatter` writes the gradients of the pools."""
 
@@ -77,11 +113,7 @@ class Unpaged:
         self._problem, self._arrays = work.problem, dict(work.arrays)
         problem = self._problem
         assert problem.pages is not None
-        if problem.packed and problem.seqlen_k > _MOST_ROWS:
-            raise ValueError(
-                f"block_table: expected batch * max_pages * page_size of at most {_MOST_ROWS} for packed queries, "
-                f"got {problem.batch} * {problem.pages.max_pages} * {problem.pages.page_size}"
-            )
+        _check_rows(problem)
         rows = {f"{name}_rows": self._rows_of(self._arrays[name]) for name in ("k", "v")}
         of_rows = {"k": rows["k_rows"], "v": rows["v_rows"]}
         if problem.packed:

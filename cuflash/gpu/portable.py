@@ -104,6 +104,11 @@ def forward(work: Work) -> bool:
     return True
 
 
+def paged_forward(work: Work) -> None:
+    """`forward` that reads pages where they lie."""
+    work.run(Tiles("paged_forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+
+
 def delta(work: Work, arrays: Arrays) -> None:
     """Write delta; `arrays` have dlse where the call gave one."""
     work.run(Rows("delta", types_of(work.problem)), arrays)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # A value names one file, or several that are joined: a header that says how to multiply stands before some kernels.
 _FILES = {
-    "forward": "portable/forward",
+    "forward": "portable/own_rows.cuh portable/forward.cu",
+    "paged_forward": "portable/paged_rows.cuh portable/forward.cu",
     "backward_dq": "portable/backward_dq",
     "backward_dkv": "portable/backward_dkv",
     "backward_dk": "portable/backward_dkv",
@@ -32,6 +33,7 @@ _FILES = {
 }
 # Files whose function is not named like the entry, because several entries share it.
 _FUNCTIONS = {
+    "portable/forward.cu": "forward",
     "portable/backward_dkv": "backward_dkv",
     "sm80/bias.cuh": "backward_bias",
     "sm80/forward.cuh": "forward_sm80",

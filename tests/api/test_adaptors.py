@@ -17,7 +17,8 @@ INDPTR, INDICES, LAST = (np.array(x, np.int32) for x in ([0, 2, 2, 5], [7, 3, 1,
 
 @pytest.mark.parametrize("max_pages", [None, 3, 6])
 def test_from_csr(device: Device, max_pages: int | None) -> None:
-    table, lengths = device.get(from_csr(*device.put((INDPTR, INDICES, LAST)), 4, max_pages))
+    indptr, indices, last = device.put((INDPTR, INDICES, LAST))
+    table, lengths = device.get(from_csr(indptr, indices, last, 4, max_pages))
     assert table.dtype == lengths.dtype == np.int32
     assert lengths.tolist() == [8, 0, 10]
     columns = max_pages or 3
@@ -27,7 +28,8 @@ def test_from_csr(device: Device, max_pages: int | None) -> None:
 
 def test_attention_takes_it(device: Device) -> None:
     q, k, v = (RNG.normal(size=shape).astype(np.float32) for shape in ((3, 1, 2, 16), (8, 4, 2, 16), (8, 4, 2, 16)))
-    table, lengths = from_csr(*device.put((INDPTR, INDICES, LAST)), 4)
+    indptr, indices, last = device.put((INDPTR, INDICES, LAST))
+    table, lengths = from_csr(indptr, indices, last, 4)
     on_device = device.put((q, k, v))
     out = device.get(cuflash.attention(*on_device, block_table=table, kv_lengths=lengths))
     keys = [x[[1, 0, 5]].reshape(1, 12, 2, 16)[:, :10] for x in (k, v)]

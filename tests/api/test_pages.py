@@ -81,12 +81,12 @@ def test_pages_are_rows_elsewhere(device: Device, page_size: int) -> None:
     out, lse = paged.forward()
     for ours, theirs in zip((out, lse), plain.forward(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    ours, theirs = paged.backward(out, lse), plain.backward(out, lse)
-    np.testing.assert_allclose(ours["q"], theirs["q"], rtol=1e-5, atol=1e-5)
+    grads, expected = paged.backward(out, lse), plain.backward(out, lse)
+    np.testing.assert_allclose(grads["q"], expected["q"], rtol=1e-5, atol=1e-5)
     for name in ("k", "v"):
         for b, length in enumerate(lengths):
-            own = ours[name][table[b]].reshape(-1, *ours[name].shape[2:])[:length]
-            np.testing.assert_allclose(own, theirs[name][b, :length], rtol=1e-5, atol=1e-5)
+            own = grads[name][table[b]].reshape(-1, *grads[name].shape[2:])[:length]
+            np.testing.assert_allclose(own, expected[name][b, :length], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -123,7 +123,7 @@ def test_values_may_be_the_first_columns_of_keys(device: Device) -> None:
     case = paged_case(16)
     k, q, dout = device.put((case.k, case.q, case.dout))
     v = k[..., :12]
-    options = device.put(case.options)
+    options: dict[str, Any] = device.put(case.options)
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     host = case.with_inputs(v=case.k[..., :12])
     host.assert_forward(*device.get((out, lse)))

@@ -81,8 +81,8 @@ class Requests:
             options["block_table"] = table
         if packed:
             cu_seqlens = np.arange(len(served) + 1, dtype=np.int32) * self.seqlen_q
-            arguments = self.device.put((q.reshape(-1, *q.shape[2:]), k, v, cu_seqlens))
-            out, lse = self.device.get(cuflash.attention_varlen(*arguments, None, **self.device.put(options)))
+            arguments = (*self.device.put((q.reshape(-1, *q.shape[2:]), k, v, cu_seqlens)), None)
+            out, lse = self.device.get(cuflash.attention_varlen(*arguments, **self.device.put(options)))
             out, lse = out.reshape(q.shape), lse.reshape(-1, len(served), self.seqlen_q).swapaxes(0, 1)
         else:
             out, lse = self.device.get(cuflash.attention(*self.device.put((q, k, v)), **self.device.put(options)))

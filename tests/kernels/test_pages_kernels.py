@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from paging import as_paged, used_of_pool
 
 import cuflash
 from cuflash.frontend import call
-from cuflash.gpu import launch
+from cuflash.gpu import backend, launch
 
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
@@ -68,9 +69,13 @@ def paged_case(dtype: str, page_size: int, packed: bool, **options: Any) -> Case
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "in_place"), [(1, False), (16, False), (3, True)])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_agree_with_reference_whatever_unused_rows_hold(dtype: str, packed: bool, page_size: int, options: str) -> None:
+def test_agree_with_reference_whatever_unused_rows_hold(
+    dtype: str, packed: bool, page_size: int, in_place: bool, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are gathered, or the forward pass reads them in place."""
+    monkeypatch.setattr(backend, "fits", lambda work: not in_place)
     case = paged_case(dtype, page_size, packed, deterministic=True, **OPTIONS[options])
     unused = ~used_of_pool(case)
     poisoned = {name: np.array(getattr(case, name)) for name in ("k", "v")}
@@ -105,6 +110,29 @@ def test_a_second_call_looks_nothing_up(dtype: str, packed: bool, monkeypatch: p
         case.assert_gradients(on_host.backward(out, lse))
         assert ("gather_pages" in entries and "scatter_pages" in entries) == is_first
         entries.clear()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_table_much_wider_than_the_pool_takes_no_memory_of_its_width(
+    dtype: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such are the tables of a cache whose sequences may have any of its pages: rows would be 10 GB and more."""
+    case = paged_case(dtype, 16, packed)
+    table = np.zeros((3, 1 << 24), np.int32)
+    table[:, : case.options["block_table"].shape[1]] = case.options["block_table"]
+    lengths = np.minimum(case.options["kv_lengths"], 40)
+    sizes: list[int] = []
+    empty = launch.Work.empty
+
+    def watched(work: launch.Work, shape: tuple[int, ...], dtype: Any) -> Any:
+        sizes.append(math.prod(shape))
+        return empty(work, shape, dtype)
+
+    monkeypatch.setattr(launch.Work, "empty", watched)
+    wide = case.with_options(block_table=table, kv_lengths=lengths)
+    out, lse = wide.on(HOST).forward()
+    assert not sizes or max(sizes) < 1000
+    case.with_options(kv_lengths=lengths).assert_forward(out, lse)
 
 
 def test_pools_of_odd_strides(dtype: str) -> None:
@@ -145,5 +173,5 @@ def test_splits_of_one_size_have_the_bits_of_any_batch(dtype: str) -> None:
     assert same_bits(cuflash.attention(odd, **pools, block_table=table, kv_lengths=lengths, **options), out)
     packed = {"block_table": table, "kv_lengths": lengths, **options}
     cu_seqlens = np.array([0, 5, 10, 15], np.int32)
-    rows = cuflash.attention_varlen(case.q.reshape(15, 4, 64), *pools.values(), cu_seqlens, None, **packed)
+    rows = cuflash.attention_varlen(case.q.reshape(15, 4, 64), pools["k"], pools["v"], cu_seqlens, None, **packed)
     assert same_bits(rows.reshape(out.shape), out)

@@ -54,7 +54,8 @@ def as_paged(case: Case, page_size: int, rng: np.random.Generator, num_spare: in
     }
     extras = {name: _as_wide(case.options[name], capacity, rng) for name in _MATRICES if name in case.options}
     cu_seqlens: Any = None if case.cu_seqlens is None else (case.cu_seqlens[0], None)
-    return replace(case, **pools, cu_seqlens=cu_seqlens).with_options(block_table=table, kv_lengths=lengths, **extras)
+    paged = replace(case, k=pools["k"], v=pools["v"], cu_seqlens=cu_seqlens)
+    return paged.with_options(block_table=table, kv_lengths=lengths, **extras)
 
 
 def used_of_pool(case: Case) -> Array:
@@ -70,7 +71,7 @@ _MATRICES = ("bias", "mask", "block_mask")
 
 def _columns(case: Case) -> int:
     """Keys of a sequence, or as many as its extras have."""
-    widths = [case.options[name].shape[-1] for name in _MATRICES if np.ndim(case.options.get(name))]
+    widths = [case.options[name].shape[-1] for name in _MATRICES if np.ndim(case.options.get(name, 0))]
     if case.cu_seqlens is None:
         return max(case.k.shape[1], *widths, 0)
     return max(*np.diff(case.cu_seqlens[1]), *widths, 0, 0)
