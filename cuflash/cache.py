@@ -126,8 +126,8 @@ class PagedCache:
     head_dim_v : int, optional
         Columns of the values; default `head_dim`.
     max_pages_per_sequence : int, optional
-        Columns of the block tables; default `num_pages`. Tables are copied to the device in every step, so that a bound
-        pays.
+        Columns of the block tables; default `num_pages`. The pages of the longest sequence are a better number: tables
+        are copied to the device in every step, and on a GPU attention may take memory in proportion to them.
 
     Attributes
     ----------

@@ -54,10 +54,11 @@ class _Text:
     sequence: int = -1
 
 
-def cache_for(model: Model, num_pages: int, page_size: int = 16) -> PagedCache:
-    """A cache of a model's layers."""
+def cache_for(model: Model, num_pages: int, page_size: int = 16, longest: int | None = None) -> PagedCache:
+    """A cache of a model's layers, for texts of so many tokens at most: block tables are as wide as these need."""
     sizes = model.num_layers, num_pages, page_size, model.num_heads, model.head_dim
-    return PagedCache(*sizes, model.attention_dtype, model.xp)
+    width = None if longest is None else -(-longest // page_size)
+    return PagedCache(*sizes, model.attention_dtype, model.xp, max_pages_per_sequence=width)
 
 
 def generate(
@@ -193,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         if longest > model.context:
             raise ValueError(f"--length: expected at most the model's {model.context} tokens in all, got {longest}")
         pages = args.pages or (args.at_once + 1) * (-(-longest // args.page_size) + 1)
-        cache = cache_for(model, pages, args.page_size)
+        cache = cache_for(model, pages, args.page_size, longest)
         drawn: list[list[int]] = [[] for _ in prompts]
         start, first = time.perf_counter(), 0.0
         with tqdm(total=sum(lengths), unit=" tokens", mininterval=0.5) as bar:
