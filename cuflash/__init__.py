@@ -21,13 +21,16 @@ from cuflash.fp8 import hadamard, quantize_fp8
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
+    from cuflash.cache import PagedCache, append_kv
     from cuflash.masks.block_mask import BlockMask
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "PagedCache",
     "__version__",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_varlen",
@@ -43,7 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: `BlockMask` with its patterns is a third of the package's import."""
-    if name not in ("BlockMask", "distributed", "offload"):
+    if name not in ("BlockMask", "PagedCache", "append_kv", "distributed", "offload"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
@@ -51,6 +54,10 @@ def __getattr__(name: str) -> Any:
             found = import_module("cuflash.distributed")
         elif name == "offload":
             found = import_module("cuflash.offload")
+        elif name in ("PagedCache", "append_kv"):
+            from cuflash import cache
+
+            found = getattr(cache, name)
         else:
             from cuflash.masks.block_mask import BlockMask
 

@@ -298,5 +298,7 @@ _CUPY = Library("cupy", _adopt_own, _identity)
 _BARE_ON_CPU = Library("numpy", _adopt_any, _identity)
 _BARE_ON_GPU = Library("cupy", _adopt_any, _identity)
 _OWN_MODULES = frozenset((_NUMPY.name, _CUPY.name))
+# Libraries whose arrays nobody may write, although DLPack would let us.
+IMMUTABLE = frozenset(("jax", "jaxlib", "tensorflow"))
 _TORCH = Library("torch", _adopt_torch, _release_torch)
 _JAX = Library("jax", _adopt_jax, _release_jax)

@@ -5,7 +5,7 @@ Rotary positions, RMS norm, squared ReLU and Muon: so a minute of training on tw
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 import cuflash
 
+from .generate import cache_for, generate
 from .tape import (
     Array,
     Backward,
@@ -30,6 +31,8 @@ from .tape import (
 )
 
 Parameters = Mapping[str, Any]  # arrays when inferring, variables when training
+
+PAGE_SIZE = 16  # positions of a page of the sample's cache
 
 attention = primitive(cuflash.attention_vjp)
 
@@ -115,9 +118,7 @@ class CharGPT:
         for layer in range(self.config.num_layers):
             q, k, v = (cast(x, self.config.attention_dtype) for x in self.heads(w, layer, x, indices.shape))
             heads = cast(attention(q, k, v, causal=True, deterministic=True), self.dtype)
-            x = add(x, linear(reshape(heads, (*indices.shape, self.config.width)), w[f"merge{layer}"]))
-            hidden = relu_squared(linear(rms_norm(x), w[f"expand{layer}"]))
-            x = add(x, linear(hidden, w[f"contract{layer}"]))
+            x = self.behind_attention(w, layer, x, heads, indices.shape)
         return linear(rms_norm(x), w["characters"])
 
     @property
@@ -130,16 +131,29 @@ class CharGPT:
         """The first layer's input (batch, seqlen, width)."""
         return rms_norm(embedding(indices, w["characters"]))
 
-    def heads(self, w: Parameters, layer: int, x: Any, shape: tuple[int, ...]) -> list[Any]:
-        """Query, key and value (batch, seqlen, num_heads, head_dim) of a layer with input `x`."""
+    def behind_attention(self, w: Parameters, layer: int, x: Any, heads: Any, shape: tuple[int, ...]) -> Any:
+        """A layer's result, out of its input and the result of its attention."""
+        x = add(x, linear(reshape(heads, (*shape, self.config.width)), w[f"merge{layer}"]))
+        hidden = relu_squared(linear(rms_norm(x), w[f"expand{layer}"]))
+        return add(x, linear(hidden, w[f"contract{layer}"]))
+
+    def projections(self, w: Parameters, layer: int, x: Any, shape: tuple[int, ...]) -> list[Any]:
+        """Query, key and value (*shape, num_heads, head_dim) of a layer with input `x`, not yet rotated."""
         num_heads = self.config.num_heads
         dim = self.config.width // num_heads
         x = rms_norm(x)
-        q, k, v = (
-            reshape(linear(x, w[f"{name}{layer}"]), (*shape, num_heads, dim)) for name in ("query", "key", "value")
-        )
-        angles = np.arange(shape[1])[:, None, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
-        cos, sin = (self.xp.asarray(f(angles), dtype=self.dtype) for f in (np.cos, np.sin))
+        return [reshape(linear(x, w[f"{name}{layer}"]), (*shape, num_heads, dim)) for name in ("query", "key", "value")]
+
+    def rotary(self, num_positions: int) -> tuple[Array, Array]:
+        """cos and sin (num_positions, head_dim / 2) of the angles by which queries and keys are rotated."""
+        dim = self.config.width // self.config.num_heads
+        angles = np.arange(num_positions)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
+        return self.xp.asarray(np.cos(angles), dtype=self.dtype), self.xp.asarray(np.sin(angles), dtype=self.dtype)
+
+    def heads(self, w: Parameters, layer: int, x: Any, shape: tuple[int, ...]) -> list[Any]:
+        """Query, key and value (batch, seqlen, num_heads, head_dim) of a layer with input `x`."""
+        q, k, v = self.projections(w, layer, x, shape)
+        cos, sin = (table[:, None] for table in self.rotary(shape[1]))
         return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
     def loss(self, parameters: Parameters, windows: Array) -> Any:
@@ -156,15 +170,35 @@ class CharGPT:
         return sum(float(self.loss(self.parameters, part)) * len(part) for part in parts) / count
 
     def sample(self, prompt: Array, length: int, temperature: float = 0.8) -> Array:
-        """`prompt` and `length` characters that continue it, drawn one by one."""
-        rng = np.random.default_rng(self.config.seed)
-        characters = list(prompt)
-        for _ in range(length):
-            past = self.xp.asarray([characters[-self.config.context :]])
-            # Adding Gumbel noise makes the largest logit a draw from the softmax.
-            logits = np.array(self(self.parameters, past)[0, -1].tolist())
-            characters.append(int(np.argmax(logits / temperature + rng.gumbel(size=len(logits)))))
-        return np.array(characters)
+        """`prompt` and `length` characters that continue it, drawn one by one from a paged cache."""
+        decoder = Decoder(self, len(prompt) + length)
+        cache = cache_for(decoder, num_pages=-(-(len(prompt) + length) // PAGE_SIZE) + 1, page_size=PAGE_SIZE)
+        texts = generate(decoder, cache, [list(prompt)], [length], temperature=temperature, seed=self.config.seed)
+        drawn = [token for _, token in texts]
+        return np.array([*prompt, *drawn])
+
+
+class Decoder:
+    """The model as ``generate.py`` wants it: its layers' attention is given from outside, with a cache behind it."""
+
+    def __init__(self, model: CharGPT, num_positions: int) -> None:
+        config = self.config = model.config
+        self.model, self.xp = model, model.xp
+        self.num_layers, self.num_heads = config.num_layers, config.num_heads
+        self.head_dim = config.width // config.num_heads
+        self.attention_dtype = config.attention_dtype
+        self.rotary = model.rotary(num_positions)
+
+    def logits(self, tokens: Array, positions: Array, wanted: Array, attend: Callable[..., Array]) -> Array:
+        """Logits of the character after the wanted ones of `tokens` (total,), which see as many as in training."""
+        model, w = self.model, self.model.parameters
+        x = model.embed(w, tokens)
+        for layer in range(self.num_layers):
+            qkv = model.projections(w, layer, x, tokens.shape)
+            q, k, v = (part.astype(self.attention_dtype) for part in qkv)
+            heads = attend(layer, q, k, v, rotary=self.rotary, window=(self.config.context - 1, 0))
+            x = model.behind_attention(w, layer, x, heads.astype(model.dtype), tokens.shape)
+        return linear(rms_norm(x[wanted]), w["characters"])
 
 
 class Optimizer:

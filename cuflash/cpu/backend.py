@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu.append import append
 from cuflash.cpu.forward import forward_block
 from cuflash.cpu.gradients import Backward
 from cuflash.cpu.own_rules import OperandSums, sizes_of
@@ -27,6 +28,8 @@ from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
 __all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
+
+__all__ = ["append", "backward", "forward"]
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:

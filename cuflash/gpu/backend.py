@@ -8,6 +8,7 @@ from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import sm80 as gpu_sm80
 from cuflash.gpu import sm90 as gpu_sm90
 from cuflash.gpu import split as gpu_split
+from cuflash.gpu.append import append
 from cuflash.gpu.launch import Work
 from cuflash.gpu.pages import Unpaged, fits, with_first_keys
 from cuflash.gpu.params import Arrays
@@ -16,6 +17,8 @@ from cuflash.gpu.replay import Recording
 from cuflash.plan.split import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
+
+__all__ = ["append", "backward", "forward"]
 
 
 def _by_halves(work: Work) -> bool:

@@ -31,6 +31,13 @@ def check_bool(name: str, x: object) -> bool:
     return bool(x)
 
 
+def check_int(name: str, x: object) -> int:
+    """The value of an integer of Python or NumPy."""
+    if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
+        raise TypeError(f"{name}: expected an integer, got {_kind(x)}")
+    return int(x)
+
+
 def check_number(name: str, x: object) -> float:
     """A finite real number."""
     if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):

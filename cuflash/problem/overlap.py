@@ -14,14 +14,19 @@ _MAX_WORK: Any = 1_000_000
 
 def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
     """Raise ValueError unless the target can be written and shares no memory with `inputs`, other targets included."""
-    if isinstance(target, np.ndarray) and not target.flags.writeable:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if target.size == 0:
-        return
-    if target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
+    _check_writable(name, target)
+    if target.size and target.shape and target.shape[-1] > 1 and target.strides[-1] != target.dtype.itemsize:
         raise ValueError(
             f"{name}: expected a contiguous last axis (stride {target.dtype.itemsize}), got strides {target.strides}"
         )
+    check_written(name, target, inputs)
+
+
+def check_written(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
+    """`check_target` of an array whose last axis may have any stride."""
+    _check_writable(name, target)
+    if target.size == 0:
+        return
     extent = target.dtype.itemsize
     for stride, size in sorted((abs(stride), size) for size, stride in zip(target.shape, target.strides, strict=True)):
         if size > 1 and stride < extent:
@@ -34,6 +39,11 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
             raise ValueError(
                 f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
             )
+
+
+def _check_writable(name: str, target: Array) -> None:
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
 
 
 def share_memory(a: Array, b: Array) -> bool:

@@ -156,7 +156,9 @@ class GPT2:
             start += math.prod(shape)
         return parts
 
-    def _layer(self, layer: int, x: Array, shape: tuple[int, int]) -> tuple[Array, WayBack]:
+    def _layer(
+        self, layer: int, x: Array, shape: tuple[int, ...], attention: Callable[..., Any]
+    ) -> tuple[Array, WayBack]:
         """One block: its residual stream, and the way back."""
         ops, w, dw, factors = self.ops, self.w, self.dw, self.factors
         width, heads = self.config.width, self.config.num_heads
@@ -165,7 +167,7 @@ class GPT2:
 
         y1, statistics1 = ops.layer_norm(x, w[gain1], w[shift1])
         qkv = ops.project(y1, factors[f"qkv{layer}"], w[qkv_bias])
-        out, attention_backward = self.attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
+        out, attention_backward = attention(ops, qkv.reshape(*shape, 3, heads, width // heads))
         rows = ops.rounded(out.reshape(-1, width))
         x2 = ops.project(rows, factors[f"merge{layer}"], w[merge_bias], added=x)
         y2, statistics2 = ops.layer_norm(x2, w[gain2], w[shift2])
@@ -198,7 +200,7 @@ class GPT2:
         x = ops.embed(tokens, w["tokens"], self.rows_of_positions(w["positions"], tokens.shape[1]))
         way_back = []
         for layer in range(self.config.num_layers):
-            x, backward = self._layer(layer, x, tokens.shape)
+            x, backward = self._layer(layer, x, tokens.shape, self.attention)
             way_back.append(backward)
         y, statistics = ops.layer_norm(x, w["gain"], w["shift"])
         last_bias = dw[f"contract_bias{self.config.num_layers - 1}"]
@@ -209,6 +211,24 @@ class GPT2:
             return ops.layer_norm_backward(dy, x, statistics, w["gain"], None, (dw["gain"], dw["shift"], last_bias))
 
         return ops.project(y, self.factors["tokens"]), way_back, head_backward
+
+    def logits(self, tokens: Array, positions: Array, wanted: Array, attend: Callable[..., Array]) -> Array:
+        """Logits of what follows the wanted rows of packed `tokens` (total,), without gradients.
+
+        ``attend(layer, q, k, v)`` is the attention of arrays (total, num_heads, head_dim).
+        """
+        ops, w = self.ops, self.w
+        for factor in self.factors.values():
+            ops.refresh(factor)
+        x = ops.embed(self._contiguous(tokens[None]), w["tokens"], w["positions"][positions])
+        for layer in range(self.config.num_layers):
+
+            def attention(_: NumpyOps, qkv: Array, layer: int = layer) -> tuple[Array, None]:
+                return attend(layer, *(qkv[:, i] for i in range(3))), None
+
+            x, _ = self._layer(layer, x, tokens.shape, attention)
+        y, _ = ops.layer_norm(x[wanted], w["gain"], w["shift"])
+        return ops.project(y, self.factors["tokens"])
 
     def loss(self, windows: Array) -> Array:
         """Mean loss in nats of each token of `windows` (batch, seqlen + 1) but the first, given those before."""

@@ -58,6 +58,30 @@ class Text:
         return part[starts + np.arange(context + 1)].astype(np.int32)
 
 
+class Codec:
+    """The way from a text to its numbers, and back, of a model that was trained on such numbers.
+
+    Parameters
+    ----------
+    kind : {"bytes", "bpe"}
+    folder : Path
+        Where the training left its encoding.
+    """
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._tokenizer = _tokenizer("", folder) if kind == BPE else None
+
+    def encode(self, text: str) -> list[int]:
+        """Its numbers."""
+        return list(text.encode()) if self._tokenizer is None else list(self._tokenizer.encode(text).ids)
+
+    def decode(self, numbers: list[int]) -> str:
+        """The text of numbers."""
+        if self._tokenizer is None:
+            return bytes(numbers).decode("utf-8", "replace")
+        return str(self._tokenizer.decode(numbers))
+
+
 def _tokenizer(text: str, folder: Path | None) -> Any:
     """The folder's, or one learned from `text` and kept there."""
     try:

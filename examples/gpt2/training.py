@@ -125,6 +125,12 @@ class Run:
     tokens: str = BYTES
     fp8: bool = False
 
+    @property
+    def config(self) -> Config:
+        """The model's size."""
+        config = replace(SIZES[self.size], context=self.context)
+        return config if config.vocabulary >= NUMBERS[self.tokens] else replace(config, vocabulary=Config.vocabulary)
+
 
 class Trainer:
     """A model with its optimizer, which moves on step by step."""
@@ -132,17 +138,14 @@ class Trainer:
     def __init__(self, run: Run, ops: NumpyOps, text: Text, comm: Communicator | None = None) -> None:
         self.run, self.ops, self.text = run, ops, text
         self.is_first = comm is None or comm.rank == 0  # of the ranks, which saves and shows
-        config = replace(SIZES[run.size], context=run.context)
-        if config.vocabulary < NUMBERS[run.tokens]:
-            config = replace(config, vocabulary=Config.vocabulary)
         self.watch = Stopwatch(ops.xp)
         attention: Callable[..., Any] = ATTENTIONS[run.attention]
         if run.deterministic and run.attention == "cuflash":  # all else here sums in one order anyway
             attention = partial(attention, deterministic=True)
         if comm is None:
-            self.model = GPT2(config, ops, self.watch.attention(attention), run.seed)
+            self.model = GPT2(run.config, ops, self.watch.attention(attention), run.seed)
         else:
-            self.model = RingGPT2(config, ops, comm, self.watch.attention, run.seed, run.deterministic or None)
+            self.model = RingGPT2(run.config, ops, comm, self.watch.attention, run.seed, run.deterministic or None)
         self.moments = tuple(ops.xp.zeros_like(self.model.master) for _ in range(2))
         self.losses: list[float] = []
 

@@ -28,9 +28,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": ("frontend", "problem", "masks", *BASE),
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
+    **dict.fromkeys(("pages", "upload"), ()),
+    "adaptors": BASE,
+    "cache": ("attention", "frontend", "problem", "pages", "upload", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "offload": ("frontend", "merge", "masks", "problem", *BASE),
-    "__init__": ("attention", "fp8", "merge", "masks", "distributed", "offload", *BASE),
+    "__init__": ("attention", "cache", "fp8", "merge", "masks", "distributed", "offload", *BASE),
     "__main__": ("__init__",),
     "reference": (),
     "tools": (

@@ -18,7 +18,9 @@ import cuflash
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "BlockMask",
+    "PagedCache",
     "__version__",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_varlen",
