@@ -6,12 +6,14 @@ embeddings do, asks `positions` for them.
 """
 
 from cuflash.distributed.communicators import Communicator, threads
+from cuflash.distributed.environment import from_environment
 from cuflash.distributed.heads import ulysses_attention, ulysses_attention_backward, ulysses_attention_vjp
 from cuflash.distributed.ring import ring_attention, ring_attention_backward, ring_attention_vjp
 from cuflash.distributed.sharding import positions, shard, unshard
 
 __all__ = [
     "Communicator",
+    "from_environment",
     "positions",
     "ring_attention",
     "ring_attention_backward",

@@ -1,0 +1,206 @@
+"""Arrays between GPUs of one host by their copy engines: a process maps another one's memory and copies from it.
+
+The sender records an event behind the work that makes an array, and sends the event's and the memory's handles; the
+receiver's stream waits for the event and copies. No multiprocessor takes part, so attention goes on beneath.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from typing import Any
+
+from cuflash.distributed.links import GpuLink
+from cuflash.distributed.mesh import Mesh
+from cuflash.distributed.wire import GPU, ArrayRef
+
+Array = Any
+MAPPED = 64  # other processes' allocations that stay mapped; the one that was read longest ago makes room
+PROBE_BYTES = 1 << 12
+
+
+class IpcLink(GpuLink):
+    """Copies from the memory of other processes."""
+
+    def __init__(self, mesh: Mesh, device: int) -> None:
+        import cupy
+
+        super().__init__(mesh, device)
+        self._sent: list[Array] = []
+        self._free_events: list[Any] = []
+        self._used_events: list[Any] = []
+        self._opened_events: dict[bytes, int] = {}
+        self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
+        # Memory of other kinds of pools has no handle: such arrays are copied to memory of this one.
+        self._exportable = cupy.cuda.MemoryPool()
+
+    def offer(self, arrays: list[Array], to: int) -> Any:
+        """Handles of the event behind the arrays, and of the memory of each."""
+        if not arrays:
+            return None
+        import cupy
+
+        self.check_device(arrays)
+        places = []
+        for x in arrays:
+            place, kept = self._export(x)
+            places.append(place)
+            self._sent.append(kept)
+        event = self._event()
+        cupy.cuda.get_current_stream().record(event)
+        return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), places
+
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
+        """Copies, behind the sender's event and beside this rank's own work."""
+        import cupy
+
+        event_handle, places = offered
+        with cupy.cuda.Device(self.device):
+            cupy.cuda.runtime.streamWaitEvent(self.stream.ptr, self._open_event(event_handle))
+            arrays = []
+            for ref, (handle, base, offset) in zip(refs, places, strict=True):
+                x = self.landing(ref)
+                if ref.nbytes:
+                    origin = self._map(source, base, handle) + offset
+                    cupy.cuda.runtime.memcpyAsync(
+                        x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
+                    )
+                arrays.append(x)
+            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
+            cupy.cuda.get_current_stream().wait_event(arrived)
+        return arrays
+
+    def release(self) -> None:
+        """What was sent has been read, and its events may be recorded anew."""
+        self._sent.clear()
+        self._free_events += self._used_events
+        self._used_events.clear()
+
+    def abort(self) -> None:
+        """No copy waits for more than an event of a rank that lives; those of a dead one end with this process."""
+
+    def close(self) -> None:
+        """Unmap what other processes have lent."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            while self._mapped:
+                self._unmap_oldest()
+        self._sent.clear()
+
+    def _event(self) -> Any:
+        """An event that other processes can wait for, and that is not recorded again before the next barrier.
+
+        Whoever waits for an event waits for its latest record: with one event for all, the ranks of a ring could come
+        to wait for each other.
+        """
+        import cupy
+
+        event = self._free_events.pop() if self._free_events else None
+        if event is None:
+            event = cupy.cuda.Event(disable_timing=True, interprocess=True)
+        self._used_events.append(event)
+        return event
+
+    def _export(self, x: Array) -> tuple[tuple[bytes, int, int], Array]:
+        """(handle of x's allocation, its address in this process, x's offset in it), and the array to keep alive."""
+        import cupy
+
+        if not x.nbytes:
+            return (b"", 0, 0), x
+        try:
+            base = _base_of(x.data.ptr)
+            return (cupy.cuda.runtime.ipcGetMemHandle(base), base, x.data.ptr - base), x
+        except cupy.cuda.runtime.CUDARuntimeError:
+            with cupy.cuda.using_allocator(self._exportable.malloc):
+                copy = x.copy()
+            base = _base_of(copy.data.ptr)
+            return (cupy.cuda.runtime.ipcGetMemHandle(base), base, copy.data.ptr - base), copy
+
+    def _map(self, source: int, base: int, handle: bytes) -> int:
+        """The address here of another process's allocation."""
+        import cupy
+
+        kept = self._mapped.pop((source, base), None)
+        if kept is not None and kept[0] != handle:  # the other process has freed it, and allocated anew there
+            self._unmap(kept[1])
+            kept = None
+        if kept is None:
+            while len(self._mapped) >= MAPPED:
+                self._unmap_oldest()
+            flags = cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess
+            kept = handle, cupy.cuda.runtime.ipcOpenMemHandle(handle, flags)
+        self._mapped[source, base] = kept
+        return kept[1]
+
+    def _unmap_oldest(self) -> None:
+        _, (_, pointer) = self._mapped.popitem(last=False)
+        self._unmap(pointer)
+
+    def _unmap(self, pointer: int) -> None:
+        import cupy
+
+        self.settle()  # copies from there are done
+        cupy.cuda.runtime.ipcCloseMemHandle(pointer)
+
+    def _open_event(self, handle: bytes) -> int:
+        import cupy
+
+        if handle not in self._opened_events:
+            self._opened_events[handle] = cupy.cuda.runtime.ipcOpenEventHandle(handle)
+        return self._opened_events[handle]
+
+
+def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
+    """A link that has carried an array between every two ranks, or None and why; the same on all ranks."""
+    import cupy
+
+    link: IpcLink | None = None
+    offers: list[Any] = []
+    problem = None
+    try:
+        link = IpcLink(mesh, device)
+        with cupy.cuda.using_allocator(link._exportable.malloc):
+            own = cupy.full(PROBE_BYTES, mesh.rank, cupy.uint8)
+        offers = [link.offer([own], to) for to in range(mesh.world)]
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    told = mesh.gather((problem, offers))
+    problems = [text for text, _ in told]
+    if link is not None and not any(problems):
+        problem = _probe(link, [offers[mesh.rank] for _, offers in told])
+    problems = mesh.gather(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            return None, f"rank {rank}: {text}"
+    assert link is not None
+    link.release()
+    return link, ""
+
+
+def _probe(link: IpcLink, offers: list[Any]) -> str | None:
+    """What is wrong with the arrays that every other rank offers; None where nothing is."""
+    ref = ArrayRef(GPU, 0, "uint8", (PROBE_BYTES,))
+    try:
+        for source, offered in enumerate(offers):
+            if source != link.mesh.rank:
+                (x,) = link.bring([ref], offered, source)
+                link.settle()
+                if not (x == source).all():
+                    return f"GPU {link.device} read something else than what rank {source} wrote"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _base_of(address: int) -> int:
+    """Where the allocation begins in which an address of the GPU lies: handles are those of whole allocations."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    if status:
+        raise RuntimeError(f"cuMemGetAddressRange: expected the range of {address:#x}, got error {status}")
+    return base.value
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
