@@ -90,7 +90,8 @@ def from_environment(
     Returns
     -------
     ProcessCommunicator
-        A `Communicator` with the attributes local_rank, device and transport ("tcp", "ipc" or "nccl") beside those of every one.
+        A `Communicator` with the attributes local_rank, device and transport ("tcp", "ipc" or "nccl") beside those of
+        every one.
 
     Raises
     ------

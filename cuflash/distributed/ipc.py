@@ -66,8 +66,7 @@ class IpcLink(GpuLink):
                         x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
                     )
                 arrays.append(x)
-            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
-            cupy.cuda.get_current_stream().wait_event(arrived)
+        self.join()
         return arrays
 
     def release(self) -> None:

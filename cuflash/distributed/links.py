@@ -89,6 +89,21 @@ class GpuLink(Link):
             if x.device.id != self.device:
                 raise ValueError(f"message: expected arrays on this rank's GPU {self.device}, got GPU {x.device.id}")
 
+    def mark(self) -> Any:
+        """An event behind what the current stream does so far."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            return cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+
+    def join(self) -> None:
+        """Have the current stream go on behind what arrives so far."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
+            cupy.cuda.get_current_stream().wait_event(arrived)
+
     def landing(self, ref: ArrayRef) -> Array:
         """An array for what arrives on `stream`.
 

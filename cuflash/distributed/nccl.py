@@ -37,11 +37,8 @@ class NcclLink(GpuLink):
 
     def offer(self, arrays: list[Array], to: int) -> Any:
         """Keep the arrays until their receiver is there; messages without arrays keep their place, too."""
-        import cupy
-
         self.check_device(arrays)
-        event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True)) if arrays else None
-        self._pending[to].append(Pending(arrays, event))
+        self._pending[to].append(Pending(arrays, self.mark() if arrays else None))
 
     def take(self, source: int) -> tuple[Any, list[Array], list[Array]]:
         """Take part in rounds until the message is in one of them."""
@@ -64,7 +61,7 @@ class NcclLink(GpuLink):
             pairs, told = self._round(None, value)
             if all(wanted is None for wanted, _, _ in told):
                 return [theirs for _, _, theirs in told]
-            self._transfer(pairs, [], None)
+            self._transfer(pairs, [], self.mesh.rank)
 
     def barrier(self) -> None:
         """Rounds go on until every rank is here; what this one sent is read once its own stream is done."""
@@ -103,28 +100,33 @@ class NcclLink(GpuLink):
             raise RuntimeError(f"expected a message for each rank that waits, got none: {', '.join(waiting)}")
         return pairs, told
 
-    def _transfer(self, pairs: list[tuple[int, int]], refs: list[ArrayRef], source: int | None) -> list[Array]:
-        """Issue this rank's share of a round in one group; the arrays that arrive."""
+    def _transfer(self, pairs: list[tuple[int, int]], refs: list[ArrayRef], source: int) -> list[Array]:
+        """This rank's share of a round, in which arrays of one rank arrive; the arrays."""
+        outgoing = [(x, to) for sender, to in pairs if sender == self.mesh.rank for x in self._next(to)]
+        arrays = [self.landing(ref) for ref in refs]
+        sends, receives = (
+            [(x, rank) for x, rank in ends if x.nbytes] for ends in (outgoing, [(x, source) for x in arrays])
+        )
+        if sends or receives:
+            self._issue(sends, receives)
+        return arrays
+
+    def _issue(self, sends: list[tuple[Array, int]], receives: list[tuple[Array, int]]) -> None:
+        """One group of sends and receives; the current stream goes on behind what arrives."""
         import cupy
 
-        nccl, rank = cupy.cuda.nccl, self.mesh.rank
+        nccl = cupy.cuda.nccl
         if self._comm is None:
-            raise RuntimeError(f"rank {rank}: expected NCCL to go on, but it was ended by an earlier failure")
+            raise RuntimeError(f"rank {self.mesh.rank}: expected NCCL to go on, but an earlier failure has ended it")
         with cupy.cuda.Device(self.device):
-            arrays = [self.landing(ref) for ref in refs]
-            sends = [(x, to) for sender, to in pairs if sender == rank for x in self._next(to)]
             nccl.groupStart()
-            for x, to in sends:
-                if x.nbytes:
-                    self._comm.send(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, to, self.stream.ptr)
-            for x in arrays:
-                if x.nbytes:
-                    self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, source, self.stream.ptr)
+            for x, rank in sends:
+                self._comm.send(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, rank, self.stream.ptr)
+            for x, rank in receives:
+                self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, rank, self.stream.ptr)
             nccl.groupEnd()
-            if arrays:
-                arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
-                cupy.cuda.get_current_stream().wait_event(arrived)
-        return arrays
+        if receives:
+            self.join()
 
     def _next(self, to: int) -> list[Array]:
         """The arrays of the next message to a rank, which the link's stream waits for."""
@@ -143,8 +145,11 @@ def connect(mesh: Mesh, device: int) -> tuple[NcclLink | None, str]:
     try:
         from cupy.cuda import Device, nccl
 
-        gpu = Device(device).pci_bus_id
-        unique_id = nccl.get_unique_id() if mesh.rank == 0 else b""
+        if nccl.available:
+            gpu = Device(device).pci_bus_id
+            unique_id = nccl.get_unique_id() if mesh.rank == 0 else b""
+        else:
+            problem = "CuPy finds no NCCL, which the package nvidia-nccl-cu13 (for CUDA 12 nvidia-nccl-cu12) brings"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     told = mesh.gather((problem, os.uname().nodename, gpu, unique_id))

@@ -145,6 +145,8 @@ def _unmarked(value: Any) -> Any:
         return [_unmarked(part) for part in value]
     if not isinstance(value, dict):
         return value
+    if len(value) != 1:
+        raise ValueError(f"value: expected one mark, got {len(value)}")
     ((mark, held),) = value.items()
     if mark == "tuple":
         return tuple(_unmarked(part) for part in held)
