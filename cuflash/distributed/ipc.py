@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from cuflash.distributed.links import GpuLink
 from cuflash.distributed.mesh import Mesh
@@ -41,14 +44,12 @@ class IpcLink(GpuLink):
         import cupy
 
         self.check_device(arrays)
-        places = []
-        for x in arrays:
-            place, kept = self._export(x)
-            places.append(place)
-            self._sent.append(kept)
-        event = self._event()
-        cupy.cuda.get_current_stream().record(event)
-        return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), places
+        with cupy.cuda.Device(self.device):
+            exported = [self._export(x) for x in arrays]
+            self._sent += [kept for _, kept in exported]
+            event = self._event()
+            cupy.cuda.get_current_stream().record(event)
+            return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [place for place, _ in exported]
 
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
         """Copies, behind the sender's event and beside this rank's own work."""
@@ -79,10 +80,10 @@ class IpcLink(GpuLink):
         """No copy waits for more than an event of a rank that lives; those of a dead one end with this process."""
 
     def close(self) -> None:
-        """Unmap what other processes have lent."""
+        """Unmap what other processes have lent; after a failure that is left to the end of this process."""
         import cupy
 
-        with cupy.cuda.Device(self.device):
+        with suppress(RuntimeError, TimeoutError), cupy.cuda.Device(self.device):
             while self._mapped:
                 self._unmap_oldest()
         self._sent.clear()
@@ -110,7 +111,7 @@ class IpcLink(GpuLink):
         try:
             base = _base_of(x.data.ptr)
             return (cupy.cuda.runtime.ipcGetMemHandle(base), base, x.data.ptr - base), x
-        except cupy.cuda.runtime.CUDARuntimeError:
+        except RuntimeError:  # of the runtime, or of `_base_of`
             with cupy.cuda.using_allocator(self._exportable.malloc):
                 copy = x.copy()
             base = _base_of(copy.data.ptr)
@@ -159,8 +160,7 @@ def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
     problem = None
     try:
         link = IpcLink(mesh, device)
-        with cupy.cuda.using_allocator(link._exportable.malloc):
-            own = cupy.full(PROBE_BYTES, mesh.rank, cupy.uint8)
+        own = cupy.asarray(_probe_of(mesh.rank))
         offers = [link.offer([own], to) for to in range(mesh.world)]
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
@@ -171,6 +171,8 @@ def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
     problems = mesh.gather(problem)
     for rank, text in enumerate(problems):
         if text is not None:
+            if link is not None:
+                link.close()
             return None, f"rank {rank}: {text}"
     assert link is not None
     link.release()
@@ -179,17 +181,24 @@ def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
 
 def _probe(link: IpcLink, offers: list[Any]) -> str | None:
     """What is wrong with the arrays that every other rank offers; None where nothing is."""
+    import cupy
+
     ref = ArrayRef(GPU, 0, "uint8", (PROBE_BYTES,))
     try:
         for source, offered in enumerate(offers):
             if source != link.mesh.rank:
                 (x,) = link.bring([ref], offered, source)
                 link.settle()
-                if not (x == source).all():
+                if not np.array_equal(cupy.asnumpy(x), _probe_of(source)):
                     return f"GPU {link.device} read something else than what rank {source} wrote"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _probe_of(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What a rank offers first."""
+    return np.full(PROBE_BYTES, rank % 256, np.uint8)
 
 
 def _base_of(address: int) -> int:

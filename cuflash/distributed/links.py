@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import Any
 
+from cuflash import interop
 from cuflash.distributed.mesh import MESSAGE, Mesh
 from cuflash.distributed.wire import ArrayRef
 
@@ -80,6 +82,7 @@ class GpuLink(Link):
 
         super().__init__(mesh)
         self.device = device
+        self._arrivals: deque[Any] = deque()  # events behind what arrives, since the last barrier
         with cupy.cuda.Device(device):
             self.stream = cupy.cuda.Stream(non_blocking=True)
 
@@ -103,6 +106,7 @@ class GpuLink(Link):
         with cupy.cuda.Device(self.device):
             arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
             cupy.cuda.get_current_stream().wait_event(arrived)
+        self._arrivals.append(arrived)
 
     def landing(self, ref: ArrayRef) -> Array:
         """An array for what arrives on `stream`.
@@ -111,17 +115,16 @@ class GpuLink(Link):
         """
         import cupy
 
-        from cuflash import interop
-
         dtype = interop.dtype_of(ref.dtype)
-        if not ref.nbytes:
-            return cupy.empty(ref.shape, dtype)
-        current = cupy.cuda.get_current_stream()
-        with self.stream:
-            memory = cupy.cuda.alloc(ref.nbytes)
-        lease = _Lease(memory, self.stream, current)
-        held = cupy.cuda.UnownedMemory(memory.ptr, ref.nbytes, lease, self.device)
-        return cupy.ndarray(ref.shape, dtype, cupy.cuda.MemoryPointer(held, 0))
+        with cupy.cuda.Device(self.device):
+            if not ref.nbytes:
+                return cupy.empty(ref.shape, dtype)
+            current = cupy.cuda.get_current_stream()
+            with self.stream:
+                memory = cupy.cuda.alloc(ref.nbytes)
+            lease = _Lease(memory, self.stream, current)
+            held = cupy.cuda.UnownedMemory(memory.ptr, ref.nbytes, lease, self.device)
+            return cupy.ndarray(ref.shape, dtype, cupy.cuda.MemoryPointer(held, 0))
 
     def barrier(self) -> None:
         """A rank has read what it received once its arrivals are there."""
@@ -133,18 +136,26 @@ class GpuLink(Link):
         """Forget what was sent, which every rank has by now."""
 
     def settle(self) -> None:
-        """Wait for `stream`, with an eye on the others: what they do not send never arrives."""
+        """Wait for `stream`, with an eye on the others: what they do not send never arrives.
+
+        The time limit is one for each arrival: all steps of a ring are issued long before the first is done.
+        """
         import cupy
 
         with cupy.cuda.Device(self.device):
-            event = self.stream.record(cupy.cuda.Event(disable_timing=True))
+            self._arrivals.append(self.stream.record(cupy.cuda.Event(disable_timing=True)))
         start = time.monotonic()
-        while not event.done:
+        while self._arrivals:
+            if self._arrivals[0].done:
+                self._arrivals.popleft()
+                start = time.monotonic()
+                continue
             self.mesh.check()
             waited = time.monotonic() - start
             if waited > self.mesh.time_limit:
                 raise TimeoutError(
-                    f"rank {self.mesh.rank}: expected the other GPUs' arrays within {self.mesh.time_limit:g} s"
+                    f"rank {self.mesh.rank}: expected the other GPUs' arrays within {self.mesh.time_limit:g} s, "
+                    f"got none of the last {len(self._arrivals)}"
                 )
             if waited > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)

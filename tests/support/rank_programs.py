@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 Array = Any
 # Variables of a launcher that the tests themselves may run under.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "TORCHELASTIC")
-SECONDS = 120  # after which a process is stopped: far more than any takes
+SECONDS = 300  # after which a process is stopped: far more than any takes
 
 
 class Ended(NamedTuple):
@@ -269,6 +270,7 @@ def main() -> int:
         time.sleep(late)
         result = globals()[name](distributed.from_environment(**given["options"]), **given["arguments"])
     except Exception as error:
+        traceback.print_exc()
         print(json.dumps({"error": type(error).__name__, "text": str(error)}))
         return 1
     print(json.dumps(result))
