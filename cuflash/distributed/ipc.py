@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,16 @@ from cuflash.distributed.wire import GPU, ArrayRef
 Array = Any
 MAPPED = 64  # other processes' allocations that stay mapped; the one that was read longest ago makes room
 PROBE_BYTES = 1 << 12
+POINTER_ATTRIBUTE_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+
+
+class Place(NamedTuple):
+    """Where another process finds an array."""
+
+    handle: bytes  # of the allocation
+    base: int  # its address in the process that has it
+    number: int  # which no other allocation of that process has had
+    offset: int  # of the array in it
 
 
 class IpcLink(GpuLink):
@@ -33,7 +44,8 @@ class IpcLink(GpuLink):
         self._free_events: list[Any] = []
         self._used_events: list[Any] = []
         self._opened_events: dict[bytes, int] = {}
-        self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
+        # By rank and base: the handle and the number of an allocation, and its address here.
+        self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int, int]] = OrderedDict()
         # Memory of other kinds of pools has no handle: such arrays are copied to memory of this one.
         self._exportable = cupy.cuda.MemoryPool()
 
@@ -49,7 +61,7 @@ class IpcLink(GpuLink):
             self._sent += [kept for _, kept in exported]
             event = self._event()
             cupy.cuda.get_current_stream().record(event)
-            return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [place for place, _ in exported]
+            return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [tuple(place) for place, _ in exported]
 
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
         """Copies, behind the sender's event and beside this rank's own work."""
@@ -59,10 +71,10 @@ class IpcLink(GpuLink):
         with cupy.cuda.Device(self.device):
             cupy.cuda.runtime.streamWaitEvent(self.stream.ptr, self._open_event(event_handle))
             arrays = []
-            for ref, (handle, base, offset) in zip(refs, places, strict=True):
-                x = self.landing(ref)
+            for ref, told in zip(refs, places, strict=True):
+                x, place = self.landing(ref), Place(*told)
                 if ref.nbytes:
-                    origin = self._map(source, base, handle) + offset
+                    origin = self._map(source, place) + place.offset
                     cupy.cuda.runtime.memcpyAsync(
                         x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
                     )
@@ -77,7 +89,7 @@ class IpcLink(GpuLink):
         self._used_events.clear()
 
     def abort(self) -> None:
-        """No copy waits for more than an event of a rank that lives; those of a dead one end with this process."""
+        """Copies that wait for an event of a rank that failed end with this process."""
 
     def close(self) -> None:
         """Unmap what other processes have lent; after a failure that is left to the end of this process."""
@@ -102,39 +114,38 @@ class IpcLink(GpuLink):
         self._used_events.append(event)
         return event
 
-    def _export(self, x: Array) -> tuple[tuple[bytes, int, int], Array]:
-        """(handle of x's allocation, its address in this process, x's offset in it), and the array to keep alive."""
+    def _export(self, x: Array) -> tuple[Place, Array]:
+        """Where x is, and the array to keep alive."""
         import cupy
 
         if not x.nbytes:
-            return (b"", 0, 0), x
+            return Place(b"", 0, 0, 0), x
         try:
-            base = _base_of(x.data.ptr)
-            return (cupy.cuda.runtime.ipcGetMemHandle(base), base, x.data.ptr - base), x
-        except RuntimeError:  # of the runtime, or of `_base_of`
+            return _place_of(x.data.ptr), x
+        except RuntimeError:  # of CUDA's runtime or of its driver
             with cupy.cuda.using_allocator(self._exportable.malloc):
                 copy = x.copy()
-            base = _base_of(copy.data.ptr)
-            return (cupy.cuda.runtime.ipcGetMemHandle(base), base, copy.data.ptr - base), copy
+            return _place_of(copy.data.ptr), copy
 
-    def _map(self, source: int, base: int, handle: bytes) -> int:
+    def _map(self, source: int, place: Place) -> int:
         """The address here of another process's allocation."""
         import cupy
 
-        kept = self._mapped.pop((source, base), None)
-        if kept is not None and kept[0] != handle:  # the other process has freed it, and allocated anew there
-            self._unmap(kept[1])
+        kept = self._mapped.pop((source, place.base), None)
+        # The other process may have freed it, and allocated anew in its place.
+        if kept is not None and kept[:2] != (place.handle, place.number):
+            self._unmap(kept[2])
             kept = None
         if kept is None:
             while len(self._mapped) >= MAPPED:
                 self._unmap_oldest()
             flags = cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess
-            kept = handle, cupy.cuda.runtime.ipcOpenMemHandle(handle, flags)
-        self._mapped[source, base] = kept
-        return kept[1]
+            kept = place.handle, place.number, cupy.cuda.runtime.ipcOpenMemHandle(place.handle, flags)
+        self._mapped[source, place.base] = kept
+        return kept[2]
 
     def _unmap_oldest(self) -> None:
-        _, (_, pointer) = self._mapped.popitem(last=False)
+        _, (_, _, pointer) = self._mapped.popitem(last=False)
         self._unmap(pointer)
 
     def _unmap(self, pointer: int) -> None:
@@ -201,14 +212,27 @@ def _probe_of(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.full(PROBE_BYTES, rank % 256, np.uint8)
 
 
-def _base_of(address: int) -> int:
-    """Where the allocation begins in which an address of the GPU lies: handles are those of whole allocations."""
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+def _place_of(address: int) -> Place:
+    import cupy
+
+    base, number = _allocation_of(address)
+    return Place(cupy.cuda.runtime.ipcGetMemHandle(base), base, number, address - base)
+
+
+def _allocation_of(address: int) -> tuple[int, int]:
+    """Where the allocation begins in which an address of the GPU lies, and its number: handles are those of whole ones.
+
+    An allocation in the place of one that was freed has another number.
+    """
+    driver, pointer = _driver(), ctypes.c_uint64(address)
+    base, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
+    status = status or driver.cuPointerGetAttribute(ctypes.byref(number), POINTER_ATTRIBUTE_BUFFER_ID, pointer)
     if status:
-        raise RuntimeError(f"cuMemGetAddressRange: expected the range of {address:#x}, got error {status}")
-    return base.value
+        raise RuntimeError(f"expected to learn the allocation of address {address:#x}, got the driver's error {status}")
+    return base.value, number.value
 
 
+@cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")

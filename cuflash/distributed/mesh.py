@@ -25,6 +25,7 @@ Array = Any
 VALUE, MESSAGE, FAILURE, GOODBYE = range(4)
 HEADER = struct.Struct("!BIQ")  # kind, bytes of the text, bytes of the arrays behind it
 DIRECT_BYTES = 64 << 10  # frames up to this size fit the system's buffers and need no thread
+FAREWELL_SECONDS = 1.0
 LOST = "its connection ended: the process died, or the network did"
 
 _open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -82,12 +83,20 @@ class Peer:
             self._write(parts)
 
     def _write(self, parts: list[memoryview]) -> None:
-        """A connection that takes nothing within the time limit is shut: the reader meets its end and says so."""
+        """A connection that is broken is shut: the reader meets its end and says so.
+
+        One that takes nothing is tried again for as long as somebody may wait for the other rank, which has a time
+        limit of its own.
+        """
         try:
             for part in parts:
                 begin = 0
                 while begin < len(part):
-                    begin += self.socket.send(part[begin:])
+                    with suppress(TimeoutError):
+                        begin += self.socket.send(part[begin:])
+                        continue
+                    if self._is_finished or threading.current_thread() is not self._writer:
+                        raise OSError("the other process takes nothing")
         except OSError:
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -181,8 +190,10 @@ class Mesh:
             self._is_open = False
             self._mailboxes.clear()
         header = memoryview(HEADER.pack(GOODBYE, 0, 0))
+        # After a failure nobody waits for more than the news of it.
+        limit = self.time_limit if self._failure is None else min(self.time_limit, FAREWELL_SECONDS)
         for peer in self._peers.values():
-            peer.finish([header], self.time_limit)
+            peer.finish([header], limit)
 
     def _raise_failure(self, source: int | None) -> None:
         if self._failure is not None:

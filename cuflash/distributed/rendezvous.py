@@ -22,7 +22,7 @@ NONCE_BYTES, PROOF_BYTES = 16, 32
 ANSWER = struct.Struct(f"!8s{NONCE_BYTES}s{PROOF_BYTES}s")
 LENGTH = struct.Struct("!I")
 LONGEST_TEXT = 1 << 20
-HANDSHAKE_SECONDS = 3.0  # for which a stranger can keep others waiting
+HANDSHAKE_SECONDS = 5.0  # for which a stranger can keep others waiting
 RETRY_SECONDS = 0.05
 
 

@@ -107,11 +107,11 @@ def bytes_of(x: Array) -> memoryview:
 
 def _dtype_name(x: Array) -> str:
     dtype = x.dtype
-    if dtype.kind in NUMBERS:
-        name: str = dtype.str if isinstance(x, np.ndarray) else dtype.name
-        return name
     if dtype.name == "bfloat16":
         return "bfloat16"
+    if dtype.kind in NUMBERS and dtype.type.__module__ == "numpy":
+        name: str = dtype.str  # with its byte order
+        return name
     raise TypeError(f"message: expected arrays of numbers or bools, got dtype {dtype}")
 
 

@@ -201,6 +201,30 @@ def test_a_rank_that_does_not_call() -> None:
     assert second.result is None
 
 
+def test_a_rank_that_stands_still() -> None:
+    first, second = launch("stop", plain(2), time_limit=1)
+    assert errors_of([first]) == [("TimeoutError", "rank 0: expected a message of rank 1 within 1 s, got none")]
+    assert second.result["error"] in ("RuntimeError", "TimeoutError")
+
+
+def test_ranks_that_do_not_agree_how_arrays_travel() -> None:
+    variables = plain(2)
+    variables[1]["OPTIONS"] = '{"transport": "nccl"}'
+    for error in errors_of(launch("messages", variables, {"megabytes": 1}, time_limit=30)):
+        assert error == (
+            "ValueError",
+            "transport: expected the same on every rank, got auto on rank 0 and nccl on rank 1",
+        )
+
+
+def test_an_argument_that_one_rank_finds_wrong_is_an_error_on_all() -> None:
+    variables = plain(2)
+    variables[1]["OPTIONS"] = '{"device": 1000000}'
+    first, second = errors_of(launch("messages", variables, {"megabytes": 1}, time_limit=30))
+    assert second[0] == "ValueError" and second[1].startswith("device: expected the number of one of")
+    assert first == ("RuntimeError", f"rank 1 failed: ValueError: {second[1]}")
+
+
 def test_a_program_that_ends_is_missed_only_where_it_is_needed() -> None:
     first, second, third = launch("leave", plain(3), time_limit=60)
     assert second.status == 0

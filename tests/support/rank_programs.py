@@ -213,6 +213,16 @@ def stay_away(comm: Any) -> Any:
     return ring(comm)
 
 
+def stop(comm: Any) -> Any:
+    """One rank's whole process stands still for a while, and takes nothing of the much that is sent to it."""
+    comm.barrier()
+    if comm.rank == 1:
+        own = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {own}"])
+        os.kill(own, signal.SIGSTOP)
+    comm.exchange([np.zeros(32 << 20, np.uint8)] * comm.world)
+
+
 def leave(comm: Any) -> Any:
     """One rank's program ends without a call; what it sent before arrives."""
     comm.send(np.ones(1 << 20), (comm.rank + 1) % comm.world)
@@ -268,7 +278,8 @@ def main() -> int:
     try:
         late = float(os.environ.get("LATE", 0))
         time.sleep(late)
-        result = globals()[name](distributed.from_environment(**given["options"]), **given["arguments"])
+        options = {**given["options"], **json.loads(os.environ.get("OPTIONS", "{}"))}
+        result = globals()[name](distributed.from_environment(**options), **given["arguments"])
     except Exception as error:
         traceback.print_exc()
         print(json.dumps({"error": type(error).__name__, "text": str(error)}))
