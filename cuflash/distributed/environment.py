@@ -22,7 +22,15 @@ DEFAULT_MASTER_PORT = 29500  # torchrun's, for launchers that name none
 # Rank 0 takes the first port that is free of so many behind MASTER_PORT, where torchrun's agent may listen itself.
 NUM_PORTS = 8
 LAST_PORT = 65535
-JOB_NAMES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+# What tells jobs apart that look for each other on the same ports.
+JOB_NAMES = (
+    "MASTER_PORT",
+    "CUFLASH_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "SLURM_JOB_ID",
+)
 
 
 class Launcher(NamedTuple):
@@ -69,8 +77,8 @@ def from_environment(
     on several hosts. Where nothing names a rank, this process is the only one.
 
     Rank 0 listens on MASTER_ADDR, on the first free one of the eight ports behind MASTER_PORT (29500 where mpiexec is
-    without one), or on CUFLASH_PORT alone. Both ends of a connection prove that they know a token, made of the job's
-    name and, where that is set, of the secret CUFLASH_TOKEN; what travels is not encrypted.
+    without one), or on CUFLASH_PORT alone. Both ends of a connection prove that they know a token, made of these ports,
+    of the job's name and, where that is set, of the secret CUFLASH_TOKEN; what travels is not encrypted.
 
     Parameters
     ----------

@@ -101,7 +101,9 @@ def test_tokens_tell_jobs_apart() -> None:
         ranks_of({**PLAIN, **job}).token
         for job in ({}, {"CUFLASH_TOKEN": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, {"PMIX_NAMESPACE": "a"})
     }
-    assert len(tokens) == 4
+    # Neighbouring ports are looked at by both.
+    tokens.add(ranks_of({**PLAIN, "MASTER_PORT": "29401"}).token)
+    assert len(tokens) == 5
     assert ranks_of(PLAIN).token == ranks_of({**PLAIN, "RANK": "2", "LOCAL_RANK": "0"}).token
 
 

@@ -76,9 +76,15 @@ def launch(
 def run_all(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> list[Ended]:
     """Run commands at once, and wait for all."""
     start = time.monotonic()
+    token = {"CUFLASH_TOKEN": os.urandom(8).hex()}  # of this test, beside others on neighbouring ports
     processes = [
         subprocess.Popen(
-            command, env=environment(**own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+            command,
+            env=environment(**{**token, **own}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
         )
         for command, own in zip(commands, variables, strict=True)
     ]
