@@ -6,6 +6,7 @@ embeddings do, asks `positions` for them.
 """
 
 from cuflash.distributed.communicators import Communicator, threads
+from cuflash.distributed.environment import from_environment
 from cuflash.distributed.heads import ulysses_attention, ulysses_attention_backward, ulysses_attention_vjp
 from cuflash.distributed.ring import ring_attention, ring_attention_backward, ring_attention_vjp
 from cuflash.distributed.sharding import positions, shard, unshard
@@ -15,6 +16,7 @@ __all__ = [
     "Communicator",
     "attention_allreduce",
     "attention_allreduce_vjp",
+    "from_environment",
     "positions",
     "ring_attention",
     "ring_attention_backward",

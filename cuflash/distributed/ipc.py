@@ -1,0 +1,238 @@
+"""Arrays between GPUs of one host by their copy engines: a process maps another one's memory and copies from it.
+
+The sender records an event behind the work that makes an array, and sends the event's and the memory's handles; the
+receiver's stream waits for the event and copies. No multiprocessor takes part, so attention goes on beneath.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.distributed.links import GpuLink
+from cuflash.distributed.mesh import Mesh
+from cuflash.distributed.wire import GPU, ArrayRef
+
+Array = Any
+MAPPED = 64  # other processes' allocations that stay mapped; the one that was read longest ago makes room
+PROBE_BYTES = 1 << 12
+POINTER_ATTRIBUTE_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+
+
+class Place(NamedTuple):
+    """Where another process finds an array."""
+
+    handle: bytes  # of the allocation
+    base: int  # its address in the process that has it
+    number: int  # which no other allocation of that process has had
+    offset: int  # of the array in it
+
+
+class IpcLink(GpuLink):
+    """Copies from the memory of other processes."""
+
+    def __init__(self, mesh: Mesh, device: int) -> None:
+        import cupy
+
+        super().__init__(mesh, device)
+        self._sent: list[Array] = []
+        self._free_events: list[Any] = []
+        self._used_events: list[Any] = []
+        self._opened_events: dict[bytes, int] = {}
+        # By rank and base: the handle and the number of an allocation, and its address here.
+        self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int, int]] = OrderedDict()
+        # Memory of other kinds of pools has no handle: such arrays are copied to memory of this one.
+        self._exportable = cupy.cuda.MemoryPool()
+
+    def offer(self, arrays: list[Array], to: int) -> Any:
+        """Handles of the event behind the arrays, and of the memory of each."""
+        if not arrays:
+            return None
+        import cupy
+
+        self.check_device(arrays)
+        with cupy.cuda.Device(self.device):
+            exported = [self._export(x) for x in arrays]
+            self._sent += [kept for _, kept in exported]
+            event = self._event()
+            cupy.cuda.get_current_stream().record(event)
+            return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [tuple(place) for place, _ in exported]
+
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
+        """Copies, behind the sender's event and beside this rank's own work."""
+        import cupy
+
+        event_handle, places = offered
+        with cupy.cuda.Device(self.device):
+            cupy.cuda.runtime.streamWaitEvent(self.stream.ptr, self._open_event(event_handle))
+            arrays = []
+            for ref, told in zip(refs, places, strict=True):
+                x, place = self.landing(ref), Place(*told)
+                if ref.nbytes:
+                    origin = self._map(source, place) + place.offset
+                    cupy.cuda.runtime.memcpyAsync(
+                        x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
+                    )
+                arrays.append(x)
+        self.join()
+        return arrays
+
+    def release(self) -> None:
+        """What was sent has been read, and its events may be recorded anew."""
+        self._sent.clear()
+        self._free_events += self._used_events
+        self._used_events.clear()
+
+    def abort(self) -> None:
+        """Copies that wait for an event of a rank that failed end with this process."""
+
+    def close(self) -> None:
+        """Unmap what other processes have lent; after a failure that is left to the end of this process."""
+        import cupy
+
+        with suppress(RuntimeError, TimeoutError), cupy.cuda.Device(self.device):
+            while self._mapped:
+                self._unmap_oldest()
+        self._sent.clear()
+
+    def _event(self) -> Any:
+        """An event that other processes can wait for, and that is not recorded again before the next barrier.
+
+        Whoever waits for an event waits for its latest record: with one event for all, the ranks of a ring could come
+        to wait for each other.
+        """
+        import cupy
+
+        event = self._free_events.pop() if self._free_events else None
+        if event is None:
+            event = cupy.cuda.Event(disable_timing=True, interprocess=True)
+        self._used_events.append(event)
+        return event
+
+    def _export(self, x: Array) -> tuple[Place, Array]:
+        """Where x is, and the array to keep alive."""
+        import cupy
+
+        if not x.nbytes:
+            return Place(b"", 0, 0, 0), x
+        try:
+            return _place_of(x.data.ptr), x
+        except RuntimeError:  # of CUDA's runtime or of its driver
+            with cupy.cuda.using_allocator(self._exportable.malloc):
+                copy = x.copy()
+            return _place_of(copy.data.ptr), copy
+
+    def _map(self, source: int, place: Place) -> int:
+        """The address here of another process's allocation."""
+        import cupy
+
+        kept = self._mapped.pop((source, place.base), None)
+        # The other process may have freed it, and allocated anew in its place.
+        if kept is not None and kept[:2] != (place.handle, place.number):
+            self._unmap(kept[2])
+            kept = None
+        if kept is None:
+            while len(self._mapped) >= MAPPED:
+                self._unmap_oldest()
+            flags = cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess
+            kept = place.handle, place.number, cupy.cuda.runtime.ipcOpenMemHandle(place.handle, flags)
+        self._mapped[source, place.base] = kept
+        return kept[2]
+
+    def _unmap_oldest(self) -> None:
+        _, (_, _, pointer) = self._mapped.popitem(last=False)
+        self._unmap(pointer)
+
+    def _unmap(self, pointer: int) -> None:
+        import cupy
+
+        self.settle()  # copies from there are done
+        cupy.cuda.runtime.ipcCloseMemHandle(pointer)
+
+    def _open_event(self, handle: bytes) -> int:
+        import cupy
+
+        if handle not in self._opened_events:
+            self._opened_events[handle] = cupy.cuda.runtime.ipcOpenEventHandle(handle)
+        return self._opened_events[handle]
+
+
+def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
+    """A link that has carried an array between every two ranks, or None and why; the same on all ranks."""
+    import cupy
+
+    link: IpcLink | None = None
+    offers: list[Any] = []
+    problem = None
+    try:
+        link = IpcLink(mesh, device)
+        own = cupy.asarray(_probe_of(mesh.rank))
+        offers = [link.offer([own], to) for to in range(mesh.world)]
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    told = mesh.gather((problem, offers))
+    problems = [text for text, _ in told]
+    if link is not None and not any(problems):
+        problem = _probe(link, [offers[mesh.rank] for _, offers in told])
+    problems = mesh.gather(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            if link is not None:
+                link.close()
+            return None, f"rank {rank}: {text}"
+    assert link is not None
+    link.release()
+    return link, ""
+
+
+def _probe(link: IpcLink, offers: list[Any]) -> str | None:
+    """What is wrong with the arrays that every other rank offers; None where nothing is."""
+    import cupy
+
+    ref = ArrayRef(GPU, 0, "uint8", (PROBE_BYTES,))
+    try:
+        for source, offered in enumerate(offers):
+            if source != link.mesh.rank:
+                (x,) = link.bring([ref], offered, source)
+                link.settle()
+                if not np.array_equal(cupy.asnumpy(x), _probe_of(source)):
+                    return f"GPU {link.device} read something else than what rank {source} wrote"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _probe_of(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What a rank offers first."""
+    return np.full(PROBE_BYTES, rank % 256, np.uint8)
+
+
+def _place_of(address: int) -> Place:
+    import cupy
+
+    base, number = _allocation_of(address)
+    return Place(cupy.cuda.runtime.ipcGetMemHandle(base), base, number, address - base)
+
+
+def _allocation_of(address: int) -> tuple[int, int]:
+    """Where the allocation begins in which an address of the GPU lies, and its number: handles are those of whole ones.
+
+    An allocation in the place of one that was freed has another number.
+    """
+    driver, pointer = _driver(), ctypes.c_uint64(address)
+    base, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
+    status = status or driver.cuPointerGetAttribute(ctypes.byref(number), POINTER_ATTRIBUTE_BUFFER_ID, pointer)
+    if status:
+        raise RuntimeError(f"expected to learn the allocation of address {address:#x}, got the driver's error {status}")
+    return base.value, number.value
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

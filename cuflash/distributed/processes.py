@@ -1,0 +1,131 @@
+"""Ranks that are processes, of one host or of several."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from cuflash.distributed import ipc, nccl, wire
+from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.links import HostLink, Link
+from cuflash.distributed.mesh import MESSAGE, Mesh
+
+TRANSPORTS = ("auto", "ipc", "nccl")
+
+
+class ProcessCommunicator(Communicator):
+    """A rank that is a process. NumPy arrays travel over TCP, CuPy arrays by the link between GPUs.
+
+    Attributes
+    ----------
+    local_rank : int
+        This rank's number among those of its host.
+    device : int or None
+        The number of its GPU.
+    transport : str
+        What carries arrays: "tcp" without GPUs, else "ipc" or "nccl".
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        link: Link,
+        transport: str,
+        *,
+        local_rank: int,
+        device: int | None,
+        check: bool,
+    ) -> None:
+        super().__init__(mesh.rank, mesh.world, mesh.time_limit, check)
+        self.local_rank, self.device, self.transport = local_rank, device, transport
+        self._mesh, self._link = mesh, link
+        self._is_open = True
+        self._own: deque[Any] = deque()  # messages to itself
+
+    def send(self, message: Any, to: int) -> None:
+        """Hand arrays to another process; they must not change before `barrier`."""
+        self._check_rank("to", to)
+        if to == self.rank:
+            self._own.append(message)
+            return
+        detached, host, gpu = wire.detach(message)
+        offered = self._link.offer(gpu, to)
+        self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
+
+    def receive(self, source: int) -> Any:
+        """The next message of another process: new arrays, CuPy's on this rank's GPU."""
+        self._check_rank("source", source)
+        if source == self.rank:
+            if not self._own:
+                raise RuntimeError(f"rank {self.rank}: expected a message to itself, got none")
+            return self._own.popleft()
+        return wire.attach(*self._link.take(source))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Small values of all ranks: None, bools, numbers, strings, bytes, and tuples, lists and dicts of such."""
+        self._check_open()
+        try:
+            wire.encode(value)
+        except TypeError as error:
+            self.fail(error)
+            raise
+        return self._link.gather(value)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here and has read what it received."""
+        self._check_open()
+        self._link.barrier()
+
+    def fail(self, error: BaseException) -> None:
+        """The others' waiting ends, and what this rank's GPU does with them."""
+        self._mesh.fail(error)
+        self._link.abort()
+
+    def close(self) -> None:
+        """Send what is still to be sent, and leave. A program that ends does so, too."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._own.clear()
+        self._mesh.close()
+        self._link.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError(f"rank {self.rank}: expected an open communicator, got one that was closed")
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        self._check_open()
+        if not 0 <= rank < self.world:
+            raise ValueError(f"{name}: expected a rank from 0 to {self.world - 1}, got {rank}")
+
+
+def choose_link(mesh: Mesh, device: int | None, transport: str) -> tuple[Link, str]:
+    """What carries arrays between these ranks, and its name. Every rank comes to the same choice.
+
+    Raises
+    ------
+    ValueError
+        Where ranks do not agree about the transport, or only some have a GPU.
+    RuntimeError
+        Where the transport that was asked for does not work here, or none does.
+    """
+    told = mesh.gather((transport, device is not None))
+    for rank, (asked, has_gpu) in enumerate(told):
+        if asked != told[0][0]:
+            raise ValueError(
+                f"transport: expected the same on every rank, got {told[0][0]} on rank 0 and {asked} on rank {rank}"
+            )
+        if has_gpu != told[0][1]:
+            one, none = (rank, 0) if has_gpu else (0, rank)
+            raise ValueError(f"device: expected a GPU on every rank or on none, got one on {one} and none on {none}")
+    if device is None:
+        return HostLink(mesh), "tcp"
+    problems = []
+    for name, connect in (("ipc", ipc.connect), ("nccl", nccl.connect)):
+        if transport in ("auto", name):
+            link, problem = connect(mesh, device)
+            if link is not None:
+                return link, name
+            problems.append(f"{name}: {problem}")
+    raise RuntimeError(f"transport: expected a way between the ranks' GPUs, got none ({'; '.join(problems)})")

@@ -1,0 +1,160 @@
+"""How values and messages become bytes between processes, and back.
+
+Values are JSON, in which tuples, bytes and dicts are marked: what arrives is data and never code, unlike a pickle.
+Arrays are not in the text. An `ArrayRef` stands in their place there, and their bytes follow the text or travel between
+GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cuflash import interop
+
+Array = Any
+HOST, GPU = "host", "gpu"
+NUMBERS = "biufc"  # kinds of dtypes whose bytes are the values
+
+
+@dataclass(frozen=True)
+class ArrayRef:
+    """The place of an array in a message."""
+
+    where: str  # HOST or GPU
+    index: int  # among the message's arrays of that kind
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array that this stands for."""
+        return prod(self.shape) * interop.dtype_of(self.dtype).itemsize
+
+
+def encode(value: Any) -> bytes:
+    """Text of a value: None, bools, numbers, strings, bytes, `ArrayRef`, and tuples, lists and dicts of such."""
+    return json.dumps(_marked(value), separators=(",", ":")).encode()
+
+
+def decode(text: bytes) -> Any:
+    """The value of a text; ValueError where it is none."""
+    return _unmarked(json.loads(text))
+
+
+def mapped(message: Any, change: Callable[[Any], Any]) -> Any:
+    """A message of nested tuples and lists with every leaf changed."""
+    if isinstance(message, (tuple, list)):
+        return type(message)(mapped(part, change) for part in message)
+    return change(message)
+
+
+def detach(message: Any) -> tuple[Any, list[Array], list[Array]]:
+    """The message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays, all contiguous.
+
+    Raises
+    ------
+    TypeError
+        For an array whose bytes mean nothing to another process.
+    """
+    host: list[Array] = []
+    gpu: list[Array] = []
+
+    def detached(leaf: Any) -> Any:
+        is_host = isinstance(leaf, np.ndarray)
+        if not is_host and type(leaf).__module__.split(".")[0] != "cupy":
+            return leaf
+        found = host if is_host else gpu
+        found.append(leaf if leaf.flags.c_contiguous else leaf.copy(order="C"))
+        return ArrayRef(HOST if is_host else GPU, len(found) - 1, _dtype_name(leaf), tuple(leaf.shape))
+
+    return mapped(message, detached), host, gpu
+
+
+def attach(message: Any, host: list[Array], gpu: list[Array]) -> Any:
+    """The inverse of `detach`."""
+    arrays = {HOST: host, GPU: gpu}
+    return mapped(message, lambda leaf: arrays[leaf.where][leaf.index] if isinstance(leaf, ArrayRef) else leaf)
+
+
+def refs_of(message: Any, where: str) -> list[ArrayRef]:
+    """The places of a message's arrays of one kind, by index."""
+    found: list[ArrayRef] = []
+
+    def keep(leaf: Any) -> None:
+        if isinstance(leaf, ArrayRef) and leaf.where == where:
+            found.append(leaf)
+
+    mapped(message, keep)
+    return found
+
+
+def empty(ref: ArrayRef) -> Array:
+    """A NumPy array for what an `ArrayRef` stands for."""
+    return np.empty(ref.shape, interop.dtype_of(ref.dtype))
+
+
+def bytes_of(x: Array) -> memoryview:
+    """The bytes of a contiguous NumPy array, not copied."""
+    return memoryview(x.reshape(-1).view(np.uint8))
+
+
+def _dtype_name(x: Array) -> str:
+    dtype = x.dtype
+    if dtype.name == "bfloat16":
+        return "bfloat16"
+    if dtype.kind in NUMBERS and dtype.type.__module__ == "numpy":
+        name: str = dtype.str  # with its byte order
+        return name
+    raise TypeError(f"message: expected arrays of numbers or bools, got dtype {dtype}")
+
+
+def _marked(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str, float)):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    if isinstance(value, list):
+        return [_marked(part) for part in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_marked(part) for part in value]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, dict):
+        return {"dict": [[_marked(key), _marked(part)] for key, part in value.items()]}
+    if isinstance(value, ArrayRef):
+        return {"array": [value.where, value.index, value.dtype, list(value.shape)]}
+    raise TypeError(
+        "value: expected None, bools, numbers, strings, bytes, and tuples, lists and dicts of such, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unmarked(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"value: expected one mark, got {len(value)}")
+    ((mark, held),) = value.items()
+    if mark == "tuple":
+        return tuple(_unmarked(part) for part in held)
+    if mark == "bytes":
+        return bytes.fromhex(held)
+    if mark == "dict":
+        return {_unmarked(key): _unmarked(part) for key, part in held}
+    if mark == "array":
+        where, index, dtype, shape = held
+        return ArrayRef(str(where), int(index), str(dtype), tuple(int(n) for n in shape))
+    raise ValueError(f"value: expected a mark of this encoding, got {mark!r}")
