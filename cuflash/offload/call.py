@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 Array = Any
 # Options that are arrays on q's device.
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+# Options that hold for a chunk as `Side.part` cuts them; another one's meaning would change with the chunk's place.
+SUPPORTED = (
+    *("causal", "window", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "block_mask", "deterministic"),
+    *("precision", *_ARRAYS),
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class Call:
 def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     """Check a call; lengths are read here, as only the keys in use are to come over the link."""
     check_names(keywords)
+    for name, x in keywords.items():
+        if name not in SUPPORTED and x is not None and x != ():
+            raise NotImplementedError(f"{name}: expected None with keys in host memory, got {_kind(x)}")
     library = interop.library_of("q", q)
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, np.ndarray):

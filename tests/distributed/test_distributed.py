@@ -16,6 +16,7 @@ from cpu_device.device import CpuDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from strategies import examples
 
 import cuflash
 from cuflash import distributed, reference
@@ -146,6 +147,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@examples(100)
 @given(problem=problems())
 def test_ranks_together_are_one_device(scheme: str, problem: dict[str, Any]) -> None:
     arrays, options, edges = problem["arrays"], problem["options"], problem["edges"]
@@ -173,6 +175,7 @@ def test_partial_results_are_not_rounded(scheme: str, order: str, dtype: str) ->
         assert mean <= 1.1 * mean_of_one + 1e-7, name
 
 
+@examples(100)
 @given(st.integers(0, 100), st.integers(1, 9), st.sampled_from(ORDERS))
 def test_every_token_is_on_one_rank(seqlen: int, world: int, order: str) -> None:
     held: list[int] = []

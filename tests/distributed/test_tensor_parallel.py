@@ -12,6 +12,7 @@ from cases import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from strategies import examples
 
 import cuflash
 from cuflash import distributed
@@ -140,6 +141,7 @@ def test_each_option(packed: bool, name: str, kv_shares: list[int]) -> None:
     assert_same(found, alone(arrays, edges, OPTIONS[name]), 1e-13)
 
 
+@examples(100)
 @given(st.data())
 def test_drawn_problems(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -18,10 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 from numpy.typing import NDArray
+from strategies import examples
 
 import cuflash
 from cuflash import offload
 from cuflash.offload import share as share_module
+from cuflash.offload.call import SUPPORTED
+from cuflash.problem.options import OPTION_NAMES
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(0)
@@ -160,10 +163,15 @@ def test_every_option_in_host_memory(name: str) -> None:
         assert_same(found, results(cuflash.attention_vjp, given, **options))
 
 
-def test_every_option_is_tried() -> None:
-    from cuflash.problem.options import OPTION_NAMES
-
-    assert {name for options in options_by_name().values() for name in options} == set(OPTION_NAMES)
+def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {name for options in options_by_name().values() for name in options}
+    assert tried == set(SUPPORTED)
+    q, k, v, *_ = arrays().values()
+    monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))
+    for name in {"softcap", *OPTION_NAMES} - (set(SUPPORTED) - {"softcap"}):
+        offload.attention(q, k, v, **{name: None})  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match=f"{name}: expected None with keys in host memory"):
+            offload.attention(q, k, v, **{name: 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -181,6 +189,7 @@ def test_partial_results_are_not_rounded(streamed: list[LazyDevice], dtype: str)
         assert error <= 1.25 * its + 1e-6, name
 
 
+@examples(150)
 @given(st.data())
 def test_drawn_problems(data: st.DataObject) -> None:
     rng_seed = data.draw(st.integers(0, 2**32))
