@@ -115,11 +115,11 @@ class Later(Pending):
 
 
 @dataclass(frozen=True)
-class _Copied(Pending):
-    """A message of another GPU, whose copy another stream makes."""
+class Arriving(Pending):
+    """A message of another GPU, which another stream brings."""
 
     message: Any
-    done: Any  # the event behind the copy; None where nothing was to be copied
+    done: Any  # the event behind the copies; None where there are none
 
     def get(self) -> Any:
         """Let the current stream wait for the copy."""
@@ -234,7 +234,7 @@ class ThreadCommunicator(Communicator):
     def _copied(self, message: Any, event: Any) -> Pending:
         """A message whose arrays come to this rank's GPU by a stream of their own, while others compute."""
         if event is None or self.device is None:
-            return _Copied(message, None)
+            return Arriving(message, None)
         import cupy
 
         self._borrowed.append(message)
@@ -259,7 +259,7 @@ class ThreadCommunicator(Communicator):
         for to, x in copies:
             _enable_peer(device, x.device.id)
             cupy.cuda.runtime.memcpyPeerAsync(to.data.ptr, device, x.data.ptr, x.device.id, x.nbytes, stream.ptr)
-        return _Copied(brought, stream.record())
+        return Arriving(brought, stream.record())
 
     def barrier(self) -> None:
         """Wait until every rank is here and, on GPUs, has read what it received."""

@@ -63,7 +63,7 @@ class IpcLink(GpuLink):
             cupy.cuda.get_current_stream().record(event)
             return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [tuple(place) for place, _ in exported]
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
         """Copies, behind the sender's event and beside this rank's own work."""
         import cupy
 
@@ -79,8 +79,7 @@ class IpcLink(GpuLink):
                         x.data.ptr, origin, ref.nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
                     )
                 arrays.append(x)
-        self.join()
-        return arrays
+        return arrays, self.arrival()
 
     def release(self) -> None:
         """What was sent has been read, and its events may be recorded anew."""
@@ -198,7 +197,7 @@ def _probe(link: IpcLink, offers: list[Any]) -> str | None:
     try:
         for source, offered in enumerate(offers):
             if source != link.mesh.rank:
-                (x,) = link.bring([ref], offered, source)
+                (x,), _ = link.bring([ref], offered, source)
                 link.settle()
                 if not np.array_equal(cupy.asnumpy(x), _probe_of(source)):
                     return f"GPU {link.device} read something else than what rank {source} wrote"

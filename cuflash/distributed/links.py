@@ -27,13 +27,18 @@ class Link(ABC):
         """Have contiguous arrays sent; what is returned travels with the message, to the other's `bring`."""
 
     @abstractmethod
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
-        """The arrays that a rank offered, ready for this rank's current stream."""
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
+        """The arrays that a rank offered, and the event behind their arrival."""
 
-    def take(self, source: int) -> tuple[Any, list[Array], list[Array]]:
-        """The next message of a rank, its NumPy arrays and its CuPy arrays."""
+    def take(self, source: int) -> tuple[Any, list[Array], list[Array], Any]:
+        """The next message of a rank, its NumPy arrays, its CuPy arrays, and the event behind the arrival of these.
+
+        The event is None where they are ready for the current stream.
+        """
         (offered, message, refs), host = self.mesh.take(source, MESSAGE)
-        return message, host, self.bring(refs, offered, source) if refs else []
+        if not refs:
+            return message, host, [], None
+        return message, host, *self.bring(refs, offered, source)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
@@ -63,7 +68,7 @@ class HostLink(Link):
                 "takes a GPU where it finds one, or by device="
             )
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
         """Nor has this rank a place for them."""
         raise ValueError(f"message: expected NumPy arrays of rank {source}, as this rank has no GPU, got CuPy arrays")
 
@@ -99,14 +104,21 @@ class GpuLink(Link):
         with cupy.cuda.Device(self.device):
             return cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
 
+    def arrival(self) -> Any:
+        """An event behind what arrives so far."""
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
+        self._arrivals.append(arrived)
+        return arrived
+
     def join(self) -> None:
         """Have the current stream go on behind what arrives so far."""
         import cupy
 
         with cupy.cuda.Device(self.device):
-            arrived = self.stream.record(cupy.cuda.Event(disable_timing=True))
-            cupy.cuda.get_current_stream().wait_event(arrived)
-        self._arrivals.append(arrived)
+            cupy.cuda.get_current_stream().wait_event(self.arrival())
 
     def landing(self, ref: ArrayRef) -> Array:
         """An array for what arrives on `stream`.

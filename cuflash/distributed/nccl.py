@@ -40,7 +40,7 @@ class NcclLink(GpuLink):
         self.check_device(arrays)
         self._pending[to].append(Pending(arrays, self.mark() if arrays else None))
 
-    def take(self, source: int) -> tuple[Any, list[Array], list[Array]]:
+    def take(self, source: int) -> tuple[Any, list[Array], list[Array], Any]:
         """Take part in rounds until the message is in one of them."""
         while True:
             pairs, _ = self._round(source, None)
@@ -49,9 +49,9 @@ class NcclLink(GpuLink):
             self._transfer(pairs, [], source)
         # The text was sent before the sender told that it has a message.
         (_, message, refs), host = self.mesh.take(source, MESSAGE)
-        return message, host, self._transfer(pairs, refs, source)
+        return message, host, self._transfer(pairs, refs, source), None
 
-    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> list[Array]:
+    def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
         """`take` brings the arrays itself."""
         raise NotImplementedError("arrays of NCCL arrive by take")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 from cuflash.distributed import ipc, nccl, wire
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Arriving, Communicator, Pending
 from cuflash.distributed.links import HostLink, Link
 from cuflash.distributed.mesh import MESSAGE, Mesh
 
@@ -40,26 +40,39 @@ class ProcessCommunicator(Communicator):
         self.local_rank, self.device, self.transport = local_rank, device, transport
         self._mesh, self._link = mesh, link
         self._is_open = True
-        self._own: deque[Any] = deque()  # messages to itself
+        # Messages to itself, and those that came before one with another tag: by (source, tag).
+        self._here: defaultdict[tuple[int, int], deque[tuple[Any, Any]]] = defaultdict(deque)
 
-    def send(self, message: Any, to: int) -> None:
+    def send(self, message: Any, to: int, tag: int = 0) -> None:
         """Hand arrays to another process; they must not change before `barrier`."""
         self._check_rank("to", to)
         if to == self.rank:
-            self._own.append(message)
+            self._here[to, tag].append((message, None))
             return
-        detached, host, gpu = wire.detach(message)
+        detached, host, gpu = wire.detach((tag, message))
         offered = self._link.offer(gpu, to)
         self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
 
-    def receive(self, source: int) -> Any:
+    def receive(self, source: int, tag: int = 0) -> Any:
         """The next message of another process: new arrays, CuPy's on this rank's GPU."""
+        return self._arriving(source, tag).get()
+
+    def receive_soon(self, source: int, tag: int = 0) -> Pending:
+        """The next message; copy engines bring it while this rank's GPU computes what is enqueued later."""
+        if self.transport == "ipc":
+            return self._arriving(source, tag)
+        return super().receive_soon(source, tag)
+
+    def _arriving(self, source: int, tag: int) -> Arriving:
+        """The next message of this tag; messages of other tags that come before it are kept."""
         self._check_rank("source", source)
-        if source == self.rank:
-            if not self._own:
+        while not self._here[source, tag]:
+            if source == self.rank:
                 raise RuntimeError(f"rank {self.rank}: expected a message to itself, got none")
-            return self._own.popleft()
-        return wire.attach(*self._link.take(source))
+            *taken, event = self._link.take(source)
+            its, message = wire.attach(*taken)
+            self._here[source, its].append((message, event))
+        return Arriving(*self._here[source, tag].popleft())
 
     def all_gather(self, value: Any) -> list[Any]:
         """Small values of all ranks: None, bools, numbers, strings, bytes, and tuples, lists and dicts of such."""
@@ -86,7 +99,7 @@ class ProcessCommunicator(Communicator):
         if not self._is_open:
             return
         self._is_open = False
-        self._own.clear()
+        self._here.clear()
         self._mesh.close()
         self._link.close()
 
