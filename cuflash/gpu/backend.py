@@ -25,6 +25,8 @@ def _by_halves(work: Work) -> bool:
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
 # With splits of one size a row's bits depend on nothing that another sequence could change.
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
+# These read pages where they lie.
+_PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
 
@@ -35,7 +37,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     if problem.pages is not None and not fits(work):
-        gpu_portable.paged_forward(with_first_keys(work))
+        with_first_keys(work)
+        next(filter(None, (family(work) for family in _PAGED_FORWARD)))
     else:
         if problem.pages is not None:
             Unpaged(work)
