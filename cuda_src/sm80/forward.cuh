@@ -2,7 +2,8 @@
 // FlashAttention-2 (Dao 2023), Algorithm 1. A warp has FRAGMENTS * 16 queries. KEY_WARPS warps may share queries (wide
 // heads with a block mask); each then has some of a tile's keys and of the result's columns, and they exchange weights
 // and maxima. The text before this file (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply: it
-// defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has.
+// defines Weights, pack, multiply_*, write_results, and what namespace `direct` of sm80/tile.cuh has. Behind it
+// own_keys.cuh or paged_keys.cuh says where keys and values lie.
 // sm90/forward/forward.cu is the counterpart for Hopper.
 #include "../fragment/score_fragment.cuh"
 #include "../fragment/softmax_fragment.cuh"
@@ -25,7 +26,7 @@ struct SharedStorage {
   alignas(HAS_WEIGHT_TILE ? 128 : 4) unsigned char weights[HAS_WEIGHT_TILE ? WeightTile::BYTES : 4];
   Accum of_rows[KEY_WARPS][SHARES_QUERIES ? BLOCK_M : 1];  // (KEY_WARPS, BLOCK_M): maxima or sums that warps exchange
   Work work;  // from here on members are read again and again, because registers are scarce
-  OperandRows k_rows, v_rows;
+  KeyRows k_rows, v_rows;
   FragmentSoftmax softmax;  // only its factors are used
   Factors<BLOCK_M, 1> query_factors;
   Factors<BLOCK_N, 2> factors;
@@ -103,7 +104,7 @@ DEVICE void multiply_shared(Accum (&out)[FRAGMENTS][N], const W (&weights)[FRAGM
 
 // load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
-DEVICE void load_two(const T& both, const OperandRows& rows, Blocks blocks, int begin = 0) {
+DEVICE void load_two(const T& both, const KeyRows& rows, Blocks blocks, int begin = 0) {
   using One = SharedTile<LISTED_N, T::PER_ROW * VECTOR, true>;
   const int first = blocks.block;
   blocks.advance();
@@ -144,7 +145,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   {
     const Sequence& s = work.sequence;
     const int head_kv = head / group_size(p);
-    const OperandRows k = rows_of(p, s, Operand::K, head_kv), v = rows_of(p, s, Operand::V, head_kv);
+    const KeyRows k = rows_of_keys(p, s, Operand::K, head_kv), v = rows_of_keys(p, s, Operand::V, head_kv);
     if (!blocks.done()) {
       const OperandRows q = rows_of(p, s, Operand::Q, head);
       queries.load(q, tile_row);
@@ -173,7 +174,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   }
   __syncthreads();
   const Sequence& s = shared.work.sequence;
-  const OperandRows &k = shared.k_rows, &v = shared.v_rows;
+  const KeyRows &k = shared.k_rows, &v = shared.v_rows;
   const ScoreFragment held_scores(p, s, shared.work.head);
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {

@@ -103,6 +103,31 @@ struct SharedTile {
     }
   }
 
+  // load() from a source whose rows are found one by one, as those of pages are.
+  template <class Source>
+  DEVICE void load(const Source& rows, int first_row, int begin = 0) const {
+    constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
+    constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
+    const int own_row = threadIdx.x / WARP * WARP_ROWS + lane() / LANES, own_vector = lane() % LANES;
+#pragma unroll 1
+    for (int row = own_row; row < own_row + WARP_ROWS; row += ROWS_AT_ONCE) {
+      const int source = first_row + row;
+      const Rows one = rows.row_at(source, source >= begin && source < rows.num_rows);
+#pragma unroll
+      for (int v = 0; v < PER_ROW; v += LANES) {
+        const int vector = own_vector + v;
+        const u32 to = address + offset(row, vector);
+        if constexpr (ASYNC_COPIES && ALIGNED) {
+          const int left = one.num_rows * (one.num_columns - vector * VECTOR);
+          const int elements = left >= VECTOR ? VECTOR : larger(left, 0);
+          ptx::cp_async_16(to, one.data + vector * VECTOR, elements * static_cast<int>(sizeof(Element)));
+        } else {
+          store(to, one.read(0, vector * VECTOR));
+        }
+      }
+    }
+  }
+
   static DEVICE void store(u32 to, const Vector& x) { *static_cast<Vector*>(__cvta_shared_to_generic(to)) = x; }
 
   DEVICE Vector read(int row, int vector) const {
@@ -358,7 +383,8 @@ DEVICE Rows chunk_of(Rows rows, int number) {
 // Factors, take_scores(), take_values() and Units do nothing here: elements that are used as they lie have no factors.
 template <int, int>
 struct Factors {
-  DEVICE void load(u32, const Rows&, const Rows&, int) {}
+  template <class Source>
+  DEVICE void load(u32, const Source&, const Source&, int) {}
   DEVICE const float* of_keyed(u32) const { return nullptr; }
   DEVICE const float* of_valued(u32) const { return nullptr; }
 };

@@ -33,6 +33,8 @@ __all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every back
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
 # With splits of one size a row's bits depend on nothing that another sequence could change.
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
+# These read pages where they lie.
+_PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
 
@@ -56,7 +58,8 @@ def _forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
     if problem.pages is not None and not fits(work):
-        gpu_portable.paged_forward(with_first_keys(work))
+        with_first_keys(work)
+        next(filter(None, (family(work) for family in _PAGED_FORWARD)))
         return
     if problem.pages is not None:
         Unpaged(work)

@@ -17,6 +17,7 @@ from cuflash.gpu.params import Arrays
 from cuflash.gpu.portable import WithoutTiles, constants_of_sums
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import types_of
+from cuflash.plan.sm80_forward import dtypes
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _THREADS = 256  # threads of a thread block
@@ -74,18 +75,21 @@ def fits(work: Work) -> bool:
     """There is room for a row of keys for each sequence, as long as its row of the table.
 
     Tables that are much wider than the pool have keys, as those of a cache whose sequences may have any page, would ask
-    for many times the pool's memory. With splits of one size the table's width decides nothing.
+    for many times the pool's memory. With splits of one size the dtype decides and not the table's width: pages are
+    read in place where tensor cores do that.
     """
     problem, k = work.problem, work.arrays["k"]
     assert problem.pages is not None
+    if problem.split_size is not None:
+        return problem.dtype not in dtypes(work.device.capability)
     rows = problem.batch * problem.pages.capacity
     of_row = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * k.dtype.itemsize
     of_pools = problem.pages.num_pages * problem.pages.page_size * of_row
-    return problem.split_size is not None or rows * of_row <= max(_MOST_BYTES, 2 * of_pools)
+    return rows * of_row <= max(_MOST_BYTES, 2 * of_pools)
 
 
-def with_first_keys(work: Work) -> Work:
-    """The work with the `cu_seqlens_k` of packed queries, where logical keys follow each other."""
+def with_first_keys(work: Work) -> None:
+    """Give the work the `cu_seqlens_k` of packed queries, where logical keys follow each other."""
     if work.problem.packed:
         _check_rows(work.problem)
         first_keys = work.empty((work.problem.batch + 1,), np.int32)
@@ -94,7 +98,6 @@ def with_first_keys(work: Work) -> Work:
             kernel, {name: work.arrays[name] for name in ("block_table", "kv_lengths")} | {"first_keys": first_keys}
         )
         work.arrays["cu_seqlens_k"] = first_keys
-    return work
 
 
 def _check_rows(problem: AttentionProblem) -> None:

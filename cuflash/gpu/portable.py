@@ -104,9 +104,10 @@ def forward(work: Work) -> bool:
     return True
 
 
-def paged_forward(work: Work) -> None:
-    """`forward` that reads pages where they lie."""
+def paged_forward(work: Work) -> bool:
+    """`forward` that reads pages where they lie; always True."""
     work.run(Tiles("paged_forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+    return True
 
 
 def delta(work: Work, arrays: Arrays) -> None:

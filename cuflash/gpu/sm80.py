@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -60,10 +61,25 @@ def forward_alike(work: Work) -> bool:
     config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
     if config is None or not _pays(work, gradients=False):
         return False
-    if not work.is_aligned(("q", "k", "v")):  # the tile stays, and is filled element by element
-        config = replace(config, aligned=False, has_bias_tiles=False)
+    config = _aligned_as(work, config)
     work.run(Kernel(config.entry, config), gpu_split.split(work, config))
     return True
+
+
+def paged_forward(work: Work) -> bool:
+    """`forward` on 16 bits that reads pages where they lie; with splits of one size by the tile of `forward_alike`."""
+    is_alike = work.problem.split_size is not None
+    is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
+    config = sm80_forward.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    if config is None:
+        return False
+    work.run(Kernel("paged_forward_sm80", _aligned_as(work, config) if is_alike else config), work.arrays)
+    return True
+
+
+def _aligned_as(work: Work, config: Any) -> Any:
+    """The same tile, which is filled element by element where arrays are not aligned."""
+    return config if work.is_aligned(("q", "k", "v")) else replace(config, aligned=False, has_bias_tiles=False)
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:

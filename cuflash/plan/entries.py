@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# The files of kernels that several kinds of products share, by the end of the kernels' names.
+_SM80 = {"forward": "sm80/own_keys.cuh sm80/forward.cuh", "bias": "sm80/bias.cuh"}
 # A value names one file, or several that are joined: a header that says how to multiply stands before some kernels.
 _FILES = {
     "forward": "portable/own_rows.cuh portable/forward.cu",
@@ -14,14 +16,15 @@ _FILES = {
     "backward_operands": "portable/operand_terms.cuh portable/backward_operands.cuh",
     "operand_maxima": "portable/operand_maxima.cuh portable/backward_operands.cuh",
     "operand_words": "portable/operand_words.cuh portable/backward_operands.cuh",
-    "forward_sm80": "sm80/half_tile.cuh sm80/forward.cuh",
+    "forward_sm80": "sm80/half_tile.cuh sm80/own_keys.cuh sm80/forward.cuh",
+    "paged_forward_sm80": "sm80/half_tile.cuh sm80/paged_keys.cuh sm80/forward.cuh",
     "ordered_dq": "sm80/half_tile.cuh sm80/gradients.cuh",
     "bias_sm80": "sm80/half_tile.cuh sm80/bias.cuh",
     "backward_sm80": "sm80/backward",
     "backward_sm80_rows": "sm80/backward_rows",
     "backward_sm80_dq": "sm80/backward_rows",
     **{
-        f"{family}_{name}": f"{tile}.cuh sm80/{name if name in ('forward', 'bias') else 'gradients'}.cuh"
+        f"{family}_{name}": f"{tile}.cuh {_SM80.get(name, 'sm80/gradients.cuh')}"
         for family, tile in (("wide", "sm80/wide_tile"), ("parts", "split/sm80_tile"))
         for name in ("forward", "dq", "dkv", "dk", "dv", "bias")
     },
