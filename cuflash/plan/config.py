@@ -72,8 +72,7 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
     # No family's kernels know positions yet.
     "has_place": lambda problem: (
-        problem.place != WHOLE
-        and (problem.alibi is not None or problem.dropout_p != 0 or problem.rules != NO_RULES)
+        problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0 or problem.rules != NO_RULES)
     ),
 }
 KNOWN_TO_ALL = (
