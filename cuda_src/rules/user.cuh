@@ -11,15 +11,27 @@ struct UserRule {
   const AttentionParams& p;
   int b, h;
 
-  DEVICE UserRule(const AttentionParams& p, const Sequence& s, int head) : p(p), b(s.batch), h(head) {}
+  DEVICE UserRule(const AttentionParams& p, const Sequence& s, int head)
+      : p(p), b(s.batch + p.place_first_batch), h(head + p.place_first_head) {}
 
 #include "UserRule.functions"
 };
 
-// RuleIf is the rule where it is compiled in.
+// RuleIf is the rule where it is compiled in. It is asked by the indices of a part, and answers by those of the whole.
 template <bool ON>
-struct RuleIf : UserRule {
-  using UserRule::UserRule;
+struct RuleIf {
+  UserRule user;
+
+  DEVICE RuleIf(const AttentionParams& p, const Sequence& s, int head) : user(p, s, head) {}
+  DEVICE int query(int i) const { return user.p.place_first_q + i * user.p.place_stride; }
+  DEVICE int key(int j) const { return user.p.place_first_k + j * user.p.place_stride; }
+  DEVICE Accum value(Accum s, int i, int j) const { return user.value(s, query(i), key(j)); }
+  DEVICE Accum derivative(Accum s, int i, int j) const { return user.derivative(s, query(i), key(j)); }
+  DEVICE bool visible(int i, int j) const { return user.visible(query(i), key(j)); }
+  template <class Add>
+  DEVICE void differentiate(Accum s, Accum ds, int i, int j, Add add) const {
+    user.differentiate(s, ds, query(i), key(j), add);
+  }
 };
 
 template <>

@@ -196,7 +196,7 @@ class _Ring:
         return out.astype(q.dtype, copy=False), lse
 
     def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
-        """dq, dk, dv, then dsink and dalibi_slopes where these were given; None where not wanted."""
+        """dq, dk, dv, then those of sink, slopes and operands where these were given; None where not wanted."""
         xp, world = interop.namespace_of(self.q), self.comm.world
         dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
         given = self.call.extras
@@ -284,7 +284,9 @@ class _Ring:
                     grads["q"][..., rows, :, :] += self._without_batch(share)
                 elif name in ("k", "v"):
                     shares.append((("k", "v").index(name), visit.keys.rows, self._without_batch(share)))
-                elif self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1:
+                elif (
+                    name == "alibi_slopes" and self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1
+                ):
                     grads[name][visit.sequence] += share[0]
                 else:
                     grads[name] += share.reshape(grads[name].shape)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
-from cuflash.problem.attention_problem import Array, AttentionProblem, Place
+from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import Options
@@ -65,6 +65,7 @@ class Part:
         for name in ("alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
+        arrays |= {operand_name(n): x for n, x in enumerate(options.operands)}
         problem = make_problem(arrays, options)
         window = problem.window_left, problem.window_right
         self.sees_anything = True
@@ -88,14 +89,15 @@ class Part:
     def backward(
         self, dout: Array, out: Array, lse: Array, dlse: Array | None, wanted: frozenset[str]
     ) -> dict[str, Array]:
-        """The part's shares of the wanted gradients of q, k, v, sink and slopes, in the accumulation's dtype.
+        """The part's shares of the wanted gradients of q, k, v, sink, slopes and operands, in the accumulation's dtype.
 
         `out` and `lse` are the whole problem's, so that the shares add up to its gradients.
         """
         problem, operands = self._wide()
         xp = interop.namespace_of(operands.q)
-        names = [name for name in ("q", "k", "v", *problem.extra_grads) if name in wanted]
-        grads = {name: xp.empty(getattr(operands, name).shape, problem.accum_dtype) for name in names}
+        inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
+        names = [name for name in problem.grad_names if name in wanted]
+        grads = {name: xp.empty(inputs[name].shape, problem.accum_dtype) for name in names}
         if not isinstance(out, np.ndarray):
             dout, out = dout.astype(problem.dtype), out.astype(problem.dtype)
         rows = with_contiguous_rows(dout), with_contiguous_rows(out)

@@ -12,7 +12,7 @@ import numpy as np
 from cuflash.cuda.struct import Member, Struct
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
-from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
+from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
 from cuflash.rules.rule import NO_RULES, Rules
 from cuflash.rules.to_cuda import type_of
 
@@ -188,6 +188,7 @@ PARAMS = Struct(
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
         ),
         _integer("operand_bits", "bits of either word of a term (rules/fixed_point.cuh)"),
+        *(_integer(f"place_{name}", "of a part in its whole, for the user's own rule") for name in Place._fields),
         _long("operand_total", "elements of all floating-point operands"),
         _long("doperand_begin", "the first element of doperand among these"),
         _long("doperand_size", "elements of doperand"),
@@ -283,6 +284,8 @@ def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
 
 
 def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
+    for name, value in problem.place._asdict().items():
+        p[f"place_{name}"] = value
     begins, p["operand_total"] = begins_of_operands(problem)
     for number, (_, rank) in enumerate(rules.operands):
         name = operand_name(number)

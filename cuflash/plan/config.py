@@ -70,10 +70,8 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_block_mask": lambda problem: problem.block_mask,
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
-    # No family's kernels know positions yet.
-    "has_place": lambda problem: (
-        problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0 or problem.rules != NO_RULES)
-    ),
+    # No family's kernels know positions yet, but for those of users' own rules.
+    "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
 }
 KNOWN_TO_ALL = (
     "has_window",
