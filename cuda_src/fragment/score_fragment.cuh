@@ -31,7 +31,8 @@ struct ScoreFragment {
   // needs_mask() tells whether some element of the current tile may be hidden from queries [first_row, first_row +
   // rows).
   DEVICE bool needs_mask(const Blocks& blocks, int first_row, int rows, int keys = BLOCK_N) const {
-    return HAS_MASK || HAS_BIAS || blocks.partial || !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
+    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || blocks.partial ||
+           !mask.columns_inside(first_row, rows, blocks.block * keys, keys);
   }
 
   // fetch() starts to read the options of a tile.
@@ -73,6 +74,12 @@ struct ScoreFragment {
       for (int e = 0; e < N; e++) x[e] = bits >> e & 1 ? x[e] : -infinity();
     }
     if constexpr (HAS_MASK) hide(x, options.mask, row, first_key);
+    if constexpr (HAS_MASK_MOD) {
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        x[e] = mask.user.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
+      }
+    }
     if (!HAS_BLOCK_MASK && !recheck && mask.columns_inside(row - fragment_row(), 16, first_key, 2 * N)) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -31,10 +31,10 @@ struct Dropout {
     key_low = static_cast<u32>(key);
     key_high = static_cast<u32>(key >> 32);
     if constexpr (HAS_PLACE) {
-      this->head += p.first_head;
-      batch += p.first_batch;
-      first_q = p.first_q;
-      first_k = p.first_k;
+      this->head += p.place_first_head;
+      batch += p.place_first_batch;
+      first_q = p.place_first_q;
+      first_k = p.place_first_k;
       stride = p.place_stride;
     }
   }

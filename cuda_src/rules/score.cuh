@@ -29,8 +29,8 @@ struct Score {
     softcap = static_cast<Accum>(p.softcap);
     diagonal = s.diagonal();
     if constexpr (HAS_PLACE) {
-      first_q = p.first_q + p.place_diagonal;
-      first_k = p.first_k;
+      first_q = p.place_first_q + p.place_diagonal;
+      first_k = p.place_first_k;
       stride = p.place_stride;
     }
     // Rows outside every sequence have no slope, and without sequences there is no array of slopes to read.

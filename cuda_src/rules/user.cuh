@@ -12,24 +12,25 @@ struct UserRule {
   int b, h;
 
   DEVICE UserRule(const AttentionParams& p, const Sequence& s, int head)
-      : p(p), b(s.batch + (HAS_PLACE ? p.first_batch : 0)), h(head + (HAS_PLACE ? p.first_head : 0)) {}
+      : p(p), b(s.batch + p.place_first_batch), h(head + p.place_first_head) {}
 
 #include "UserRule.functions"
 };
 
-// RuleIf is the rule where it is compiled in. It takes rows and keys of a part, and hands on their places in the whole.
+// RuleIf is the rule where it is compiled in. It is asked by the indices of a part, and answers by those of the whole.
 template <bool ON>
-struct RuleIf : UserRule {
-  using UserRule::UserRule;
+struct RuleIf {
+  UserRule user;
 
-  DEVICE int row(int i) const { return HAS_PLACE ? p.first_q + i * p.place_stride : i; }
-  DEVICE int key(int j) const { return HAS_PLACE ? p.first_k + j * p.place_stride : j; }
-  DEVICE Accum value(Accum s, int i, int j) const { return UserRule::value(s, row(i), key(j)); }
-  DEVICE Accum derivative(Accum s, int i, int j) const { return UserRule::derivative(s, row(i), key(j)); }
-  DEVICE bool visible(int i, int j) const { return UserRule::visible(row(i), key(j)); }
+  DEVICE RuleIf(const AttentionParams& p, const Sequence& s, int head) : user(p, s, head) {}
+  DEVICE int query(int i) const { return user.p.place_first_q + i * user.p.place_stride; }
+  DEVICE int key(int j) const { return user.p.place_first_k + j * user.p.place_stride; }
+  DEVICE Accum value(Accum s, int i, int j) const { return user.value(s, query(i), key(j)); }
+  DEVICE Accum derivative(Accum s, int i, int j) const { return user.derivative(s, query(i), key(j)); }
+  DEVICE bool visible(int i, int j) const { return user.visible(query(i), key(j)); }
   template <class Add>
   DEVICE void differentiate(Accum s, Accum ds, int i, int j, Add add) const {
-    UserRule::differentiate(s, ds, row(i), key(j), add);
+    user.differentiate(s, ds, query(i), key(j), add);
   }
 };
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Described = tuple[tuple[str, Any], ...]
 
 # These index the whole score matrix, of which no rank holds more than a part.
-NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask", "score_mod", "mask_mod", "block_table")
+NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table")
 
 
 def check_options(keywords: Mapping[str, Any]) -> Options:
@@ -38,7 +38,11 @@ def check_options(keywords: Mapping[str, Any]) -> Options:
 
 
 def describe(name: str, value: Any) -> tuple[str, Any]:
-    """Return what is compared of an option: shape and dtype of an array, which may lie on a device, else its text."""
+    """What is compared of an option: shapes and dtypes of arrays, the name of a function, else the text."""
+    if isinstance(value, tuple) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in value):
+        return name, tuple([(tuple(x.shape), str(x.dtype)) for x in value])
+    if callable(value):
+        return name, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return name, (tuple(value.shape), str(value.dtype))
     return name, repr(value)

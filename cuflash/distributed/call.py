@@ -13,10 +13,11 @@ from cuflash.distributed.agreement import Described, agree, check_options, descr
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
-from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of
+from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
 from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads
 from cuflash.problem.options import Options
+from cuflash.problem.own_rules import check_operands
 
 Array = Any
 Gradients = tuple[Any, ...]
@@ -51,7 +52,8 @@ class Call:
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
         given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        return {name: x for name, x in given.items() if x is not None}
+        operands = {operand_name(n): x for n, x in enumerate(self.options.operands) if "float" in x.dtype.name}
+        return {name: x for name, x in {**given, **operands}.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,11 @@ def _prepared(
             for name in ("alibi_slopes", "sink", "dropout_seed")
             if hasattr(getattr(options, name), "shape")
         }
+        operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
         given = {name: x for name, x in {**arrays, **extras}.items() if x is not None}
-        adopted = interop.adopt_all(library, given)
+        adopted = interop.adopt_all(library, {**given, **operands})
         options = replace(options, **{name: adopted[name] for name in extras})
+        options = replace(options, operands=tuple([adopted[name] for name in operands]))
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v = (adopted[name] for name in ("q", "k", "v"))
         problem = check_problem(q, k, v, options, edges)

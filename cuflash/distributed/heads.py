@@ -179,7 +179,9 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
             continue
         if name in call.extras:
             total = xp.zeros(x.shape, accum)
-            if name in found:
+            if name in found and name.startswith("operand_"):
+                total[...] = found[name]
+            elif name in found:
                 total[..., own.query] = found[name].reshape(total[..., own.query].shape)
             results.append(call.comm.sum(total).astype(x.dtype, copy=False))
             continue

@@ -181,7 +181,9 @@ class _Ring:
         self.edges = None if call.edges is None else tuple(call.edges)
         self.q, self.k, self.v, self._accum = call.q, call.k, call.v, call.accum
         self._sink: Any = call.options.sink
-        self._needs_places = self.options.alibi_slopes is not None or bool(self.options.dropout_p)
+        o = self.options
+        by_rule = o.score_mod is not None or o.mask_mod is not None
+        self._needs_places = o.alibi_slopes is not None or bool(o.dropout_p) or by_rule
         self._window = check_window(self.options.causal, self.options.window)
         self._masked = replace(self.options, sink=None)
         self._unmasked = replace(self._masked, causal=False, window=None)
@@ -203,7 +205,7 @@ class _Ring:
         return out.astype(self.q.dtype, copy=False), lse
 
     def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
-        """dq, dk, dv, then dsink and dalibi_slopes where these were given; None where not wanted."""
+        """dq, dk, dv, then those of sink, slopes and operands where these were given; None where not wanted."""
         xp, comm = interop.namespace_of(self.q), self.comm
         dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
         given = self.call.extras
@@ -303,7 +305,8 @@ class _Ring:
         found = self._part(region, step).backward(dout, out, lse, dlse, wanted, into)
         for name in found.keys() - into.keys():
             share = found[name]
-            if self.edges is not None and grads[name].ndim == 2 and len(grads[name]) > 1:
+            is_by_sequence = name == "alibi_slopes" and self.edges is not None and grads[name].ndim == 2
+            if is_by_sequence and len(grads[name]) > 1:
                 grads[name][region.sequence] += share[0]
             else:
                 grads[name] += share.reshape(grads[name].shape)

@@ -14,7 +14,7 @@ import numpy as np
 from cuflash import interop
 from cuflash.frontend import call
 from cuflash.kept import Kept
-from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place
+from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place, operand_name
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
@@ -70,11 +70,16 @@ class Part:
         for name in ("bias", "mask", "alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
-        values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
-        key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
-        known = _problems.get(key)
-        if known is None:
-            known = _problems[key] = _problem_of_part(arrays, options, place)
+        arrays |= {operand_name(n): x for n, x in enumerate(options.operands)}
+        if options.score_mod is not None or options.mask_mod is not None:
+            known = _problem_of_part(arrays, options, place)  # what a function reads may have changed
+        else:
+            values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
+            key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
+            found = _problems.get(key)
+            if found is None:
+                found = _problems[key] = _problem_of_part(arrays, options, place)
+            known = found
         self._problem, self._with_wide_out, self.sees_anything = known
         self._operands = make_operands(self._problem, arrays, options)
 
@@ -98,7 +103,7 @@ class Part:
         *,
         rounded: bool = False,
     ) -> dict[str, Array]:
-        """The part's shares of the wanted gradients of q, k, v, bias, sink and slopes, in the accumulation's dtype.
+        """The part's shares of the wanted gradients, in the accumulation's dtype: also of extras and operands.
 
         `out` and `lse` are the whole problem's, so that the shares add up to its gradients. The shares of q, k and v
         are added to the arrays of `into`, if these are given for all that are wanted. `rounded`: each gradient is in
@@ -106,11 +111,11 @@ class Part:
         """
         problem, operands = self._problem, self._operands
         xp, accum = interop.namespace_of(operands.q), problem.accum_dtype
-        names = [name for name in ("q", "k", "v", *problem.extra_grads) if name in wanted]
+        inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         into = {} if into is None else into
         grads = {}
-        for name in names:
-            like = getattr(operands, name)
+        for name in (name for name in problem.grad_names if name in wanted):
+            like = inputs[name]
             grads[name] = into[name] if name in into else xp.empty(like.shape, like.dtype if rounded else accum)
         given = with_contiguous_rows(dout), with_contiguous_rows(out), lse, dlse
         backend = call.backend_of(isinstance(out, np.ndarray))

@@ -12,7 +12,7 @@ import numpy as np
 from cuflash.cuda.struct import Member, Struct
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
-from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
+from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
 from cuflash.rules.rule import NO_RULES, Rules
 from cuflash.rules.to_cuda import type_of
 
@@ -173,12 +173,6 @@ PARAMS = Struct(
         *map(_integer, _SIZES),
         _integer("window_left", "how many keys a query sees on either side of its diagonal"),
         _integer("window_right"),
-        _integer("first_q", "where a part of a longer problem stands in it: row i is the whole's first_q + i * stride"),
-        _integer("first_k"),
-        _integer("place_stride"),
-        _integer("first_head"),
-        _integer("first_batch"),
-        _integer("place_diagonal", "the key that the whole's query 0 is aligned to, for ALiBi"),
         _integer("alibi_batch_stride", "in elements; 0 if all sequences share the slopes"),
         _integer("dalibi_batch_stride"),
         _integer("dbias_batches", "the shape of dbias"),
@@ -204,6 +198,7 @@ PARAMS = Struct(
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
         ),
         _integer("operand_bits", "bits of either word of a term (rules/fixed_point.cuh)"),
+        *(_integer(f"place_{name}", "of a part in its whole (problem.Place)") for name in Place._fields),
         _long("operand_total", "elements of all floating-point operands"),
         _long("doperand_begin", "the first element of doperand among these"),
         _long("doperand_size", "elements of doperand"),
@@ -233,7 +228,6 @@ POINTERS = tuple(member.name for member in _POINTERS)
 # A bound beyond every index, to which an index can be added without overflow.
 _UNBOUNDED = 1 << 30
 _NO_LIMIT = (1 << 31) - 1
-_PLACE = ("first_q", "first_k", "place_stride", "first_head", "first_batch", "place_diagonal")
 _BOTH_HALVES = 0x10001  # the factor that copies a half word into both halves of a word
 _PER_ROW = ("lse", "dlse", "delta", "dslope_rows", "lse_splits")
 
@@ -265,8 +259,6 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RU
     left, right = problem.window_left, problem.window_right
     p["window_left"] = _UNBOUNDED if left is None else min(left, _UNBOUNDED)
     p["window_right"] = _UNBOUNDED if right is None else min(right, _UNBOUNDED)
-    for name, number in zip(_PLACE, problem.place, strict=True):
-        p[name] = number
     p["softmax_scale"], p["softcap"] = problem.softmax_scale, problem.softcap
     p["dropout_rescale"] = problem.dropout_rescale
     # The kernel doubles a kept weight, which costs no selection, so that the unit is half of the factor.
@@ -310,6 +302,8 @@ def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
 
 
 def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
+    for name, value in problem.place._asdict().items():
+        p[f"place_{name}"] = value
     begins, p["operand_total"] = begins_of_operands(problem)
     for number, (_, rank) in enumerate(rules.operands):
         name = operand_name(number)

@@ -69,9 +69,8 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    "has_place": lambda problem: (
-        problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0 or problem.rules != NO_RULES)
-    ),
+    # Users' own rules take places in every kernel that knows them.
+    "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
 }

@@ -26,8 +26,9 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.rule import NO_RULES
 
-HANDLES = KNOWN_TO_ALL  # the flags that the forward kernel knows
+HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
 # Bytes of shared memory that are no tile's: which keys are seen, and the padding before them.
 SMEM_BESIDE_TILES = 256
 # Bytes of shared memory that the driver takes for each thread block.
@@ -285,7 +286,8 @@ def forward(
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
-    return forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
+    config = forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
+    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
 
 
 def reason(problem: AttentionProblem) -> str:

@@ -51,26 +51,35 @@ def shown(rule: Rule, shape: tuple[int, int, int, int], first_batch: int, operan
 
 def slope(rule: Rule, scores: Array, first_batch: int, operands: Sequence[Any]) -> Array:
     """The derivative of a score_mod by the score."""
-    above, below = (scored(rule, scores.astype(np.float64) + step, first_batch, operands) for step in (_STEP, -_STEP))
+    wide = scores.astype(np.promote_types(scores.dtype, np.float64))
+    above, below = (scored(rule, wide + step, first_batch, operands) for step in (_STEP, -_STEP))
     return np.asarray((above - below) / (2 * _STEP), scores.dtype)
 
 
-def operand_gradients(rule: Rule | None, scores: Array, ds: Array, first_batch: int, operands: Sequence[Any]) -> Any:
-    """The gradient of each floating-point operand, where `ds` is that of the new scores; None of the others."""
+def operand_gradients(
+    rule: Rule | None, scores: Array, ds: Array, first_batch: int, operands: Sequence[Any], magnitudes: bool
+) -> list[Array | None]:
+    """The gradient of each floating-point operand, where `ds` is that of the new scores; None of the others.
+
+    With `magnitudes` the sums of absolute values of their terms.
+    """
+    wide = scores.astype(np.promote_types(scores.dtype, np.float64))
     found: list[Array | None] = []
     for number, operand in enumerate(map(np.asarray, operands)):
         if operand.dtype.kind in "biu":
             found.append(None)
             continue
-        grad = np.zeros(operand.shape)
+        grad = np.zeros(operand.shape, wide.dtype)
         for place in np.ndindex(operand.shape) if rule is not None else ():
             sides = []
             for step in (_STEP, -_STEP):
-                moved = [x.astype(np.float64) if n == number else x for n, x in enumerate(map(np.asarray, operands))]
-                moved[number] = moved[number].copy()
+                moved = list(map(np.asarray, operands))
+                moved[number] = operand.astype(wide.dtype)
                 moved[number][place] += step
-                sides.append(scored(rule, scores.astype(np.float64), first_batch, moved))  # type: ignore[arg-type]
+                assert rule is not None
+                sides.append(scored(rule, wide, first_batch, moved))
             difference = np.where(ds == 0, 0, sides[0] - sides[1])
+            difference = np.abs(difference) if magnitudes else difference
             grad[place] = (ds * difference).sum() / (2 * _STEP)
         found.append(grad)
     return found

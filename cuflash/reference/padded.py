@@ -147,9 +147,11 @@ def attention_backward(
             wide_dout, delta = abs(wide_dout), abs(delta)
             ds = p * ((wide_dout @ s.v.swapaxes(-1, -2)) * s.dropout_factor + delta[..., None])
         own_rule, operands = options.get("score_mod"), options.get("operands") or ()
-        of_operands = own_rules.operand_gradients(own_rule, s.before_rule, ds, options.get("first_batch", 0), operands)
+        of_operands = own_rules.operand_gradients(
+            own_rule, s.before_rule, ds, options.get("first_batch", 0), operands, magnitudes
+        )
         if own_rule is not None:
-            ds = np.where(ds == 0, 0, ds * s.rule_slope)
+            ds = np.where(ds == 0, 0, ds * (abs(s.rule_slope) if magnitudes else s.rule_slope))
         # Before softcap, the gradient of the products q.k.
         ds, dproduct = s.round(ds), s.round(ds * s.softcap_slope)
         grads = {

@@ -32,6 +32,9 @@ class Node:
     args: tuple[Node, ...]
     value: Any
 
+    def __deepcopy__(self, memo: Any) -> Node:
+        return self  # equal nodes are one object
+
     @property
     def is_float(self) -> bool:
         """The node is a floating-point number, and so has a derivative."""

@@ -56,7 +56,7 @@ def assert_agrees(device: Device, dtype: Any = "float64", **options: Any) -> Non
     """Results and all gradients are the reference's."""
     q, k, v, dout = inputs(dtype)
     dlse = normal(BATCH, HEADS, ROWS, dtype="float64" if dtype == "float64" else "float32")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: device.put(x) if name in ("operands", "bias", "mask", "alibi_slopes", "sink") else x
         for name, x in options.items()
     }
@@ -64,7 +64,7 @@ def assert_agrees(device: Device, dtype: Any = "float64", **options: Any) -> Non
     grads = device.get(backward(*device.put((dout, dlse))))
     expected, expected_lse = reference.attention(q, k, v, **options)
     wanted = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
-    close = {"rtol": ROUNDINGS[np.dtype(dtype).name], "atol": ROUNDINGS[np.dtype(dtype).name]}
+    close: dict[str, Any] = {"rtol": ROUNDINGS[np.dtype(dtype).name], "atol": ROUNDINGS[np.dtype(dtype).name]}
     np.testing.assert_allclose(device.get(out), expected, **close)
     np.testing.assert_allclose(device.get(lse), expected_lse, **close)
     names = ["q", "k", "v", *(name for name in ("bias", "sink", "alibi_slopes") if name in options)]
@@ -84,7 +84,7 @@ def test_a_table_of_relative_positions(device: Device, dtype: str, deterministic
 
 @pytest.mark.parametrize("deterministic", [None, True])
 def test_every_operation_and_its_derivative(device: Device, deterministic: bool | None) -> None:
-    options = {"score_mod": every_operation, "mask_mod": dilated, "operands": operands_of()}
+    options: dict[str, Any] = {"score_mod": every_operation, "mask_mod": dilated, "operands": operands_of()}
     assert_agrees(device, deterministic=deterministic, **options)
 
 
@@ -109,7 +109,7 @@ def test_a_block_mask_beside_rules(device: Device) -> None:
     q, k, v, dout = inputs("float32", 70, 150)
     shown = RNG.random((HEADS, 70, 150)) < 0.5
     block_mask = cuflash.BlockMask.from_dense(device.put(shown), block_size=(32, 32))
-    rules = {"score_mod": lambda s, b, h, i, j: s * 0.5 - 0.01 * abs(i - j), "mask_mod": dilated}
+    rules: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s * 0.5 - 0.01 * abs(i - j), "mask_mod": dilated}
     out, backward = cuflash.attention_vjp(*device.put((q, k, v)), block_mask=block_mask, **rules)
     expected = reference.attention(q, k, v, block_mask=shown, **rules)[0]
     np.testing.assert_allclose(device.get(out), expected, rtol=1e-4, atol=1e-4)
@@ -124,7 +124,7 @@ def test_a_dense_bias_and_its_gradient(device: Device) -> None:
     dense, of_keys = normal(BATCH, HEADS, ROWS, KEYS), normal(BATCH, KEYS)
     put = device.put
     _, by_bias = cuflash.attention_vjp(*put((q, k, v)), bias=put(dense + of_keys[:, None, None]))
-    own = {
+    own: dict[str, Any] = {
         "score_mod": lambda s, b, h, i, j, dense, of_keys: s + dense[b, h, i, j] + of_keys[b, j],
         "operands": put((dense, of_keys)),
     }
@@ -188,7 +188,7 @@ def test_packed_rules_are_local(device: Device) -> None:
         "operands": (table,),
     }
     put = device.put
-    on_device = {**options, "operands": put((table,))}
+    on_device: dict[str, Any] = {**options, "operands": put((table,))}
     out, backward = cuflash.attention_varlen_vjp(*put((q, k, v, cu_q, cu_k)), **on_device)
     expected, _ = reference.attention_varlen(q, k, v, cu_q, cu_k, **options)
     np.testing.assert_allclose(device.get(out), expected, atol=1e-10)
@@ -201,10 +201,11 @@ def test_packed_rules_are_local(device: Device) -> None:
 def test_lengths_keep_the_indices_absolute(device: Device) -> None:
     q, k, v, dout = inputs()
     table = normal(HEADS, 17)
-    lengths = {"q_lengths": np.array([ROWS, 5], np.int32), "kv_lengths": np.array([30, 12], np.int32)}
-    options = {"score_mod": relative, "operands": (table,), "causal": True}
+    lengths: dict[str, Any] = {"q_lengths": np.array([ROWS, 5], np.int32), "kv_lengths": np.array([30, 12], np.int32)}
+    options: dict[str, Any] = {"score_mod": relative, "operands": (table,), "causal": True}
     put = device.put
-    out, backward = cuflash.attention_vjp(*put((q, k, v)), **{**options, "operands": put((table,))}, **put(lengths))
+    on_device: dict[str, Any] = {**options, "operands": put((table,)), **put(lengths)}
+    out, backward = cuflash.attention_vjp(*put((q, k, v)), **on_device)
     expected, _ = reference.attention(q, k, v, **options, **lengths)
     np.testing.assert_allclose(device.get(out), expected, atol=1e-10)
     wanted = reference.attention_backward(dout, q, k, v, **options, **lengths)
@@ -218,7 +219,8 @@ def test_a_rule_that_hides_all_gives_zeros(device: Device) -> None:
     hide_all: Callable[..., Any] = lambda b, h, i, j, *_: i < 0  # noqa: E731
     by_score: Callable[..., Any] = lambda s, b, h, i, j, x: np.where(i < 0, s + x[h], -np.inf)  # noqa: E731
     operand = normal(HEADS, dtype="float32")
-    for rules in ({"mask_mod": hide_all}, {"score_mod": by_score}):
+    both: tuple[dict[str, Any], ...] = ({"mask_mod": hide_all}, {"score_mod": by_score})
+    for rules in both:
         put = device.put
         (out, lse), backward = cuflash.attention_vjp(
             *put((q, k, v)), return_lse=True, operands=(put(operand),), **rules
@@ -232,10 +234,11 @@ def test_hidden_keys_do_not_leak(device: Device) -> None:
     """Keys that a rule hides from all may hold anything."""
     q, k, v, dout = inputs("float32")
     put = device.put
-    for rules in (
+    both: tuple[dict[str, Any], ...] = (
         {"mask_mod": lambda b, h, i, j: j % 5 != 2},
         {"score_mod": lambda s, b, h, i, j: np.where(j % 5 != 2, s * 2, -np.inf)},
-    ):
+    )
+    for rules in both:
         expected, backward = cuflash.attention_vjp(*put((q, k, v)), **rules)
         wanted = device.get(backward(put(dout)))
         bad_k, bad_v = k.copy(), v.copy()
@@ -306,7 +309,11 @@ def test_gradients_of_operands_in_order(device: Device) -> None:
 def test_deterministic_gradients_repeat_their_bits(device: Device) -> None:
     q, k, v, dout = inputs("float32")
     put = device.put
-    options = {"score_mod": every_operation, "operands": put(operands_of("float32")), "deterministic": True}
+    options: dict[str, Any] = {
+        "score_mod": every_operation,
+        "operands": put(operands_of("float32")),
+        "deterministic": True,
+    }
     _, backward = cuflash.attention_vjp(*put((q, k, v)), **options)
     first, second = (device.get(backward(put(dout))) for _ in range(2))
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
@@ -317,8 +324,8 @@ def test_strides_and_layouts_of_operands(device: Device) -> None:
     q, k, v, dout = inputs("float32")
     table = normal(17, 2 * HEADS, dtype="float32")[::-1, ::2].T
     put = device.put
-    options = {"score_mod": relative, "operands": (put(table),)}
-    whole = {"score_mod": relative, "operands": (put(np.ascontiguousarray(table)),)}
+    options: dict[str, Any] = {"score_mod": relative, "operands": (put(table),)}
+    whole: dict[str, Any] = {"score_mod": relative, "operands": (put(np.ascontiguousarray(table)),)}
     out, backward = cuflash.attention_vjp(*put((q, k, v)), **options)
     same, same_backward = cuflash.attention_vjp(*put((q, k, v)), **whole)
     assert (device.get(out) == device.get(same)).all()

@@ -433,3 +433,64 @@ def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: t
     with hook.kernels_on(CpuDevice(capability, 3)):
         found = spread("ring", 3, "zigzag", arrays, packed, spread_options)
     assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
+
+
+# Users' own rules: indices are those of the whole sequence, gradients of operands are sums over ranks.
+
+
+def scored(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return s * 0.5 + table[b, h, (j - i) % 7] * np.tanh(s)
+
+
+def shown(b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return (i - j + b) % 4 != kind[h]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rules_over_ranks(name: str, order: str, packed: bool) -> None:
+    if name == "ulysses":
+        order = "plain" if order == ORDERS[0] else order
+    edges = np.array([0, 5, 17, 29], np.int32) if packed else None
+    leading = () if packed else (2,)
+    rng = np.random.default_rng(7)
+    shapes = {"q": (*leading, 29, 4, 8), "k": (*leading, 29, 2, 8), "v": (*leading, 29, 2, 8)}
+    arrays = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
+    arrays |= {"dout": rng.standard_normal(shapes["q"])}
+    arrays |= {"dlse": rng.standard_normal((4, 29) if packed else (2, 4, 29))}
+    options = {
+        "score_mod": scored,
+        "mask_mod": shown,
+        "operands": (rng.standard_normal((3, 4, 7)), np.array([0, 1, 2, 3])),
+        "causal": True,
+        "sink": rng.standard_normal(4),
+    }
+    given = {**options, "cu_seqlens": edges} if packed else options
+    found, expected = spread(name, 3, order, arrays, packed, given), alone(arrays, options, edges)
+    assert found.keys() == expected.keys() and "extra1" in found
+    for key, x in expected.items():
+        np.testing.assert_allclose(found[key], x, atol=1e-12, err_msg=key)
+
+
+def test_ranks_compare_functions_by_name_and_operands_by_shape() -> None:
+    q = np.zeros((1, 6, 2, 4))
+
+    def other(s: Any, b: Any, h: Any, i: Any, j: Any, *operands: Any) -> Any:
+        return s
+
+    def work(comm: Any) -> None:
+        part = distributed.shard(q, comm, "plain")
+        mod = other if comm.rank else scored
+        distributed.ring_attention(
+            part, part, part, comm, order="plain", score_mod=mod, operands=(np.zeros((1, 2, 7)), np.zeros(2, int))
+        )
+
+    def sized(comm: Any) -> None:
+        part = distributed.shard(q, comm, "plain")
+        operands = (np.zeros((1, 2, 7 + comm.rank)), np.zeros(2, int))
+        distributed.ring_attention(part, part, part, comm, order="plain", score_mod=scored, operands=operands)
+
+    for bad, word in ((work, "score_mod"), (sized, "operands")):
+        errors = errors_of(2, bad)
+        assert all(isinstance(error, ValueError) and word in str(error) for error in errors)

@@ -38,7 +38,7 @@ def slope(root: Node) -> Node:
 
 
 S = np.array([-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.75])
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "where": lambda s, b, h, i, j: np.where(s > 0.25, s * s, -s),
     "minimum": lambda s, b, h, i, j: np.minimum(s, 0.3) + np.minimum(1.1, s),
     "maximum": lambda s, b, h, i, j: np.maximum(s, 0.3) * np.maximum(-1.7, s),
@@ -80,28 +80,26 @@ def test_values_and_derivatives(name: str) -> None:
 
 def random_expression(rng: np.random.Generator, depth: int) -> Callable[..., Any]:
     """A function of random operations that are defined everywhere."""
+    leaves: list[Callable[..., Any]] = [
+        lambda s, i, j, t: s,
+        lambda s, i, j, t: t[i % 4, (j - i) % 7],
+        lambda s, i, j, t: s * 0.5,
+        lambda s, i, j, t: t[j // 3, 2] - i,
+    ]
     if depth == 0:
-        return rng.choice(  # type: ignore[no-any-return]
-            [
-                lambda s, i, j, t: s,
-                lambda s, i, j, t: t[i % 4, (j - i) % 7],
-                lambda s, i, j, t: s * 0.5,
-                lambda s, i, j, t: t[j // 3, 2] - i,
-            ]
-        )
+        return leaves[rng.integers(len(leaves))]
     first, second = (random_expression(rng, depth - 1) for _ in range(2))
     a, b = rng.normal(size=2)
-    return rng.choice(  # type: ignore[no-any-return]
-        [
-            lambda *x: first(*x) + a * second(*x),
-            lambda *x: np.tanh(first(*x)) * np.sin(second(*x)),
-            lambda *x: np.where(first(*x) > a, second(*x), first(*x)),
-            lambda *x: np.minimum(first(*x), second(*x) + b),
-            lambda *x: np.clip(first(*x), a - 1, a + 1) * np.cos(second(*x)),
-            lambda *x: first(*x) / (second(*x) ** 2 + 1.5),
-            lambda *x: np.log(first(*x) ** 2 + 1) - np.exp(-abs(second(*x))),
-        ]
-    )
+    branches: list[Callable[..., Any]] = [
+        lambda *x: first(*x) + a * second(*x),
+        lambda *x: np.tanh(first(*x)) * np.sin(second(*x)),
+        lambda *x: np.where(first(*x) > a, second(*x), first(*x)),
+        lambda *x: np.minimum(first(*x), second(*x) + b),
+        lambda *x: np.clip(first(*x), a - 1, a + 1) * np.cos(second(*x)),
+        lambda *x: first(*x) / (second(*x) ** 2 + 1.5),
+        lambda *x: np.log(first(*x) ** 2 + 1) - np.exp(-abs(second(*x))),
+    ]
+    return branches[rng.integers(len(branches))]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -126,7 +124,7 @@ def test_random_expressions(seed: int) -> None:
         value(root, s - step, table, **places),
     )
     total = np.zeros((4, 7, 50))
-    inputs = {SCORE: s, **{name: np.int32(places.get(name, 0)) for name in "bhij"}}
+    inputs: dict[str, Any] = {SCORE: s, **{name: np.int32(places.get(name, 0)) for name in "bhij"}}
     evaluation = Evaluation(inputs, [table])
     for load in loads_of(root):
         total[evaluation.indices(load)] += value(derivative(root, load), s, table, **places)
@@ -288,7 +286,8 @@ def test_a_mask_is_a_bool() -> None:
 def test_bad_operands() -> None:
     q = np.zeros((1, 2, 1, 4), np.float32)
     rule: Callable[..., Any] = lambda s, b, h, i, j, *x: s  # noqa: E731
-    for operands in (np.zeros(3), 3.0, "abc", {"a": 1}):
+    wrong: tuple[Any, ...] = np.zeros(3), 3.0, "abc", {"a": 1}
+    for operands in wrong:
         with pytest.raises(TypeError, match="operands: expected a tuple"):
             cuflash.attention(q, q, q, score_mod=rule, operands=operands)
     for operand in (3.0, None, [1.0], np.zeros(2, complex), np.array(["a"]), np.zeros(2, "datetime64[s]")):
@@ -328,7 +327,7 @@ class Counted:
 def test_a_function_is_traced_once() -> None:
     counted = Counted(SCALE=2.0)
     q = RNG.standard_normal((1, 3, 1, 4))
-    call = lambda *operands: cuflash.attention(q, q, q, score_mod=counted.rule, operands=operands)  # noqa: E731
+    call: Callable[..., Any] = lambda *operands: cuflash.attention(q, q, q, score_mod=counted.rule, operands=operands)  # noqa: E731
     first = call()
     assert (call() == first).all() and counted.calls == 1
     cuflash.attention_vjp(q[:, :2], q, q, score_mod=counted.rule)[1](q[:, :2])
@@ -372,7 +371,7 @@ def test_names_of_a_closure_are_followed() -> None:
 
 def test_equal_rules_are_one() -> None:
     """Two functions of one expression share kernels; shapes are constants only where the function reads them."""
-    make = lambda factor: lambda s, b, h, i, j, t: s * factor + t[h, i]  # noqa: E731
+    make: Callable[..., Any] = lambda factor: lambda s, b, h, i, j, t: s * factor + t[h, i]  # noqa: E731
     kinds = (OperandType((4, 7), "float32"),), (OperandType((5, 9), "float32"),)
     one, same, other = (trace_rules(make(x), None, kinds[0], "float32") for x in (2.0, 2.0, 3.0))
     assert one == same and hash(one) == hash(same) and one != other

@@ -78,10 +78,15 @@ class Case:
     @property
     def grad_names(self) -> tuple[str, ...]:
         """Names of the gradients in the order in which the library returns them."""
-        return ("q", "k", "v", *(name for name in EXTRAS if self.options.get(name) is not None))
+        floats = [n for n, x in enumerate(self.options.get("operands") or ()) if x.dtype.kind not in "biu"]
+        extras = [name for name in EXTRAS if self.options.get(name) is not None]
+        return ("q", "k", "v", *extras, *(f"operand_{n}" for n in floats))
 
     def input_of(self, name: str) -> Array:
         """The input that gradient `name` belongs to."""
+        if name.startswith("operand_"):
+            operand: Array = self.options["operands"][int(name.removeprefix("operand_"))]
+            return operand
         array: Array = getattr(self, name) if name in ("q", "k", "v") else self.options[name]
         return array
 

@@ -66,6 +66,8 @@ def _delta_magnitude(case: Case) -> dict[str, float]:
         "bias": rows,
         "sink": rows,
         "alibi_slopes": rows * reach,
+        # The rules of the tests give an element of an operand a factor of no more than this.
+        **{name: rows * reach for name in case.grad_names if name.startswith("operand_")},
     }
 
 

@@ -24,11 +24,12 @@ from cuflash.plan import (
     sm90_tiles,
 )
 from cuflash.plan.config import FLAGS, KernelConfig, without_window
+from cuflash.plan.portable import OPERAND_ENTRIES
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
 # What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
-_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores"}
+_OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores", "rules"}
 _TOLD_APART = (
     "splits_keys",
     "deterministic",
@@ -116,6 +117,11 @@ def is_for_long_walks(config: KernelConfig) -> bool:
     return bool(short) and not any(all(of.get(name, x) == x for name, x in tile.items()) for tile in short)
 
 
+def scored_by_head(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    """A rule whose derivative depends on the score."""
+    return s + table[h] * s * s - 0.03125 * abs(i - j)
+
+
 def case_of(config: KernelConfig, dtype: str) -> Case:
     """A problem that takes the row."""
     rng = np.random.default_rng(0)
@@ -136,6 +142,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         "has_alibi": {"alibi_slopes": np.array([0.1, 0.5], accum_dtype(np_dtype(dtype)))},
         "has_dropout": {"dropout_p": 0.3, "dropout_seed": 7},
         "has_block_mask": {"block_mask": rng.random(scores) < 0.7},
+        "has_score_mod": {"score_mod": scored_by_head, "operands": (np.array([0.5, -0.25], np.float32),)},
+        "has_mask_mod": {"mask_mod": lambda b, h, i, j, *operands: (7 * i + 3 * j + h) % 5 != 0},
     }
     chosen = {name: x for flag in FLAGS if of[flag] for name, x in options[flag].items()}
     if (
@@ -152,6 +160,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         chosen |= {"deterministic": True, **options["has_block_mask"]}
     elif of.get("deterministic") and config.entry in in_order:
         chosen["deterministic"] = True
+    if config.entry in OPERAND_ENTRIES:
+        chosen["deterministic"] = config.entry != OPERAND_ENTRIES[0]
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
     if isinstance(config, sm80_forward.Sm80QueryConfig):
@@ -210,7 +220,8 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
         out, lse = case.on(HOST).forward()
         of_bias = config.entry in _OF_BIAS or getattr(config, "writes_dbias", False)
         with place.active():
-            grads = case.on(place).backward(out, lse, grads=("q", "k", "v", "bias") if of_bias else ("q", "k", "v"))
+            further = (("bias",) if of_bias else ()) + (("operands",) if config.entry in OPERAND_ENTRIES else ())
+            grads = case.on(place).backward(out, lse, grads=("q", "k", "v", *further))
         case.assert_gradients(grads)
     launched = [x.kernel.config for x in launch._launches.values() if x.kernel.entry == config.entry]
     assert identity(config) in map(identity, launched)

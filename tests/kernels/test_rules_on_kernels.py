@@ -1,0 +1,94 @@
+"""Users' own rules in the kernels: on the CPU as several architectures, and on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import devices
+import numpy as np
+import pytest
+from cases import gaussian_case
+from cpu_device import device as cpu_device
+from devices import Device, device_of, has_gpu
+
+from cuflash.frontend import metadata
+from cuflash.gpu import launch
+
+needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+RNG = np.random.default_rng(0)
+SHAPE = 70, 150
+
+
+def gated(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return s * 0.75 + table[h, (j - i) % 5] * np.tanh(s / 4)
+
+
+def striped(b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return (i - j + h) % 3 != kind[b]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "score_mod": {"score_mod": gated},
+    "mask_mod": {"mask_mod": striped, "causal": True},
+    "both": {"score_mod": gated, "mask_mod": striped, "dropout_p": 0.2, "dropout_seed": 3},
+    "all": {
+        "score_mod": gated,
+        "mask_mod": striped,
+        "window": (60, 20),
+        "softcap": 5.0,
+        "bias": RNG.standard_normal((1, 4, *SHAPE)).astype("float32"),
+        "mask": RNG.random((2, 1, *SHAPE)) < 0.8,
+        "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], "float32"),
+        "block_mask": RNG.random(SHAPE) < 0.6,
+        "deterministic": True,
+    },
+}
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(name, marks=needs_compiler) for name in ("sm_75", "sm_80", "sm_90")),
+        *([pytest.param("cupy", marks=pytest.mark.gpu)] if has_gpu() else []),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Where the library runs."""
+    devices.forget_launches()
+    place = device_of(request.param)
+    with place.active():
+        yield place
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rules(place: Device, dtype: str, name: str) -> None:
+    operands = RNG.standard_normal((4, 5)).astype("float32") * 0.5, np.array([0, 1, 2], np.int16)
+    case = gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, operands=operands, **OPTIONS[name])
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    assert entries == {"forward_sm80" if dtype == "float16" else "forward"}
+    case.assert_gradients(on_place.backward(out, lse), out, lse)
+    entries = {x.kernel.entry for x in launch._launches.values()}
+    if "score_mod" in OPTIONS[name]:
+        assert ("operand_words" if "deterministic" in OPTIONS[name] else "backward_operands") in entries
+
+
+def test_a_repeated_call_reads_its_operands_anew(place: Device) -> None:
+    """A call that is known again launches the same kernels on what the operands hold now."""
+    operands = np.zeros((4, 5), "float32"), np.array([0, 1], np.int16)
+    rules: dict[str, Any] = {"score_mod": gated, "mask_mod": striped, "operands": operands}
+    case = gaussian_case(0, "float16", (33, 40), (4, 2), (32, 32), 2, **rules)
+    on_place = case.on(place)
+    first = on_place.forward()
+    assert len(metadata._repeats) == 1
+    table = RNG.standard_normal((4, 5)).astype("float32")
+    on_place.options["operands"][0][...] = place.put(table)
+    on_place.options["operands"][1][...] = place.put(np.array([2, 0], np.int16))
+    second = on_place.forward()
+    assert len(metadata._repeats) == 1
+    changed = case.with_options(operands=(table, np.array([2, 0], np.int16)))
+    changed.assert_forward(*second)
+    assert (first[0] != second[0]).any()
