@@ -53,9 +53,11 @@ def backward(
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
     results = {f"d{name}": x for name, x in grads.items()}
-    given_work = work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    whole = work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    wide_grads = grads
     if problem.is_mixed:
-        work, grads = convert.widened(work, is_backward=True), convert.wide_results(work, grads)
+        work = convert.widened(whole, is_backward=True)
+        grads = wide_grads = convert.wide_results(whole, grads)
     work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
     for family in _BACKWARD:
         rest = family(work, work.arrays | of_lse, grads)
@@ -65,6 +67,6 @@ def backward(
         gpu_portable.delta(work, work.arrays | of_lse)
         rest = grads
     gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
-    convert.narrow(given_work, grads, results)
+    convert.narrow(whole, wide_grads, results)
     work.recording.end()
     return work.recording
