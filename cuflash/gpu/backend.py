@@ -33,9 +33,9 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     if lse is None:
         work.arrays["lse"] = work.empty(problem.lse_shape, problem.accum_dtype)
     own = convert.widened(work) if problem.is_mixed else work
+    wide_out = own.arrays["out"]
     next(filter(None, (family(own) for family in _FORWARD)))
-    if own is not work:
-        convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
+    convert.narrow(work, {"out": wide_out}, {"out": out})
     work.recording.end()
     return work.recording
 
