@@ -12,7 +12,7 @@ struct Conversion {
 
 #include "Conversion.layout"
 
-DEVICE float number(unsigned char code) { return e4m3_number(code); }
+DEVICE float number(unsigned char code) { return decoded(code); }
 DEVICE float number(float x) { return x; }
 DEVICE float number(__half x) { return __half2float(x); }
 DEVICE float number(__nv_bfloat16 x) { return __bfloat162float(x); }
