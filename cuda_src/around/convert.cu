@@ -1,6 +1,7 @@
 // This kernel writes an array (three axes of rows, columns) as one of another type, of e4m3 codes the numbers times
-// their rows' scales. It serves problems of mixed types, whose attention is computed by kernels that know one type. The
-// host writes the types `Source` and `Target` in front of this text.
+// their rows' scales. Rows beyond a length are left as they are, as nobody reads them. It serves problems of mixed
+// types, whose attention is computed by kernels that know one type. The host writes the types `Source` and `Target` in
+// front of this text.
 #include "../offset_of.cuh"
 #include "e4m3.cuh"
 #include "four.cuh"
@@ -11,7 +12,7 @@ struct Conversion {
 
 #include "Conversion.layout"
 
-DEVICE float number(unsigned char code) { return e4m3_number(code); }
+DEVICE float number(unsigned char code) { return decoded(code); }
 DEVICE float number(float x) { return x; }
 DEVICE float number(__half x) { return __half2float(x); }
 DEVICE float number(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -20,9 +21,12 @@ DEVICE float number(__nv_bfloat16 x) { return __bfloat162float(x); }
 extern "C" __global__ void __launch_bounds__(THREADS) convert(const Conversion p) {
   const i64 chunks = (p.extents.n[3] + COLUMNS - 1) / COLUMNS;
   const i64 index = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-  const RowPlace place(index / chunks, p.extents, p.source_strides, p.target_strides);
+  const i64 row = index / chunks;
+  const RowPlace place(row, p.extents, p.source_strides, p.target_strides);
   if (!place.exists) return;
-  const RowPlace of_scale(index / chunks, p.extents, p.scale_strides, p.scale_strides);
+  const i64 token = row / p.extents.n[2];
+  if (p.lengths != nullptr && token % p.extents.n[1] >= p.lengths[token / p.extents.n[1]]) return;
+  const RowPlace of_scale(row, p.extents, p.scale_strides, p.scale_strides);
   const float scale = p.scale == nullptr ? 1.0f : p.scale[of_scale.first];
   const i64 first = index % chunks * COLUMNS, end = first + COLUMNS;
   for (i64 column = first; column < end && column < p.extents.n[3]; ++column) {

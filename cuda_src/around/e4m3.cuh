@@ -5,7 +5,7 @@ constexpr unsigned E4M3_REBIAS = (127 - 7) << 3;  // between the exponents' bias
 constexpr unsigned E4M3_NAN = 0x7f, E4M3_LARGEST = 0x7e, E4M3_SUBNORMALS = 8;
 constexpr float E4M3_MAX = 448, E4M3_LEAST_NORMAL = 0.015625f, E4M3_LEAST = 0.001953125f;
 
-DEVICE float e4m3_number(unsigned char code) {
+DEVICE float decoded(unsigned char code) {
   const unsigned sign = (code & 0x80u) << 24, size = code & 0x7fu;
   if (size == E4M3_NAN) return __uint_as_float(sign | 0x7fc00000u);
   const float subnormal = static_cast<float>(size) * E4M3_LEAST;
@@ -13,8 +13,8 @@ DEVICE float e4m3_number(unsigned char code) {
   return __uint_as_float(__float_as_uint(x) | sign);
 }
 
-// e4m3_code() rounds to nearest even; beyond the largest number it is that number's code, and of NaN that of NaN.
-DEVICE unsigned char e4m3_code(float x) {
+// encoded() rounds to nearest even; beyond the largest number it is that number's code, and of NaN that of NaN.
+DEVICE unsigned char encoded(float x) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
   const float size = __uint_as_float(rest);
   if (rest > 0x7f800000u) return static_cast<unsigned char>(sign | E4M3_NAN);
@@ -26,10 +26,10 @@ DEVICE unsigned char e4m3_code(float x) {
 }
 
 // A float64 is first cut to a float32 whose last bit says that something was cut, so that it is rounded once.
-DEVICE unsigned char e4m3_code(double x) {
+DEVICE unsigned char encoded(double x) {
   const unsigned long long bits = static_cast<unsigned long long>(__double_as_longlong(x));
-  if (!(fabs(x) < E4M3_MAX) || fabs(x) < E4M3_LEAST / 4) return e4m3_code(static_cast<float>(x));
+  if (!(fabs(x) < E4M3_MAX) || fabs(x) < E4M3_LEAST / 4) return encoded(static_cast<float>(x));
   const unsigned exponent = static_cast<unsigned>(bits >> 52 & 0x7ff) - (1023 - 127);
   const unsigned mantissa = static_cast<unsigned>(bits >> 29 & 0x7fffff), cut = (bits & 0x1fffffff) != 0;
-  return e4m3_code(__uint_as_float(static_cast<unsigned>(bits >> 63) << 31 | exponent << 23 | mantissa | cut));
+  return encoded(__uint_as_float(static_cast<unsigned>(bits >> 63) << 31 | exponent << 23 | mantissa | cut));
 }

@@ -60,6 +60,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(const Quantizatio
   if (place.is_first_of_second && first == 0) p.scale[place.second] = scale;
   for (i64 column = first; column < first + COLUMNS && column < p.extents.n[3]; ++column) {
     const Wide x = static_cast<Wide>(p.source[place.first + column * p.source_strides.n[3]]);
-    p.codes[row * p.extents.n[3] + column] = e4m3_code(x / static_cast<Wide>(scale));
+    p.codes[row * p.extents.n[3] + column] = encoded(x / static_cast<Wide>(scale));
   }
 }

@@ -25,13 +25,13 @@ from cuflash.problem.fp8 import SCALES
 _FILE, _ENTRY = "around/convert", "convert"
 _THREADS = 256  # threads of a thread block
 _COLUMNS = 8  # columns that a thread converts
-_POINTERS = ("source", "target", "scale")
 CONVERSION = Struct(
     "Conversion",
     [
         Member("source", "const Source*", np.dtype("u8")),
         Member("target", "Target*", np.dtype("u8")),
         Member("scale", "const float*", np.dtype("u8"), "of the rows, or null"),
+        Member("lengths", "const int*", np.dtype("u8"), "rows of each sequence that are used, or null"),
         Member("extents", "Four", FOUR),
         Member("source_strides", "Four", FOUR, "in elements, as the others"),
         Member("target_strides", "Four", FOUR),
@@ -40,20 +40,21 @@ CONVERSION = Struct(
 )
 _INPUTS = ("q", "k", "v", "bias")
 _RESIDUALS = ("dout", "out")
+_LENGTHS = {"q": "q_lengths", "k": "kv_lengths", "v": "kv_lengths", "dout": "q_lengths", "out": "q_lengths"}
 
 
 class _Launch:
-    """A conversion's `replay.Launch`: of source and target, and of scales where there are some."""
+    """A conversion's `replay.Launch`; `arrays` are those of its pointers that are not null."""
 
-    def __init__(self, device: cuda_device.Device, arrays: Sequence[Array]) -> None:
-        source, target, *scales = arrays
-        self.pointer_words = tuple([CONVERSION.offset(name) // 8 for name in _POINTERS[: len(arrays)]])
+    def __init__(self, device: cuda_device.Device, arrays: Arrays) -> None:
+        source, target = arrays["source"], arrays["target"]
+        self.pointer_words = tuple([CONVERSION.offset(name) // 8 for name in arrays])
         params = np.zeros(1, CONVERSION.dtype)
         p = params[0]
         p["extents"] = extents(source)
         p["source_strides"], p["target_strides"] = strides(source), strides(target)
-        if scales:
-            p["scale_strides"] = strides(scales[0][..., None])
+        if "scale" in arrays:
+            p["scale_strides"] = strides(arrays["scale"][..., None])
         rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
         self._is_empty = not source.size
         blocks = math.ceil(rows * math.ceil(columns / _COLUMNS) / _THREADS)
@@ -88,16 +89,17 @@ class _Launch:
 _launches: Kept[Any, _Launch] = Kept()
 
 
-def _convert(work: Work, arrays: Arrays) -> None:
-    """Enqueue a conversion of source, target and perhaps scale, by their names in the recording."""
-    key = work.device, tuple([(x.dtype, x.shape, x.strides) for x in arrays.values()])
+def _convert(work: Work, **named: tuple[str, Array]) -> None:
+    """Enqueue a conversion; each of its pointers has an array and the array's name in the recording."""
+    arrays = {pointer: x for pointer, (_, x) in named.items()}
+    key = work.device, tuple([(pointer, x.dtype, x.shape, x.strides) for pointer, x in arrays.items()])
     launch = _launches.get(key)
     if launch is None:
-        launch = _launches[key] = _Launch(work.device, list(arrays.values()))
+        launch = _launches[key] = _Launch(work.device, arrays)
     addresses = [work.device.pointer(x) for x in arrays.values()]
     places = zip(launch.pointer_words, range(len(addresses)), strict=True)
     launch.enqueue(addresses, places, None, work.device.stream())
-    work.recording.add(launch, arrays)
+    work.recording.add(launch, dict(named.values()))
 
 
 def widened(work: Work, is_backward: bool = False) -> Work:
@@ -112,9 +114,11 @@ def widened(work: Work, is_backward: bool = False) -> Work:
         if x is None or x.dtype.name == accum:
             continue
         wide.arrays[name] = work.empty(x.shape, accum)
-        scale = f"{name}_scale"
-        scales = {scale: work.arrays[scale]} if scale in work.arrays else {}
-        _convert(work, {name: x, f"wide_{name}": wide.arrays[name], **scales})
+        others = {"scale": f"{name}_scale", "lengths": _LENGTHS.get(name, "")}
+        if problem.packed or "block_table" in work.arrays:
+            del others["lengths"]  # rows are no positions in sequences
+        given = {pointer: (own, work.arrays[own]) for pointer, own in others.items() if own in work.arrays}
+        _convert(work, source=(name, x), target=(f"wide_{name}", wide.arrays[name]), **given)
     if not is_backward:
         wide.arrays |= wide_results(work, {"out": work.arrays["out"]})
     return wide
@@ -130,4 +134,4 @@ def narrow(work: Work, wide: Arrays, results: Arrays) -> None:
     """Convert what `wide_results` gave; `results` are by their names in the recording."""
     for (name, result), x in zip(results.items(), wide.values(), strict=True):
         if x is not result:
-            _convert(work, {f"wide_{name}": x, name: result})
+            _convert(work, source=(f"wide_{name}", x), target=(name, result))

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import gaussian, np_dtype
-from devices import Device, device_of
-from fp8 import RMS_FACTOR, Quantized, inputs, naive, numbers_of, quantized, rms
+from devices import Device
+from fp8 import Quantized, numbers_of, quantized
 from libraries import Exporter
 from numpy.typing import NDArray
 from tolerance import EPS
@@ -245,90 +245,6 @@ def codes(*shape: int) -> Array:
     return np.zeros(shape, np.uint8)
 
 
-def halves(*shape: int, dtype: str = "float16") -> Array:
-    return np.zeros(shape, np_dtype(dtype))
-
-
-Q, K, V = (1, 3, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8)
-ONE = np.ones((1, 1, 1), np.float32)
-WRONG: dict[str, tuple[tuple[Array, Array, Array], dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "k alone": ((halves(*Q), codes(*K), halves(*V)), {}, TypeError, ("v", "uint8", "float16")),
-    "v alone": ((halves(*Q), halves(*K), codes(*V)), {}, TypeError, ("k", "uint8", "float16")),
-    "q alone": ((codes(*Q), halves(*K), halves(*V)), {}, TypeError, ("k", "uint8", "float16")),
-    "int8": ((codes(*Q).view(np.int8),) * 3, {}, TypeError, ("q", "int8")),
-    "float32 queries": ((halves(*Q, dtype="float32"), codes(*K), codes(*V)), {}, TypeError, ("q", "16", "float32")),
-    "float64 queries": ((halves(*Q, dtype="float64"), codes(*K), codes(*V)), {}, TypeError, ("q", "float64")),
-    "q_scale of halves": ((halves(*Q), codes(*K), codes(*V)), {"q_scale": ONE}, ValueError, ("q_scale", "float16")),
-    "k_scale of halves": ((halves(*Q), halves(*K), halves(*V)), {"k_scale": ONE}, ValueError, ("k_scale", "float16")),
-    "v_scale of halves": ((halves(*Q), halves(*K), halves(*V)), {"v_scale": ONE}, ValueError, ("v_scale", "float16")),
-    "scale's dtype": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"k_scale": ONE.astype(float)},
-        TypeError,
-        ("k_scale", "float64"),
-    ),
-    "scale's axes": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"k_scale": ONE[0]},
-        ValueError,
-        ("k_scale", "(1, 5, 1)", "(1, 1)"),
-    ),
-    "scale's axis": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"q_scale": np.ones((1, 5, 1), np.float32)},
-        ValueError,
-        ("q_scale", "(1, 3, 2)", "(1, 5, 1)"),
-    ),
-    "scale of four axes": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"v_scale": ONE[..., None]},
-        ValueError,
-        ("v_scale", "(1, 5, 1)"),
-    ),
-    "scale is a number": ((codes(*Q), codes(*K), codes(*V)), {"v_scale": 2.0}, TypeError, ("v_scale", "float")),
-    "bias of halves": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"bias": halves(3, 5)},
-        TypeError,
-        ("bias", "float32", "float16"),
-    ),
-    "float64 result": (
-        (codes(*Q), codes(*K), codes(*V)),
-        {"out_dtype": "float64"},
-        TypeError,
-        ("out_dtype", "bfloat16"),
-    ),
-    "FP8 result": ((codes(*Q), codes(*K), codes(*V)), {"out_dtype": "uint8"}, TypeError, ("out_dtype", "uint8")),
-    "no dtype": ((halves(*Q), halves(*K), halves(*V)), {"out_dtype": "half-ish"}, TypeError, ("out_dtype", "half-ish")),
-    "float64 of halves": (
-        (halves(*Q), halves(*K), halves(*V)),
-        {"out_dtype": "float64"},
-        TypeError,
-        ("out_dtype", "float64"),
-    ),
-    "float16 of float32": (
-        tuple(halves(*s, dtype="float32") for s in (Q, K, V)),  # type: ignore[dict-item]
-        {"out_dtype": "float16"},
-        TypeError,
-        ("out_dtype", "float32", "float16"),
-    ),
-    "float32 of float64": (
-        tuple(halves(*s, dtype="float64") for s in (Q, K, V)),  # type: ignore[dict-item]
-        {"out_dtype": "float32"},
-        TypeError,
-        ("out_dtype", "float64", "float32"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(device: Device, name: str) -> None:
-    arrays, options, error, words = WRONG[name]
-    with pytest.raises(error) as caught:
-        cuflash.attention(*device.put(arrays), **device.put(options))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_out_dtype_may_name_ones_own(device: Device, dtype: str) -> None:
     arrays = device.put([gaussian(RNG, (1, 4, 2, 8), dtype) for _ in range(3)])
@@ -450,74 +366,3 @@ def test_bare_exporters() -> None:
     wrapped: dict[str, Any] = {name: Exporter(x) for name, x in scales.items()}
     got = cuflash.attention(*(Exporter(x.codes) for x in arrays), **wrapped, out_dtype="float32")
     np.testing.assert_array_equal(got, expected, strict=True)
-
-
-@pytest.mark.parametrize("option", [*SCALES, "out_dtype", "arrays"])
-def test_ranks_take_no_fp8(option: str) -> None:
-    comm = cuflash.distributed.threads(1)[0]
-    arrays = [np.zeros((1, 4, 1, 8), np.uint8 if option == "arrays" else np.float16)] * 3
-    options = {} if option == "arrays" else {option: "float32" if option == "out_dtype" else ONE}
-    with pytest.raises(NotImplementedError, match="FP8"):
-        cuflash.distributed.ring_attention(*arrays, comm, **options)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("queries", ["float8_e4m3fn", "bfloat16"])
-@pytest.mark.parametrize("per", ["tensor", "head", "token"])
-@pytest.mark.parametrize("kind", ["gaussian", "outliers", "sharp"])
-def test_error_is_that_of_plain_attention(
-    device: Device, kind: str, per: str, queries: str, rotated: bool, seed: int
-) -> None:
-    q, k, v = inputs(kind, seed)
-    if rotated:
-        q, k = cuflash.hadamard(q, 1), cuflash.hadamard(k, 1)
-    q8, k8, v8 = (quantized(x, per) for x in (q, k, v))
-    scales = {"k_scale": k8.scale, "v_scale": v8.scale}
-    given, numbers = q8.codes, q8.numbers
-    if queries == "bfloat16":
-        given = q.astype(np_dtype("bfloat16"))
-        numbers = given.astype(np.float64)
-    else:
-        scales["q_scale"] = q8.scale
-    exact = reference.attention(numbers, k8.numbers, v8.numbers)[0]
-    plain = naive(numbers, k8.numbers, v8, "bfloat16", queries)
-    out = device.get(cuflash.attention(*device.put((given, k8.codes, v8.codes)), **device.put(scales)))
-    assert rms(out.astype(np.float64) - exact) <= RMS_FACTOR * rms(plain - exact)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_hadamard_pays_with_outliers(seed: int) -> None:
-    q, k, v = inputs("outliers", seed)
-    q[..., 5] *= 20  # a column of outliers, as trained models have
-    exact = reference.attention(q, k, v)[0]
-
-    def error(a: Array, b: Array) -> float:
-        return rms(reference.attention(quantized(a, "head").numbers, quantized(b, "head").numbers, v)[0] - exact)
-
-    assert error(cuflash.hadamard(q, 2), cuflash.hadamard(k, 2)) < 0.7 * error(q, k)
-
-
-def assert_finds_the_needle(device: Device, seqlen: int) -> None:
-    """One key of many matters, and a sink has as much weight: half of its value is the result."""
-    rng = np.random.default_rng(seqlen)
-    q = np.full((1, 3, 1, 64), 2.0, np.float32)
-    k = rng.standard_normal((1, seqlen, 1, 64)).astype(np.float32) * 0.05
-    v = rng.standard_normal((1, seqlen, 1, 64)).astype(np.float32)
-    k[0, seqlen // 3] = 1.5
-    score = 64 * 2.0 * 1.5 / 8
-    q8, k8, v8 = (quantized(x, "token") for x in (q, k, v))
-    out = attend(device, [q8, k8, v8], sink=np.array([score], np.float32), out_dtype="float32")
-    sink = np.array([score])
-    expected = reference.attention(q8.numbers, k8.numbers, v8.numbers, sink=sink)[0]
-    assert np.abs(out - expected).max() <= 0.01 * np.abs(expected).max()
-    np.testing.assert_allclose(expected, np.broadcast_to(v8.numbers[:, seqlen // 3] / 2, out.shape), atol=0.05)
-
-
-def test_needle(device: Device) -> None:
-    assert_finds_the_needle(device, 4096)
-
-
-@pytest.mark.gpu
-def test_long_needle() -> None:
-    assert_finds_the_needle(device_of("cupy"), 128 * 1024)
