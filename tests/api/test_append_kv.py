@@ -219,11 +219,12 @@ def test_other_libraries() -> None:
         np.testing.assert_array_equal(ours.numpy(), theirs)
 
 
-def test_bare_exporters_of_new_rows() -> None:
+def test_bare_exporters() -> None:
     case = Case(rotary_dim=16)
     expected = case.run(Device("numpy", np))
     lengths, caches = np.array(case.lengths, np.int32), [x.copy() for x in (case.k_cache, case.v_cache)]
-    q = cuflash.append_kv(Exporter(case.k), Exporter(case.v), caches[0], caches[1], lengths, **case.options)
+    wrapped = [Exporter(x) for x in (case.k, case.v, *caches)]
+    q = cuflash.append_kv(wrapped[0], wrapped[1], wrapped[2], wrapped[3], lengths, **case.options)
     for ours, theirs in zip((q, *caches), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
