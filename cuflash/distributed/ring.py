@@ -76,7 +76,7 @@ def ring_attention(
     TypeError, ValueError
         As `attention`; ValueError on every rank where arguments differ over the ranks, or some find them invalid.
     NotImplementedError
-        For options that index the whole score matrix: bias, mask, q_lengths, kv_lengths, block_mask.
+        For options that index the whole score matrix: bias, mask, q_lengths, kv_lengths, block_mask, block_table.
     TimeoutError
         Where another rank does not come within the communicator's time limit.
     """

@@ -113,9 +113,11 @@ def test_a_rows_bits_depend_on_its_sequence_alone(
         assert requests.call([0], 19, contiguous=True)[0] == alone[0]
 
 
-def test_many_rows_too(device: Device) -> None:
-    """Sequences of several tiles of queries, with the largest of the rest."""
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_bits_of_many_rows(device: Device, packed: bool) -> None:
+    """Sequences of several tiles of queries, which other batches cut otherwise where splits have no one size."""
     requests = Requests(device, "float32", 400, (4, 2), split_size=100, causal=True)
-    alone = [requests.call([own], 19)[0] for own in (0, 5)]
-    assert requests.call([0, 1, 5], 30)[::2] == alone
-    assert requests.call([5, 0], 22) == alone[::-1]
+    alone = [requests.call([own], 19, packed)[0] for own in (0, 5)]
+    assert requests.call([0, 1, 5], 30, packed)[::2] == alone
+    assert requests.call([5, 0], 22, packed) == alone[::-1]
+    assert requests.call([0] * 10, 19, packed) == alone[:1] * 10

@@ -251,7 +251,7 @@ def test_wrong_on_every_rank_is_the_error_itself() -> None:
     assert all(isinstance(error, TypeError) and "softcap" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask"])
+@pytest.mark.parametrize("name", ["bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table"])
 def test_options_of_the_whole_matrix_are_refused(name: str) -> None:
     errors = errors_of(2, lambda comm: call(comm, 4, **{name: np.ones(1)}))
     assert all(isinstance(error, NotImplementedError) and str(error).startswith(name) for error in errors)
