@@ -73,11 +73,11 @@ class Link(NcclLink):
 class Comm(ProcessCommunicator):
     """Takes NumPy arrays for CuPy's."""
 
-    def send(self, message: Any, to: int) -> None:
+    def send(self, message: Any, to: int, tag: int = 0) -> None:
         if to == self.rank:
-            super().send(message, to)
+            super().send(message, to, tag)
             return
-        detached, host, _ = wire.detach(message)
+        detached, host, _ = wire.detach((tag, message))
         detached = wire.mapped(
             detached, lambda x: wire.ArrayRef("gpu", x.index, x.dtype, x.shape) if isinstance(x, wire.ArrayRef) else x
         )
