@@ -178,7 +178,7 @@ DEVICE void append_unit(const AppendParams& p, i64 index, int head, const Unit& 
   for (int i = 0; i < UNIT; i++) {
     T& element = target[i / WIDTH].e[i % WIDTH];
     if constexpr (sizeof(T) == 1) {
-      element = e4m3_code(x[i] / divisor);
+      element = encoded(x[i] / divisor);
     } else {
       element = is_rotated ? from_accum<T>(x[i]) : source[i / WIDTH].e[i % WIDTH];
     }

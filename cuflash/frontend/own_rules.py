@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.problem.attention_problem import Array, accum_of, operand_name
 from cuflash.problem.own_rules import check_operands, operand_types
-from cuflash.rules.rule import NO_RULES, Rules, trace_rules
+from cuflash.rules.form import NO_RULES, Rules, trace_rules
 
 FUNCTIONS = ("score_mod", "mask_mod")
 _OPERAND = operand_name(0)[:-1]

@@ -18,7 +18,7 @@ from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, Pa
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
-from cuflash.rules.rule import NO_RULES
+from cuflash.rules.form import NO_RULES
 
 Window = tuple[int | None, int | None]
 

@@ -18,7 +18,7 @@ from cuflash.masks import store
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import file_of, function_of
 from cuflash.plan.portable import SIDE
-from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import EMPTY, HEADER, functions_of
 
 # Numbers that host and kernels share and that are neither a tile's nor the hardware's.

@@ -25,7 +25,7 @@ from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import Array, AttentionProblem, operand_name
 from cuflash.problem.operands import Operands
-from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.form import NO_RULES, Rules
 
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask

@@ -13,7 +13,7 @@ from cuflash.cuda.struct import Member, Struct
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
-from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import type_of
 
 Arrays = dict[str, Array]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
-from cuflash.rules.rule import NO_RULES, Rules
+from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)

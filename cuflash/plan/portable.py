@@ -25,7 +25,7 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import MAX_HEAD_DIM, AttentionProblem, accum_of
-from cuflash.rules.rule import NO_RULES
+from cuflash.rules.form import NO_RULES
 
 _SIZES = {"float32": 4, "float64": 8}
 SIDE = 16  # threads along either side of a tile

@@ -26,7 +26,7 @@ from cuflash.plan.config import (
 )
 from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.rules.rule import NO_RULES
+from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
 # Bytes of shared memory that are no tile's: which keys are seen, and the padding before them.

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from cuflash.problem.pages import Pages
-from cuflash.rules.rule import NO_RULES, Rules
-from cuflash.rules.tracing import OperandType
+from cuflash.rules.form import NO_RULES, OperandType, Rules
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 HALF_DTYPES = ("float16", "bfloat16")

@@ -9,7 +9,7 @@ from cuflash.problem.fp8 import check_fp8_dtypes, check_out_dtype, check_scales,
 from cuflash.problem.options import Options
 from cuflash.problem.own_rules import operand_types
 from cuflash.problem.pages import check_cu_seqlens_k, check_pages, check_splits
-from cuflash.rules.rule import trace_rules
+from cuflash.rules.form import trace_rules
 
 
 def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem:

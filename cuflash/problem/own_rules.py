@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.problem.attention_problem import DTYPES
-from cuflash.rules.tracing import OperandType
+from cuflash.rules.form import OperandType
 
 _OF_INTEGERS = tuple(np.dtype(code).name for code in "?bBhHiIlLqQ")
 

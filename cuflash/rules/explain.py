@@ -10,9 +10,9 @@ import numpy as np
 
 from cuflash.rules.derivative import derivative
 from cuflash.rules.expression import SCORE, input_node, loads_of, text_of
-from cuflash.rules.rule import PARAMETERS, Rules, form_of, traced
+from cuflash.rules.form import OperandType, Rules
+from cuflash.rules.rule import PARAMETERS, form_of, traced
 from cuflash.rules.to_cuda import functions_of
-from cuflash.rules.tracing import OperandType
 
 
 def explain(function: Callable[..., Any], *operands: Any, option: str | None = None, dtype: str = "float32") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,33 +12,13 @@ from cuflash.kept import Kept
 from cuflash.rules.cupy_functions import cupy_traces
 from cuflash.rules.errors import RuleError, place_of
 from cuflash.rules.expression import INDICES, SCORE, Node, input_node
+from cuflash.rules.form import OperandType
 from cuflash.rules.operations import Operand, as_node, cast
-from cuflash.rules.tracing import OperandType, Traced, TracedArray, operand_of, traced_operand
+from cuflash.rules.tracing import Traced, TracedArray, operand_of, traced_operand
 
 PARAMETERS = {"score_mod": (SCORE, *INDICES), "mask_mod": INDICES}
 _MOST_SIGNATURES = 64  # of one function
 _MISSING = object()
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the kernels of a call compile in: equal rules are equal, whichever functions they came from."""
-
-    score: Node | None = None  # the new score; None leaves it alone
-    visible: Node | None = None  # bool; None hides nothing
-    operands: tuple[tuple[str, int], ...] = ()  # dtype and number of axes of each operand
-
-
-NO_RULES = Rules()
-
-
-def trace_rules(score_mod: Any, mask_mod: Any, operands: tuple[OperandType, ...], accum: str) -> Rules:
-    """The rules of a call whose arithmetic is in dtype `accum`."""
-    return Rules(
-        None if score_mod is None else traced("score_mod", score_mod, operands, accum),
-        None if mask_mod is None else traced("mask_mod", mask_mod, operands, accum),
-        tuple([(x.dtype, len(x.shape)) for x in operands]),
-    )
 
 
 # For each function, by operands and dtype: what it read when it was traced, and its expression.

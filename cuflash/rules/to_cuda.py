@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cuflash.rules.derivative import derivative
 from cuflash.rules.expression import COMPARISONS, SCORE, Node, in_order, input_node, loads_of
-from cuflash.rules.rule import Rules
+from cuflash.rules.form import Rules
 
 HEADER = "UserRule.functions"  # the name by which the sources include the text
 _TYPES = {

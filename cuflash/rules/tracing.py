@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuflash.rules import operations
 from cuflash.rules.errors import RuleAttributeError, RuleError, here
 from cuflash.rules.expression import Node, constant, node
+from cuflash.rules.form import OperandType
 
 _ALIASES = {
     **{"abs": "absolute", "true_divide": "divide", "mod": "remainder", "amax": "maximum", "bitwise_not": "invert"},
@@ -21,13 +22,6 @@ FUNCTIONS = (
     *("tanh", "sin", "cos"),
 )
 _USE_WHERE = "choose by where(condition, a, b)"
-
-
-class OperandType(NamedTuple):
-    """An operand as the traced function sees it."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Traced:

@@ -259,7 +259,9 @@ def test_float32_results_of_16_bits_are_never_rounded_between(device: Device, dt
     out, lse = device.get(cuflash.attention(*device.put((q, k, v)), causal=True, out_dtype="float32", return_lse=True))
     expected, expected_lse = reference.attention(q, k, v, causal=True)
     assert out.dtype == np.float32
-    assert_near(out, expected)
+    # Kernels on 16 bits round the weights, as for a result of 16 bits, but not the result.
+    np.testing.assert_allclose(out, expected, rtol=0, atol=EPS[dtype])
+    assert (out != out.astype(q.dtype)).mean() > 0.9
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 

@@ -49,6 +49,7 @@ BY_NAME = {
     "__init__": {"cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
+    "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},
 }
 
 

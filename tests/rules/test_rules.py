@@ -15,9 +15,10 @@ import cuflash
 from cuflash.rules import explain
 from cuflash.rules.derivative import derivative
 from cuflash.rules.expression import SCORE, Node, input_node, loads_of
-from cuflash.rules.rule import trace_rules, traced
+from cuflash.rules.form import OperandType
+from cuflash.rules.form import trace_rules
+from cuflash.rules.rule import traced
 from cuflash.rules.to_numpy import Evaluation
-from cuflash.rules.tracing import OperandType
 
 RNG = np.random.default_rng(3)
 TABLE = OperandType((4, 7), "float32")
