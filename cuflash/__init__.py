@@ -17,11 +17,11 @@ from cuflash.attention import (
     attention_varlen_vjp,
     attention_vjp,
 )
-from cuflash.fp8 import hadamard, quantize_fp8
 from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
     from cuflash.cache import PagedCache, append_kv
+    from cuflash.fp8 import hadamard, quantize_fp8
     from cuflash.masks.block_mask import BlockMask
 
 __version__ = "0.1.0"
@@ -45,8 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is first asked for now: `BlockMask` with its patterns is a third of the package's import."""
-    if name not in ("BlockMask", "PagedCache", "append_kv", "distributed", "offload"):
+    """Import what is first asked for now: together it would take longer than all that every program needs."""
+    if name not in ("BlockMask", "PagedCache", "append_kv", "distributed", "hadamard", "offload", "quantize_fp8"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
@@ -58,6 +58,10 @@ def __getattr__(name: str) -> Any:
             from cuflash import cache
 
             found = getattr(cache, name)
+        elif name in ("hadamard", "quantize_fp8"):
+            from cuflash import fp8
+
+            found = getattr(fp8, name)
         else:
             from cuflash.masks.block_mask import BlockMask
 

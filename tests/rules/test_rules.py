@@ -15,8 +15,7 @@ import cuflash
 from cuflash.rules import explain
 from cuflash.rules.derivative import derivative
 from cuflash.rules.expression import SCORE, Node, input_node, loads_of
-from cuflash.rules.form import OperandType
-from cuflash.rules.form import trace_rules
+from cuflash.rules.form import OperandType, trace_rules
 from cuflash.rules.rule import traced
 from cuflash.rules.to_numpy import Evaluation
 
