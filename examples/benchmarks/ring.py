@@ -1,15 +1,17 @@
 """Attention over the GPUs of one host beside one GPU's on the same work.
 
     python examples/benchmarks/ring.py [--world 4] [--tokens 8192 32768] [--commit COMMIT] [--json FILE]
+    torchrun --nproc-per-node 4 examples/benchmarks/ring.py
 
 Every GPU has so many tokens; 16 heads of 128 columns, causal, bfloat16. The ideal is one GPU that computes all tokens
 of its share of the heads, measured in the same run. A time is that of the slowest rank, the median of all calls;
-figures are TFLOP/s a GPU. It needs two GPUs or more.
+figures are TFLOP/s a GPU. Ranks are threads, or the processes of a launcher. It needs two GPUs or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import cuflash
 from cuflash import distributed
 from cuflash.distributed.__main__ import run
 from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.environment import is_launched
 from cuflash.tools import bench
 from cuflash.tools.bench import records, report
 
@@ -54,28 +57,28 @@ def seconds_of(call: Callable[[], Any], rounds: int, meet: Callable[[], None]) -
     return times
 
 
-def of_ranks(world: int, tokens: int, name: str, rounds: int) -> dict[str, float]:
-    """Seconds of both passes: each call's slowest rank, the median of all calls."""
+def of_rank(comm: Communicator, tokens: int, name: str, rounds: int) -> dict[str, list[float]]:
+    """This rank's seconds of both passes."""
+    import cupy
+
     make, order = SCHEMES[name]
+    arrays = [random(cupy, (1, tokens, HEADS, HEAD_DIM), 4 * comm.rank + i) for i in range(4)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.use()
+    cupy.cuda.Device().synchronize()
 
-    def work(comm: Communicator) -> dict[str, list[float]]:
-        import cupy
+    def forward() -> Any:
+        return make(*arrays[:3], comm, order=order, causal=True)
 
-        arrays = [random(cupy, (1, tokens, HEADS, HEAD_DIM), 4 * comm.rank + i) for i in range(4)]
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.use()
-        cupy.cuda.Device().synchronize()
+    _, backward = forward()
+    times = {"forward": seconds_of(forward, rounds, comm.barrier)}
+    times["backward"] = seconds_of(lambda: backward(arrays[3]), rounds, comm.barrier)
+    cupy.cuda.Stream.null.use()
+    return times
 
-        def forward() -> Any:
-            return make(*arrays[:3], comm, order=order, causal=True)
 
-        _, backward = forward()
-        times = {"forward": seconds_of(forward, rounds, comm.barrier)}
-        times["backward"] = seconds_of(lambda: backward(arrays[3]), rounds, comm.barrier)
-        cupy.cuda.Stream.null.use()
-        return times
-
-    found = run(world, work, range(world))
+def slowest(found: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Each call's slowest rank, the median of all calls."""
     return {
         direction: statistics.median(max(times) for times in zip(*(own[direction] for own in found), strict=True))
         for direction in ("forward", "backward")
@@ -108,27 +111,45 @@ def main() -> None:
     xp = bench.namespace("gpu")
     if xp is None:
         parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "ring")
+    comm = distributed.from_environment() if is_launched(os.environ) else None
+    facts = report.environment(xp, args.commit, "ring") | {"ranks": "threads" if comm is None else "processes"}
     cells: list[dict[str, Any]] = []
-    for world in args.world:
+    for world in args.world if comm is None else (comm.world,):
         for tokens in args.tokens:
-            flops = 2.0 * HEADS * HEAD_DIM * (world * tokens) ** 2 / world
             best = ideal(world, tokens, args.rounds)
             for name in args.schemes:
-                times = of_ranks(world, tokens, name, args.rounds)
-                cell: dict[str, Any] = {"cell": f"{name} on {world} GPUs, {tokens} tokens each"}
-                for direction, factor in (("forward", 1.0), ("backward", 2.5)):
-                    rates = {"cuflash": times[direction], "one_gpu": best[direction]}
-                    cell[direction] = {key: factor * flops / t / 1e12 for key, t in rates.items()}
-                    cell[direction]["of_ideal"] = best[direction] / times[direction]
-                cells.append(cell)
-                shares = ", ".join(
-                    f"{d} {cell[d]['cuflash']:.0f} of {cell[d]['one_gpu']:.0f} TFLOP/s ({cell[d]['of_ideal']:.3f})"
-                    for d in ("forward", "backward")
+
+                def work(rank: Communicator, tokens: int = tokens, name: str = name) -> dict[str, list[float]]:
+                    return of_rank(rank, tokens, name, args.rounds)
+
+                found = run(world, work, range(world)) if comm is None else comm.all_gather(work(comm))
+                cells.append(
+                    cell_of(f"{name} on {world} GPUs, {tokens} tokens each", world, tokens, slowest(found), best)
                 )
-                print(f"{cell['cell']}: {shares}", flush=True)
-    if args.json:
+                if comm is None or comm.rank == 0:
+                    print(text_of(cells[-1]), flush=True)
+    if args.json and (comm is None or comm.rank == 0):
         records.write(args.json, facts, cells)
+
+
+def cell_of(name: str, world: int, tokens: int, times: dict[str, float], best: dict[str, float]) -> dict[str, Any]:
+    """The figures of one cell."""
+    flops = 2.0 * HEADS * HEAD_DIM * (world * tokens) ** 2 / world
+    cell: dict[str, Any] = {"cell": name}
+    for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+        rates = {"cuflash": times[direction], "one_gpu": best[direction]}
+        cell[direction] = {key: factor * flops / t / 1e12 for key, t in rates.items()}
+        cell[direction]["of_ideal"] = best[direction] / times[direction]
+    return cell
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    """One line."""
+    shares = ", ".join(
+        f"{d} {cell[d]['cuflash']:.0f} of {cell[d]['one_gpu']:.0f} TFLOP/s ({cell[d]['of_ideal']:.3f})"
+        for d in ("forward", "backward")
+    )
+    return f"{cell['cell']}: {shares}"
 
 
 if __name__ == "__main__":
