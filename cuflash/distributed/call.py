@@ -52,7 +52,7 @@ class Call:
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
         given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands) if "float" in x.dtype.name}
+        operands = {operand_name(n): x for n, x in enumerate(self.options.operands or ()) if "float" in x.dtype.name}
         return {name: x for name, x in {**given, **operands}.items() if x is not None}
 
 

@@ -116,7 +116,7 @@ class Call:
             if metadata is not None and self._is_repeatable and recording is not None:
                 given = {} if out is None else {"out": target}
                 arguments = {**self._own, **given, **self._options}
-                _remember(metadata, recording.repeat(arguments, {"out": target, "lse": lse}, given))
+                remember_repeat(metadata, recording.repeat(arguments, {"out": target, "lse": lse}, given))
             return (self.release(target) if out is None else out), lse
 
     def backward(
@@ -165,7 +165,7 @@ class Call:
                 arguments = {"dout": dout, "out": forward_out, "lse": lse, "dlse": dlse, **self._own, **asked}
                 arguments = {name: x for name, x in arguments.items() if x is not None} | self._options
                 results = {f"d{name}": targets.get(name) for name in names}
-                _remember(metadata, recording.repeat(arguments, results, asked))
+                remember_repeat(metadata, recording.repeat(arguments, results, asked))
             return tuple(
                 None if name not in targets else self.release(targets[name]) if given[name] is None else given[name]
                 for name in names
@@ -185,7 +185,8 @@ class Call:
         return target
 
 
-def _remember(metadata: Metadata, repeat: Repeat | None) -> None:
+def remember_repeat(metadata: Metadata, repeat: Repeat | None) -> None:
+    """Let a call be known again, if its launches can be repeated."""
     if repeat is not None:
         remember(metadata, repeat)
 

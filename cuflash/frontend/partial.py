@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cuflash import interop
 from cuflash.frontend import call
+from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place, operand_name
 from cuflash.problem.make import make_problem
-from cuflash.problem.operands import make_operands, with_contiguous_rows
+from cuflash.problem.operands import Metadata, Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
 from cuflash.rules.form import NO_RULES
 
@@ -70,7 +72,7 @@ class Part:
         for name in ("bias", "mask", "alibi_slopes", "sink"):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
-        arrays |= {operand_name(n): x for n, x in enumerate(options.operands)}
+        arrays |= {operand_name(n): x for n, x in enumerate(options.operands or ())}
         if options.score_mod is not None or options.mask_mod is not None:
             known = _problem_of_part(arrays, options, place)  # what a function reads may have changed
         else:
@@ -81,15 +83,36 @@ class Part:
                 found = _problems[key] = _problem_of_part(arrays, options, place)
             known = found
         self._problem, self._with_wide_out, self.sees_anything = known
-        self._operands = make_operands(self._problem, arrays, options)
+        self._arrays, self._options = arrays, options
+        # Calls are known again by arrays' addresses: what is more than arrays makes a call its own.
+        more = options.dropout_seed, options.block_mask, options.score_mod, options.mask_mod
+        self._is_repeatable = all(x is None for x in more)
+
+    @cached_property
+    def _operands(self) -> Operands:
+        return make_operands(self._problem, self._arrays, self._options)
+
+    def _metadata(
+        self, what: Any, arrays: Mapping[str, Array | None], targets: Sequence[Array] = ()
+    ) -> Metadata | None:
+        """What a call on these arrays is known again by; None where it cannot be."""
+        if not self._is_repeatable:
+            return None
+        return metadata_of((what, self._problem), arrays.values(), {}, targets)
 
     def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
         """(out, lse), both in the accumulation's dtype; `rounded`: out in q's, for a part that has all its keys."""
+        metadata = self._metadata("rounded part" if rounded else "part", self._arrays)
+        results = repeated(metadata)
+        if results is not None:
+            return results[0], results[1]
         problem, operands = self._problem if rounded else self._with_wide_out, self._operands
         xp = interop.namespace_of(operands.q)
         out = xp.empty(problem.out_shape, operands.q.dtype if rounded else problem.accum_dtype)
         lse = xp.empty(problem.lse_shape, problem.accum_dtype)
-        call.backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
+        recording = call.backend_of(isinstance(out, np.ndarray)).forward(problem, operands, out, lse)
+        if metadata is not None and recording is not None:
+            call.remember_repeat(metadata, recording.repeat(self._arrays, {"out": out, "lse": lse}, {}))
         return out, lse
 
     def backward(
@@ -109,17 +132,30 @@ class Part:
         are added to the arrays of `into`, if these are given for all that are wanted. `rounded`: each gradient is in
         its input's dtype, as the only share.
         """
+        into = {} if into is None else into
+        names = [name for name in self._problem.grad_names if name in wanted]
+        targets = {f"d{name}": into[name] for name in names if name in into}
+        residuals = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+        what = "backward of a part", tuple(names), tuple(targets), rounded
+        metadata = self._metadata(what, {**residuals, **self._arrays}, tuple(targets.values()))
+        results = repeated(metadata)
+        if results is not None:
+            return dict(zip(names, results, strict=True))
         problem, operands = self._problem, self._operands
         xp, accum = interop.namespace_of(operands.q), problem.accum_dtype
         inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
-        into = {} if into is None else into
         grads = {}
-        for name in (name for name in problem.grad_names if name in wanted):
+        for name in names:
             like = inputs[name]
             grads[name] = into[name] if name in into else xp.empty(like.shape, like.dtype if rounded else accum)
-        given = with_contiguous_rows(dout), with_contiguous_rows(out), lse, dlse
+        rows = with_contiguous_rows(dout), with_contiguous_rows(out)
         backend = call.backend_of(isinstance(out, np.ndarray))
-        backend.backward(problem, operands, *given, grads, adds=bool(into))
+        recording = backend.backward(problem, operands, *rows, lse, dlse, grads, adds=bool(into))
+        if metadata is not None and recording is not None:
+            given = {name: x for name, x in residuals.items() if x is not None}
+            order = {f"d{name}": targets.get(f"d{name}") for name in names}
+            found = {f"d{name}": grads[name] for name in names}
+            call.remember_repeat(metadata, recording.repeat({**given, **self._arrays, **targets}, found, order))
         return grads
 
 

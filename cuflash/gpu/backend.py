@@ -82,11 +82,11 @@ def backward(
     dlse: Array | None,
     grads: dict[str, Array],
     adds: bool = False,
-) -> Recording:
-    """Write the wanted gradients of a problem; return the recorded launches.
+) -> Recording | None:
+    """Write the wanted gradients of a problem; return the recorded launches, None if they cannot be repeated.
 
     Those of q, k and v have the inputs' dtype, or all the accumulation's; with `adds` they are added to what their
-    arrays hold, and the launches cannot be repeated.
+    arrays hold.
     """
     given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
@@ -124,7 +124,7 @@ def backward(
             own[name] = x
     convert.narrow(given_work, own, results)
     work.recording.end()
-    return work.recording
+    return None if adds and own is not grads else work.recording
 
 
 def _by_families(work: Work, of_lse: Arrays, grads: Arrays) -> Arrays:

@@ -104,6 +104,10 @@ def are_aligned(addresses: Iterable[int]) -> bool:
     return bits % ALIGNMENT == 0
 
 
+# Members of the parameter struct that may be results under another name.
+_ALIASES = {"out_splits": "out", "lse_splits": "lse"}
+
+
 class Recording:
     """The launches of a call so far; `arrays` are the call's arrays by their names in the parameter struct."""
 
@@ -159,6 +163,8 @@ class Recording:
         order = [*arguments, *new]
         # Arrays are found by name first: two of this call may be one array, and those of the next call not.
         places = {(name, id(self._arrays[name])): i for i, name in enumerate(order) if name in self._arrays}
+        for alias, name in _ALIASES.items():  # results of the only split of the keys
+            places |= {(alias, own): i for (of, own), i in tuple(places.items()) if of == name}
         begin = len(order) + len(dict(self._of_mask))
         others = {id(x): len(order) + i for i, x in self._of_mask} | {
             id(x): i for i, x in enumerate(self._scratch, begin)

@@ -12,6 +12,8 @@ from cpu_device import hook
 from cpu_device.device import CpuDevice
 
 import cuflash
+from cuflash import reference
+from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
@@ -169,3 +171,27 @@ def test_rounded_results_have_the_dtype_of_the_inputs(dtype: str) -> None:
         assert x.dtype == q.dtype
         assert grads[name].dtype == lse.dtype
         np.testing.assert_array_equal(x, grads[name].astype(q.dtype), err_msg=name)
+
+
+@pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+def test_a_repeated_part_computes_anew() -> None:
+    """A part with the metadata of an earlier one repeats its launches on its own arrays."""
+    rng = np.random.default_rng(6)
+    names = frozenset(("q", "k", "v"))
+    place = Place(20, 0, 1)
+    sums = {name: np.zeros((1, 64, 2, 64), np.float32) for name in names}
+    with hook.kernels_on(CpuDevice((9, 0), 3)):
+        for _ in range(3):
+            q, k, v, dout = (gaussian(rng, (1, 64, 2, 64), "bfloat16") for _ in range(4))
+            part = Part(q, k, v, Options(causal=True), place)
+            out, lse = part.forward()
+            given = dout, out.astype(q.dtype), lse, None
+            alone = part.backward(*given, names)
+            before = {name: x.copy() for name, x in sums.items()}
+            part.backward(*given, names, sums)
+            for name, x in sums.items():
+                np.testing.assert_allclose(x, before[name] + alone[name], rtol=0, atol=1e-6, err_msg=name)
+            wide = (x.astype(np.float64) for x in (q, k, v))
+            mask = np.arange(64) <= np.arange(64)[:, None] + 20
+            np.testing.assert_allclose(out, reference.attention(*wide, mask=mask)[0], rtol=0, atol=1e-2)
+    assert len(metadata._repeats) >= 3  # a forward pass, and both kinds of gradients
