@@ -314,7 +314,8 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
             config = backward_config(row, dtype, None, flags, deterministic)
             yield config, dtype
-            yield from ((replace(config, wide_results=True, adds_results=adds), dtype) for adds in (False, True))
+            if flags and not deterministic:
+                yield from ((replace(config, wide_results=True, adds_results=adds), dtype) for adds in (False, True))
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

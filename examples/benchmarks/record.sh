@@ -7,7 +7,8 @@
 # PART is one of the names below. COMMIT where this is no checkout with git. The part window comes first, while the card
 # is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch, whose
 # path is in MYTORCH, the parts paper_io and counters need ncu, and counters the records of the dense and the float32 parts.
-# The parts mma... take the kernels of other GPUs.
+# The parts mma... take the kernels of other GPUs, the parts ring
+# and ring_processes four GPUs.
 set -eu
 part=$1 folder=${2:-docs/lab/results} commit=${3:-}
 
@@ -38,6 +39,16 @@ window) bench --suite window --peers cuflash fa3 --budget-ms 12 ;;
 sparse) bench --suite sparse --peers cuflash plain --budget-ms 8 ;;
 shapes) bench --suite gqa varlen decode --peers cuflash plain fa3 cudnn --budget-ms 12 ;;
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
+ring) python3 examples/benchmarks/ring.py ${commit:+--commit "$commit"} --json "$folder/ring.jsonl" ;;
+ring_processes)
+    MASTER_ADDR=127.0.0.1 WORLD_SIZE=4
+    export MASTER_ADDR WORLD_SIZE
+    for rank in 0 1 2 3; do
+        RANK=$rank LOCAL_RANK=$rank python3 examples/benchmarks/ring.py ${commit:+--commit "$commit"} \
+            --json "$folder/ring_processes.jsonl" &
+    done
+    wait
+    ;;
 host) python3 examples/benchmarks/host.py ${commit:+--commit "$commit"} --json "$folder/host.jsonl" ;;
 gpt2)
     for kind in "" _fp8; do
