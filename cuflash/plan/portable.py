@@ -199,9 +199,11 @@ def types_of(problem: AttentionProblem) -> PortableConfig:
     return config_of("forward", problem.dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
 
 
+# Places are those of parts, which no public call has: they are compiled and checked as parts are.
+_OF_CALLS = tuple(flag for flag in HANDLES if flag != "has_place")
 _ONLY_WITH = {
-    "backward_bias": (("has_bias",), HANDLES),
-    **dict.fromkeys(OPERAND_ENTRIES, (("has_score_mod",), HANDLES)),
+    "backward_bias": (("has_bias",), _OF_CALLS),
+    **dict.fromkeys(OPERAND_ENTRIES, (("has_score_mod",), _OF_CALLS)),
 }
 
 
@@ -210,5 +212,5 @@ def table(smem_limit: int) -> Iterator[tuple[PortableConfig, str]]:
     for entry, accum, widest in PORTABLE:
         head_dim, head_dim_v = _result_classes(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
-            for flags in _ONLY_WITH.get(entry, table_flags(HANDLES)):
+            for flags in _ONLY_WITH.get(entry, table_flags(_OF_CALLS)):
                 yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype

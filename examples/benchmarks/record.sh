@@ -41,8 +41,7 @@ shapes) bench --suite gqa varlen decode --peers cuflash plain fa3 cudnn --budget
 float32) bench --suite float32 --peers cuflash efficient --budget-ms 12 ;;
 ring) python3 examples/benchmarks/ring.py ${commit:+--commit "$commit"} --json "$folder/ring.jsonl" ;;
 ring_processes)
-    MASTER_ADDR=127.0.0.1 WORLD_SIZE=4
-    export MASTER_ADDR WORLD_SIZE
+    export MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=4
     for rank in 0 1 2 3; do
         RANK=$rank LOCAL_RANK=$rank python3 examples/benchmarks/ring.py ${commit:+--commit "$commit"} \
             --json "$folder/ring_processes.jsonl" &

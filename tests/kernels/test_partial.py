@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import gaussian
+from compiling import needs_compiler, source
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
 
 import cuflash
 from cuflash import reference
+from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
+from cuflash.plan import portable as plan_portable
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
@@ -195,3 +198,16 @@ def test_a_repeated_part_computes_anew() -> None:
             mask = np.arange(64) <= np.arange(64)[:, None] + 20
             np.testing.assert_allclose(out, reference.attention(*wide, mask=mask)[0], rtol=0, atol=1e-2)
     assert len(metadata._repeats) >= 3  # a forward pass, and both kinds of gradients
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", ["forward", "backward_dq", "backward_dkv"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> None:
+    """ALiBi and dropout of a part: the portable kernels' registers hold positions, too."""
+    flags = ("has_window", "has_alibi", "has_dropout", "has_place")
+    for head_dim in (64, 128):
+        config = plan_portable.config_of(entry, dtype, None, head_dim, head_dim, flags)
+        report = cuda_compile.compile_for("sm_80", source(config), entry)
+        assert report.spill_bytes == 0, (head_dim, report)
+        assert not report.warnings
