@@ -24,7 +24,7 @@ from cuflash.plan.config import (
     without_window,
 )
 from cuflash.plan.entries import key_results
-from cuflash.problem.attention_problem import MAX_HEAD_DIM, AttentionProblem, accum_of
+from cuflash.problem.attention_problem import AttentionProblem, accum_of
 from cuflash.rules.form import NO_RULES
 
 _SIZES = {"float32": 4, "float64": 8}
@@ -186,7 +186,7 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
         raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
     if entry in ("backward_dk", "backward_dv"):
-        head_dim, head_dim_v = _result_classes(entry, MAX_HEAD_DIM, MAX_HEAD_DIM)
+        head_dim, head_dim_v = _result_classes(entry, HEAD_DIM_CLASSES[-1], HEAD_DIM_CLASSES[-1])
     else:
         classes = head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v)
         head_dim, head_dim_v = _result_classes(entry, *classes)

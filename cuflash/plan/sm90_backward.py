@@ -312,10 +312,7 @@ def table() -> Iterator[tuple[Sm90BackwardConfig, str]]:
 def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
     for row, dtype in product(BACKWARD, DTYPES):
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
-            config = backward_config(row, dtype, None, flags, deterministic)
-            yield config, dtype
-            if flags and not deterministic:
-                yield from ((replace(config, wide_results=True, adds_results=adds), dtype) for adds in (False, True))
+            yield backward_config(row, dtype, None, flags, deterministic), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

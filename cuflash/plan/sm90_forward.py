@@ -385,8 +385,6 @@ def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
                 yield forward_config(row, dtype, None, flags), dtype
             for flags in ((), ("has_window",)):
                 yield replace(forward_config(row, dtype, None, flags), staging_panels=0), dtype
-            softcap = config_of(row, row.with_more, dtype, None, ("has_window", "has_softcap"))
-            yield replace(softcap, splits_keys=True, staging_panels=0, pair=1), dtype
             yield forward_config(row, dtype, None, (), splits_keys=True, few_queries=True), dtype
             if row.many_keys:
                 yield forward_config(row, dtype, None, (), many_keys=True), dtype

@@ -14,7 +14,7 @@ from cuflash.rules.form import NO_RULES, OperandType, Rules
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 HALF_DTYPES = ("float16", "bfloat16")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 # Gradients that follow dq, dk, dv, in the order in which they are returned.
 EXTRA_GRADS = ("bias", "sink", "alibi_slopes")
 GRAD_NAMES = ("q", "k", "v", *EXTRA_GRADS, "operands")

@@ -115,17 +115,17 @@ INPUTS: dict[str, Row] = {
     "head dim 0": (
         {"q": zeros(2, 6, 4, 0), "k": zeros(2, 8, 2, 0)},
         ValueError,
-        ("head_dim", "expected 1 to 256, got 0"),
+        ("head_dim", "expected 1 to 1024, got 0"),
     ),
-    "head dim 257": (
-        {"q": zeros(2, 6, 4, 257), "k": zeros(2, 8, 2, 257)},
+    "head dim 1025": (
+        {"q": zeros(2, 6, 4, 1025), "k": zeros(2, 8, 2, 1025)},
         NotImplementedError,
-        ("head_dim", "expected 1 to 256, got 257"),
+        ("head_dim", "expected 1 to 1024, got 1025"),
     ),
-    "head dim v 300": (
-        {"v": zeros(2, 8, 2, 300), "forward_out": zeros(2, 6, 4, 300), "dout": zeros(2, 6, 4, 300)},
+    "head dim v 1100": (
+        {"v": zeros(2, 8, 2, 1100), "forward_out": zeros(2, 6, 4, 1100), "dout": zeros(2, 6, 4, 1100)},
         NotImplementedError,
-        ("head_dim_v", "expected 1 to 256, got 300"),
+        ("head_dim_v", "expected 1 to 1024, got 1100"),
     ),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
 from cuflash.plan import portable as plan_portable
+from cuflash.plan import sm90_backward, sm90_forward
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
@@ -211,3 +214,26 @@ def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> N
         report = cuda_compile.compile_for("sm_80", source(config), entry)
         assert report.spill_bytes == 0, (head_dim, report)
         assert not report.warnings
+
+
+def wide_kernels() -> list[Any]:
+    """Hopper's kernels with float32 results of 16-bit inputs, which no call but a part's and out_dtype's asks for."""
+    found: list[Any] = []
+    for row in sm90_forward.FORWARD:
+        for flags in ((), ("has_window",), ("has_window", "has_softcap")):
+            tile = row.with_more if "has_softcap" in flags else row.full
+            config = sm90_forward.config_of(row, tile, "bfloat16", None, flags)
+            found.append(replace(config, splits_keys=True, staging_panels=0, pair=1))
+    for row, adds in product(sm90_backward.BACKWARD, (False, True)):
+        gradients = sm90_backward.backward_config(row, "bfloat16", None, ("has_window",))
+        gradients = replace(gradients, wide_results=True, adds_results=adds)
+        found += [gradients, replace(gradients.of_rows, entry=sm90_backward.DQ)]
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", wide_kernels(), ids=lambda c: f"{c.entry}-{c.head_dim}-{c.head_dim_v}-{c.flags}")
+def test_kernels_with_wide_results_compile_without_spills(config: Any) -> None:
+    report = cuda_compile.compile_for("sm_90a", source(config), config.entry)
+    assert report.spill_bytes == 0
+    assert not report.warnings
