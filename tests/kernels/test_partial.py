@@ -224,8 +224,8 @@ def wide_kernels() -> list[Any]:
             tile = row.with_more if "has_softcap" in flags else row.full
             config = sm90_forward.config_of(row, tile, "bfloat16", None, flags)
             found.append(replace(config, splits_keys=True, staging_panels=0, pair=1))
-    for row, adds in product(sm90_backward.BACKWARD, (False, True)):
-        gradients = sm90_backward.backward_config(row, "bfloat16", None, ("has_window",))
+    for keys, adds in product(sm90_backward.BACKWARD, (False, True)):
+        gradients = sm90_backward.backward_config(keys, "bfloat16", None, ("has_window",))
         gradients = replace(gradients, wide_results=True, adds_results=adds)
         found += [gradients, replace(gradients.of_rows, entry=sm90_backward.DQ)]
     return found
