@@ -21,6 +21,8 @@ from cuflash.frontend import metadata
 from cuflash.frontend.partial import Part, sees_anything, sees_everything, window_of_part
 from cuflash.plan import portable as plan_portable
 from cuflash.plan import sm90_backward, sm90_forward
+from cuflash.plan.sm90_backward_tiles import BACKWARD
+from cuflash.plan.sm90_tiles import FORWARD
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
@@ -219,12 +221,12 @@ def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> N
 def wide_kernels() -> list[Any]:
     """Hopper's kernels with float32 results of 16-bit inputs, which no call but a part's and out_dtype's asks for."""
     found: list[Any] = []
-    for row in sm90_forward.FORWARD:
+    for row in FORWARD:
         for flags in ((), ("has_window",), ("has_window", "has_softcap")):
             tile = row.with_more if "has_softcap" in flags else row.full
             config = sm90_forward.config_of(row, tile, "bfloat16", None, flags)
             found.append(replace(config, splits_keys=True, staging_panels=0, pair=1))
-    for keys, adds in product(sm90_backward.BACKWARD, (False, True)):
+    for keys, adds in product(BACKWARD, (False, True)):
         gradients = sm90_backward.backward_config(keys, "bfloat16", None, ("has_window",))
         gradients = replace(gradients, wide_results=True, adds_results=adds)
         found += [gradients, replace(gradients.of_rows, entry=sm90_backward.DQ)]
