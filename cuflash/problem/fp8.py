@@ -76,7 +76,7 @@ def spread_scales(operands: dict[str, Array]) -> None:
     """Give FP8 arrays the dtype uint8, and their scales all of their rows, in place and without a copy."""
     for name in SCALES:
         x = operands[name.removesuffix("_scale")]
-        if x.dtype.name == e4m3.NAME:
+        if is_fp8(x) and x.dtype.name == e4m3.NAME:  # the name of a dtype takes longer to find than its size
             operands[name.removesuffix("_scale")] = x.view(np.uint8)
         if name in operands:
             operands[name] = interop.namespace_of(x).broadcast_to(operands[name], x.shape[:-1])
