@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
     """NumPy's function `name` of operands of which one is a node."""
     if name == "power":
         return _power(operands[0], operands[1], accum)
+    if name in COMPARISONS:
+        operands = _by_value(operands)
     found = [_asked(x) for x in operands]
     *dtypes, result = getattr(np, name).resolve_dtypes((*found, None))
     args = [_in_dtype(x, _own(dtype, accum), accum) for x, dtype in zip(operands, dtypes, strict=True)]
@@ -74,6 +77,18 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
     if name.startswith("logical_"):
         args = [cast(x, "bool") for x in args]
     return simplified(name, _own(result, accum), args)
+
+
+def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """NumPy compares a number of Python beyond an integer's dtype by value: it is as good as infinite."""
+    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and x.dtype.lstrip("u").startswith("int")]
+    if not kinds:
+        return operands
+
+    def is_beyond(x: Operand) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and not kinds[0].min <= x <= kinds[0].max
+
+    return tuple([(math.inf if x > 0 else -math.inf) if is_beyond(x) else x for x in operands])
 
 
 def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
