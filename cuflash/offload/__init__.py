@@ -147,10 +147,12 @@ def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array
     """Out in q's dtype, in the given memory if there is one, and lse."""
     device = device_of(call.q)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
-    target = None if out is None else _target(call, "out", out, call.problem.out_shape, call.problem.dtype, inputs)
+    target = (
+        None if out is None else _target(call, "out", out, call.problem.out_shape, call.problem.result_dtype, inputs)
+    )
     wide, lse = _forward_pass(call, device, share_of(call, device, of_cpu, "forward"))
     if target is None:
-        return wide.astype(call.q.dtype, copy=False), lse
+        return wide.astype(call.problem.result_dtype, copy=False), lse
     target[...] = wide
     return target, lse
 
@@ -165,7 +167,7 @@ def _backward(
 ) -> Gradients:
     problem, device = call.problem, device_of(call.q)
     dout, result, lse, dlse = residuals
-    check_like("dout", dout, problem.out_shape, problem.dtype, "as the forward result")
+    check_like("dout", dout, problem.out_shape, problem.result_dtype, "as the forward result")
     if dlse is not None:
         check_like("dlse", dlse, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
     wanted = check_grads(grads, problem)

@@ -85,10 +85,12 @@ def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
     if not kinds:
         return operands
 
-    def is_beyond(x: Operand) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and not kinds[0].min <= x <= kinds[0].max
+    def by_value(x: Operand) -> Operand:
+        if not isinstance(x, int) or kinds[0].min <= x <= kinds[0].max:
+            return x
+        return math.inf if x > 0 else -math.inf
 
-    return tuple([(math.inf if x > 0 else -math.inf) if is_beyond(x) else x for x in operands])
+    return tuple([by_value(x) for x in operands])
 
 
 def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
