@@ -188,11 +188,33 @@ def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatc
     tried = {name for options in options_by_name().values() for name in options}
     assert tried == set(SUPPORTED)
     q, k, v, *_ = arrays().values()
+    monkeypatch.setattr("cuflash.offload.in_place.is_in_place", lambda *_: False)  # as with q on a GPU
     monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))
     for name in {"softcap", *OPTION_NAMES} - (set(SUPPORTED) - {"softcap"}):
         offload.attention(q, k, v, **{name: None})  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match=f"{name}: expected None with keys in host memory"):
             offload.attention(q, k, v, **{name: 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_pages_codes_and_fixed_splits_in_host_memory(share: Any) -> None:
+    given = arrays()
+    fixed = {"split_size": 16, "causal": True}
+    assert_same(
+        results(offload.attention_vjp, given, share=share, **fixed), results(cuflash.attention_vjp, given, **fixed), 0
+    )
+    pools = given | {name: given[name].reshape(12, 10, 2, -1) for name in ("k", "v")}
+    table = RNG.permutation(12).reshape(2, 6).astype(np.int32)
+    paged = {"block_table": table, "kv_lengths": np.array([60, 13], np.int32), "causal": True}
+    assert_same(
+        results(offload.attention_vjp, pools, share=share, **paged), results(cuflash.attention_vjp, pools, **paged), 0
+    )
+    (k, k_scale), (v, v_scale) = (cuflash.quantize_fp8(given[name].astype(np.float32)) for name in ("k", "v"))
+    codes = given["q"].astype(np.float16), k, v
+    for scales in ({}, {"k_scale": k_scale, "v_scale": v_scale}):
+        out = np.empty((2, 7, 4, 5), np.float16)
+        assert offload.attention(*codes, share=share, out=out, **scales) is out
+        np.testing.assert_array_equal(out, cuflash.attention(*codes, **scales))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
