@@ -135,9 +135,11 @@ def where_node(condition: Node, a: Node, b: Node) -> Node:
 def _power(base: Operand, exponent: Operand, accum: str) -> Node:
     if isinstance(exponent, Node) and not exponent.is_constant:
         raise TypeError("**: expected a constant exponent; of a base that is constant, exp2 and exp are powers")
-    exponent = exponent.value if isinstance(exponent, Node) else exponent
-    assert isinstance(exponent, (bool, int, float))
     base = as_node(base, accum)
+    if isinstance(exponent, Node):
+        base = cast(base, _own(np.result_type(_asked(base), _asked(exponent)), accum))
+        exponent = exponent.value
+    assert isinstance(exponent, (bool, int, float))
     if isinstance(exponent, float) and not base.is_float:
         base = cast(base, accum)
     if base.dtype == "bool":

@@ -192,6 +192,7 @@ def test_integers_round_down_and_wrap() -> None:
             found = Evaluation({SCORE: np.zeros(a.shape), "i": a, "j": b}, [])(root)
             np.testing.assert_array_equal(found, body(a, b).astype(float))
     assert value(score(lambda s, b, h, i, j, x: s * 0 + x**5, kind), 0.0, np.int32(100)) == 100**5 - 2 * 2**32
+    assert value(score(lambda s, b, h, i, j, x: s * 0 + x ** np.int64(5), kind), 0.0, np.int32(100)) == 100**5
 
 
 def test_a_number_beyond_the_dtype_is_compared_by_value() -> None:
