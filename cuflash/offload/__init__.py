@@ -14,6 +14,7 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.frontend.call import check_outs
+from cuflash.offload import in_place
 from cuflash.offload.call import Call, prepare
 from cuflash.offload.devices import device_of
 from cuflash.offload.passes import backward as _backward_pass
@@ -66,7 +67,8 @@ def attention(
         Whether to return lse, too.
     **options
         Those of `cuflash.attention`; arrays among them lie where q does. Lengths are read by the host: keys beyond
-        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied.
+        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied. `block_table`, FP8 arrays
+        and `split_size` are for q in NumPy's memory only, and leave the CPU no share of its own.
 
     Returns
     -------
@@ -81,6 +83,8 @@ def attention(
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
+    if in_place.is_in_place((q, k, v), options):
+        return in_place.forward((q, k, v), options, out, return_lse)
     call = prepare(q, k, v, options)
     with interop.on_stream_of(call.library, call.q):
         found, lse = _forward(call, of_cpu, out)
@@ -120,6 +124,8 @@ def attention_vjp(
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
+    if in_place.is_in_place((q, k, v), options):
+        return in_place.vjp((q, k, v), options, out, return_lse)
     call = prepare(q, k, v, options)
     with interop.on_stream_of(call.library, call.q):
         residual, lse = _forward(call, of_cpu, out)
@@ -147,10 +153,12 @@ def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array
     """Out in q's dtype, in the given memory if there is one, and lse."""
     device = device_of(call.q)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
-    target = None if out is None else _target(call, "out", out, call.problem.out_shape, call.problem.dtype, inputs)
+    target = (
+        None if out is None else _target(call, "out", out, call.problem.out_shape, call.problem.result_dtype, inputs)
+    )
     wide, lse = _forward_pass(call, device, share_of(call, device, of_cpu, "forward"))
     if target is None:
-        return wide.astype(call.q.dtype, copy=False), lse
+        return wide.astype(call.problem.result_dtype, copy=False), lse
     target[...] = wide
     return target, lse
 
@@ -165,7 +173,7 @@ def _backward(
 ) -> Gradients:
     problem, device = call.problem, device_of(call.q)
     dout, result, lse, dlse = residuals
-    check_like("dout", dout, problem.out_shape, problem.dtype, "as the forward result")
+    check_like("dout", dout, problem.out_shape, problem.result_dtype, "as the forward result")
     if dlse is not None:
         check_like("dlse", dlse, problem.lse_shape, problem.accum_dtype, "as the forward pass returns lse")
     wanted = check_grads(grads, problem)

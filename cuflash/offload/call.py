@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -15,10 +16,11 @@ from cuflash.offload.device import Device
 from cuflash.offload.devices import HostDevice
 from cuflash.offload.stream import Chunk, Piece
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
+from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place, operand_name
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import to_full_rank
 from cuflash.problem.options import Options, check_names
+from cuflash.problem.own_rules import check_operands
 
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
@@ -29,7 +31,7 @@ _ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
 # Options that hold for a chunk as `Side.part` cuts them; another one's meaning would change with the chunk's place.
 SUPPORTED = (
     *("causal", "window", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "block_mask", "deterministic"),
-    *("precision", *_ARRAYS),
+    *("precision", *_ARRAYS, "score_mod", "mask_mod", "operands", "num_splits", "out_dtype"),
 )
 
 
@@ -49,7 +51,8 @@ class Call:
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
         given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        return {name: x for name, x in given.items() if x is not None}
+        operands = {operand_name(n): x for n, x in enumerate(self.options.operands) if "float" in x.dtype.name}
+        return {name: x for name, x in {**given, **operands}.items() if x is not None}
 
     def seen_keys(self, piece: Piece) -> tuple[int, int]:
         """The first key of a piece that causal and the window show to some query, and the one after the last."""
@@ -68,7 +71,7 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     """Check a call; lengths are read here, as only the keys in use are to come over the link."""
     check_names(keywords)
     for name, x in keywords.items():
-        if name not in SUPPORTED and x is not None and x != ():
+        if name not in SUPPORTED and x is not None:
             raise NotImplementedError(f"{name}: expected None with keys in host memory, got {_kind(x)}")
     library = interop.library_of("q", q)
     for name, x in (("k", k), ("v", v)):
@@ -79,8 +82,10 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     given = {name: x for name in _ARRAYS if (x := getattr(options, name)) is not None}
     if hasattr(options.dropout_seed, "shape"):
         given["dropout_seed"] = options.dropout_seed
-    adopted = interop.adopt_all(library, {"q": q, **given})
+    operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
+    adopted = interop.adopt_all(library, {"q": q, **given, **operands})
     options = replace(options, **{name: adopted[name] for name in given})
+    options = replace(options, operands=tuple([adopted[name] for name in operands]))
     q = adopted["q"]
     problem = make_problem({"q": q, "k": k, "v": v}, options)
     checks.check_seed(options.dropout_seed, problem.dropout_p)
@@ -143,6 +148,7 @@ class Side:
             q_lengths=None,
             kv_lengths=None,
             block_mask=None,
+            num_splits=None,
         )
         place = Place(first_k=chunk.first, first_batch=piece.batch, diagonal=piece.diagonal)
         return Part(self.q[piece.batches, : piece.rows], k, v, own, place)
@@ -166,8 +172,10 @@ class Side:
         return mask
 
 
-def place_in(name: str, shape: tuple[int, ...], chunk: Chunk) -> tuple[slice, ...]:
-    """The index of a chunk's elements in an option of full rank."""
+def place_in(name: str, shape: tuple[int, ...], chunk: Chunk) -> tuple[slice | EllipsisType, ...]:
+    """The index of a chunk's elements in an option of full rank; operands of rules have no axis of it."""
+    if name not in _ARRAYS:
+        return (...,)
     whole, piece = slice(None), chunk.piece
     if name == "alibi_slopes":
         return (piece.batches if shape[0] > 1 else whole, whole)
@@ -193,4 +201,5 @@ def cpu_side_of(call: Call, device: Device) -> Side:
     if hasattr(call.options.dropout_seed, "shape"):
         given["dropout_seed"] = call.options.dropout_seed
     options = replace(call.options, **{name: device.get(x) for name, x in given.items()})
+    options = replace(options, operands=tuple([device.get(x) for x in options.operands]))
     return Side(call, HostDevice(), device.get(call.q), options)

@@ -139,7 +139,7 @@ def _backward_of(
 ) -> Grads:
     """One side's sums, apart from the sink's; its dk and dv go to the host."""
     call, xp, accum = side.call, side.device.xp, side.call.problem.accum_dtype
-    like = {"q": side.q, **{name: to_full_rank(name, getattr(side.options, name)) for name in call.extras}}
+    like = {"q": side.q, **{name: to_full_rank(name, x) for name, x in call.extras.items()}}
     grads = {name: xp.zeros(x.shape, accum) for name, x in like.items() if name in wanted and name != "sink"}
     outbox = Outbox(side.device)
     for chunk, k, v in incoming(side.device, chunks, call.k, call.v):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
     """NumPy's function `name` of operands of which one is a node."""
     if name == "power":
         return _power(operands[0], operands[1], accum)
+    if name in COMPARISONS:
+        operands = _by_value(operands)
     found = [_asked(x) for x in operands]
     *dtypes, result = getattr(np, name).resolve_dtypes((*found, None))
     args = [_in_dtype(x, _own(dtype, accum), accum) for x, dtype in zip(operands, dtypes, strict=True)]
@@ -74,6 +77,20 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
     if name.startswith("logical_"):
         args = [cast(x, "bool") for x in args]
     return simplified(name, _own(result, accum), args)
+
+
+def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """NumPy compares a number of Python beyond an integer's dtype by value: it is as good as infinite."""
+    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and x.dtype.lstrip("u").startswith("int")]
+    if not kinds:
+        return operands
+
+    def by_value(x: Operand) -> Operand:
+        if not isinstance(x, int) or kinds[0].min <= x <= kinds[0].max:
+            return x
+        return math.inf if x > 0 else -math.inf
+
+    return tuple([by_value(x) for x in operands])
 
 
 def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
@@ -118,9 +135,11 @@ def where_node(condition: Node, a: Node, b: Node) -> Node:
 def _power(base: Operand, exponent: Operand, accum: str) -> Node:
     if isinstance(exponent, Node) and not exponent.is_constant:
         raise TypeError("**: expected a constant exponent; of a base that is constant, exp2 and exp are powers")
-    exponent = exponent.value if isinstance(exponent, Node) else exponent
-    assert isinstance(exponent, (bool, int, float))
     base = as_node(base, accum)
+    if isinstance(exponent, Node):
+        base = cast(base, _own(np.result_type(_asked(base), _asked(exponent)), accum))
+        exponent = exponent.value
+    assert isinstance(exponent, (bool, int, float))
     if isinstance(exponent, float) and not base.is_float:
         base = cast(base, accum)
     if base.dtype == "bool":

@@ -168,12 +168,12 @@ def call(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     given = {key: x for key, x in options.items() if x is not None}
     if name == "clip":
         args, given = _clip_arguments(args, given)
-    if given:
-        raise RuleError(f"{name}: expected no options, got {', '.join(given)}{here()}")
-    accum = next(x._accum for x in (*args, *given.values()) if isinstance(x, (Traced, TracedArray)))
     count = {"where": 3, "clip": 3}.get(name, 1 if name in operations.UNARY else 2)
     if name not in ("where", "clip", *operations.UNARY, *operations.BINARY):
         raise RuleError(f"{name}: no such function of a traced value; expected one of {', '.join(FUNCTIONS)}{here()}")
+    if given:
+        raise RuleError(f"{name}: expected no options, got {', '.join(given)}{here()}")
+    accum = next(x._accum for x in args if isinstance(x, (Traced, TracedArray)))
     if len(args) != count:
         raise RuleError(f"{name}: expected {count} arguments, got {len(args)}{here()}")
     try:

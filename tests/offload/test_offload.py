@@ -73,6 +73,8 @@ def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -
     """Out, lse and every gradient."""
     (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
     names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
+    operands = enumerate(options.get("operands", ()))
+    names += [f"doperands[{n}]" for n, x in operands if x.dtype.kind == "f"]
     return {"out": out, "lse": lse, **dict(zip(names, backward(given["dout"], given["dlse"]), strict=True))}
 
 
@@ -138,6 +140,25 @@ def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: i
         "block_mask that is a window": {"block_mask": cuflash.BlockMask.sliding_window(sq, sk, 4, 2)},
         "deterministic": {"deterministic": True},
         "precision": {"precision": "tf32"},
+        "score_mod": {
+            "score_mod": lambda s, b, h, i, j, t, w, n: s * w + t[b, h, np.clip(j - i, -4, 4) + 4] + 0.01 * n[j],
+            "operands": (RNG.standard_normal((batch, heads, 9)), np.array(0.7), np.arange(sk)),
+        },
+        "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j + b) % 3 != 1, "causal": True},
+        "mask_mod that hides all": {"mask_mod": lambda b, h, i, j: i < 0, "sink": RNG.standard_normal(heads)},
+        "rules and all": {
+            "score_mod": lambda s, b, h, i, j, t: np.where(j == 5, -np.inf, s + t[h, j]),
+            "mask_mod": lambda b, h, i, j, t: t[h, j] < 1,
+            "operands": (RNG.standard_normal((heads, sk)),),
+            "kv_lengths": np.array([41, sk][:batch], np.int32),
+            "bias": RNG.standard_normal((sq, sk)),
+            "alibi_slopes": RNG.uniform(0.01, 0.2, heads),
+            "dropout_p": 0.3,
+            "dropout_seed": 3,
+            "window": (20, 1),
+        },
+        "num_splits": {"num_splits": 3},
+        "out_dtype": {"out_dtype": "float64"},
     }
 
 
@@ -167,11 +188,58 @@ def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatc
     tried = {name for options in options_by_name().values() for name in options}
     assert tried == set(SUPPORTED)
     q, k, v, *_ = arrays().values()
+    monkeypatch.setattr("cuflash.offload.in_place.is_in_place", lambda *_: False)  # as with q on a GPU
     monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))
     for name in {"softcap", *OPTION_NAMES} - (set(SUPPORTED) - {"softcap"}):
         offload.attention(q, k, v, **{name: None})  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match=f"{name}: expected None with keys in host memory"):
             offload.attention(q, k, v, **{name: 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_pages_codes_and_fixed_splits_in_host_memory(share: Any) -> None:
+    given = arrays()
+    fixed = {"split_size": 16, "causal": True}
+    assert_same(
+        results(offload.attention_vjp, given, share=share, **fixed), results(cuflash.attention_vjp, given, **fixed), 0
+    )
+    pools = given | {name: given[name].reshape(12, 10, 2, -1) for name in ("k", "v")}
+    table = RNG.permutation(12).reshape(2, 6).astype(np.int32)
+    paged = {"block_table": table, "kv_lengths": np.array([60, 13], np.int32), "causal": True}
+    assert_same(
+        results(offload.attention_vjp, pools, share=share, **paged), results(cuflash.attention_vjp, pools, **paged), 0
+    )
+    (k, k_scale), (v, v_scale) = (cuflash.quantize_fp8(given[name].astype(np.float32)) for name in ("k", "v"))
+    codes = given["q"].astype(np.float16), k, v
+    for scales in ({}, {"k_scale": k_scale, "v_scale": v_scale}):
+        out = np.empty((2, 7, 4, 5), np.float16)
+        assert offload.attention(*codes, share=share, out=out, **scales) is out
+        np.testing.assert_array_equal(out, cuflash.attention(*codes, **scales))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_dtype_of_results(streamed: list[LazyDevice], dtype: str) -> None:
+    given = arrays(dtype)
+    given["dout"] = given["dout"].astype(np.float32)
+    found = results(offload.attention_vjp, given, share=0.3, out_dtype="float32")
+    expected = results(cuflash.attention_vjp, given, out_dtype="float32")
+    for name in ("out", "lse"):
+        assert_same({name: found[name]}, {name: expected[name]}, rounding=1e-5)
+    assert_same(found, expected, rounding=2e-2)
+
+
+def test_gradients_of_operands_by_name(streamed: list[LazyDevice]) -> None:
+    given = arrays()
+    table = RNG.standard_normal((4, 60))
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j, t: s + t[h, j], "operands": (table,)}
+    _, backward = offload.attention_vjp(given["q"], given["k"], given["v"], share=0.3, **options)
+    *others, found = backward(given["dout"], grads=("operands",))
+    assert others == [None] * 3
+    target = np.empty_like(table)
+    *_, written = backward(given["dout"], out=(None, None, None, target))
+    assert written is target
+    expected = cuflash.attention_vjp(given["q"], given["k"], given["v"], **options)[1](given["dout"])[3]
+    assert_same({"found": found, "written": written}, {"found": expected, "written": expected})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -192,6 +192,18 @@ def test_integers_round_down_and_wrap() -> None:
             found = Evaluation({SCORE: np.zeros(a.shape), "i": a, "j": b}, [])(root)
             np.testing.assert_array_equal(found, body(a, b).astype(float))
     assert value(score(lambda s, b, h, i, j, x: s * 0 + x**5, kind), 0.0, np.int32(100)) == 100**5 - 2 * 2**32
+    assert value(score(lambda s, b, h, i, j, x: s * 0 + x ** np.int64(5), kind), 0.0, np.int32(100)) == 100**5
+
+
+def test_a_number_beyond_the_dtype_is_compared_by_value() -> None:
+    values = np.array([-3, 0, 5], np.int32)
+    for number in (2**31, 2**40, -(2**31) - 1, -(2**70), 10**400):
+        for sign in ("<", "<=", ">", ">=", "==", "!="):
+            for text in (f"x {sign} number", f"number {sign} x"):
+                body = eval(f"lambda x: {text}", {"number": number})
+                root = score(lambda s, b, h, i, j, body=body: s * 0 + body(i))
+                found = Evaluation({SCORE: np.zeros(3), "i": values}, [])(root)
+                np.testing.assert_array_equal(found, np.asarray([body(int(x)) for x in values], float), err_msg=text)
 
 
 def test_namespaces_are_equal() -> None:
@@ -229,6 +241,7 @@ def branches(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         (lambda s, b, h, i, j: int(s), ("int()", "astype")),
         (lambda s, b, h, i, j: np.sinh(s), ("sinh",)),
         (lambda s, b, h, i, j: np.cumsum(s), ("cumsum",)),
+        (lambda s, b, h, i, j: np.select([s > 0], [s]), ("select",)),
         (lambda s, b, h, i, j: s.__array_namespace__().sinh(s), ("sinh",)),
         (lambda s, b, h, i, j: s.cumsum(), ("cumsum",)),
         (lambda s, b, h, i, j: np.add.reduce(s), ("add.reduce",)),
