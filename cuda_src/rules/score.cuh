@@ -76,8 +76,10 @@ struct Score {
   // NaN; otherwise the result is NaN where the product is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
+    // Without a rule nothing is named between: a kernel at the limit of its registers spilled eight bytes for it.
+    if constexpr (!HAS_SCORE_MOD) return before_rule<STRICT>(product, i, j, own_bias);
     const Accum s = before_rule<STRICT>(product, i, j, own_bias);
-    if constexpr (HAS_SCORE_MOD && HAS_BIAS) {
+    if constexpr (HAS_BIAS) {
       if ((own_bias == nullptr ? bias_at(i, j) : *own_bias) == -infinity()) return -infinity();
     }
     return user.value(s, i, j);
