@@ -27,9 +27,7 @@ from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
 
 Array = NDArray[Any]
-__all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
-
-__all__ = ["append", "backward", "forward"]
+__all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:

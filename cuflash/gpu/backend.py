@@ -19,7 +19,7 @@ from cuflash.plan.split import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
 
-__all__ = ["append", "backward", "forward"]
+__all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 
 def _by_halves(work: Work) -> bool:
@@ -28,8 +28,6 @@ def _by_halves(work: Work) -> bool:
     halves = work.of_values(slice(half)), work.of_values(slice(half, None))
     return all(gpu_split.forward(own) or gpu_sm80.forward(own) for own in halves)
 
-
-__all__ = ["backward", "forward", "merge_parts", "sum_parts"]  # what every backend has
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
 # With splits of one size a row's bits depend on nothing that another sequence could change.

@@ -31,6 +31,7 @@ _PARAMS = Struct(
         Member("num_parts", "int", np.dtype("i4")),
     ],
 )
+_HEADERS = _PARAMS.headers
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
@@ -83,5 +84,5 @@ def _launch(entry: str, parts: Sequence[PartialResult], result: Array, lse: Arra
     p["num_parts"] = len(parts)
     warps = math.prod(result.shape[:-1])
     if warps:
-        kernel = load("around/merge_parts", entry, constants, device, generated=_PARAMS.headers)
+        kernel = load("around/merge_parts", entry, constants, device, generated=_HEADERS)
         kernel((math.ceil(warps / (_THREADS // WARP)),), (_THREADS,), (params,))
