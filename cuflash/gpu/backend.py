@@ -96,43 +96,63 @@ def backward(
     arrays hold.
     """
     _check_head_dims(problem)
-    given = {"dout": dout, "out": out, "lse": lse}
     of_lse = {} if dlse is None else {"dlse": dlse}
+    residuals = {"dout": dout, "out": out, "lse": lse}
     results = {f"d{name}": x for name, x in grads.items()}
-    given_work = work = Work(problem, operands, given, cuda_device.device_of(out), of_lse | results)
+    work = Work(problem, operands, residuals, cuda_device.device_of(out), of_lse | results)
+    work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
     of_inputs = {name: x for name, x in grads.items() if name in ("q", "k", "v")}
     is_wide = adds or any(x.dtype.name != problem.dtype for x in of_inputs.values())
-    work.arrays["delta"] = work.empty(problem.lse_shape, problem.accum_dtype)
-    rest = None
-    if is_wide and not problem.is_mixed and "bias" not in grads:  # whose kernels write the bias's own dtype
-        rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
-    own = grads
-    if rest is None and (is_wide or problem.is_mixed):
-        delta = work.arrays["delta"]
-        work = convert.widened(work, is_backward=True)
-        work.arrays["delta"] = delta
-        own = convert.wide_results(given_work, grads)
-        if adds:
-            own = own | {name: given_work.empty(x.shape, x.dtype) for name, x in of_inputs.items()}
-    unpaged = None
+    if is_wide and _backward_wide(work, of_lse, grads, adds):
+        return _ended(work)
+    if not (is_wide or problem.is_mixed):
+        _backward(work, of_lse, grads)
+        return _ended(work)
+    own = convert.widened(work, is_backward=True)
+    found = convert.wide_results(work, grads)
+    if adds:
+        found |= {name: work.empty(x.shape, x.dtype) for name, x in of_inputs.items()}
+    _backward(own, of_lse, found)
+    if adds:
+        for name, x in of_inputs.items():
+            x += found[name]
+            found[name] = x
+    convert.narrow(work, found, results)
+    recording = _ended(work)
+    return None if adds else recording
+
+
+def _ended(work: Work) -> Recording:
+    work.recording.end()
+    return work.recording
+
+
+def _backward_wide(work: Work, of_lse: Arrays, grads: Arrays, adds: bool) -> bool:
+    """Write gradients of 16-bit inputs that are not rounded; False where no kernel on 16 bits does."""
+    if work.problem.is_mixed or "bias" in grads:  # the kernels write the bias's own dtype
+        return False
+    rest = gpu_sm90.backward(work, work.arrays | of_lse, grads, adds)
     if rest is None:
-        unpaged = None if problem.pages is None else Unpaged(work)
-        targets = own if unpaged is None else unpaged.gradients(own)
-        of_operands = {name: x for name, x in targets.items() if name in problem.operand_grads}
-        rest = _by_families(work, of_lse, {name: x for name, x in targets.items() if name not in of_operands})
-    else:
-        of_operands = {name: rest.pop(name) for name in problem.operand_grads if name in rest}
-    gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, rest)))
-    own_rules.gradients(work, of_operands)
+        return False
+    _write_others(work, rest)
+    return True
+
+
+def _backward(work: Work, of_lse: Arrays, grads: Arrays) -> None:
+    """Write the gradients of a problem whose arrays have one dtype."""
+    unpaged = None if work.problem.pages is None else Unpaged(work)
+    targets = grads if unpaged is None else unpaged.gradients(grads)
+    _write_others(work, _by_families(work, of_lse, targets))
     if unpaged is not None:
         unpaged.scatter()
-    if adds and own is not grads:
-        for name, x in of_inputs.items():
-            x += own[name]
-            own[name] = x
-    convert.narrow(given_work, own, results)
-    work.recording.end()
-    return None if adds and own is not grads else work.recording
+
+
+def _write_others(work: Work, grads: Arrays) -> None:
+    """Write the gradients that the families left."""
+    of_operands = {name: grads[name] for name in work.problem.operand_grads if name in grads}
+    others = {name: x for name, x in grads.items() if name not in of_operands}
+    gpu_portable.gradients(work, gpu_sm80.of_bias(work, gpu_sm80.of_queries(work, others)))
+    own_rules.gradients(work, of_operands)
 
 
 def _by_families(work: Work, of_lse: Arrays, grads: Arrays) -> Arrays:
