@@ -73,7 +73,8 @@ def test_every_constant_is_emitted() -> None:
     text = source(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "entry":
+        # The text of the rules is a header, which test_rules_on_kernels.py checks.
+        if field.name in ("entry", "rules"):
             continue
         if isinstance(value, bool):
             assert f"constexpr bool {field.name.upper()} = {str(value).lower()};" in text
@@ -185,5 +186,6 @@ def test_the_table_names_every_dtype_and_flag() -> None:
     configs = [config for config, _ in plan_portable.table(hardware.smem_limit("sm_90"))]
     assert {config.element for config in configs} == {"__half", "__nv_bfloat16", "float", "double"}
     for flag in FLAGS:
-        assert {getattr(config, flag) for config in configs} == {False, True}
+        # Only parts of a longer problem have places, and test_partial.py compiles their kernels.
+        assert {getattr(config, flag) for config in configs} == ({False} if flag == "has_place" else {False, True})
     assert np.all([config.smem_bytes <= hardware.smem_limit("sm_90") for config in configs])
