@@ -6,6 +6,7 @@ softmax", 2018; Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def _overflows(p: AttentionProblem, acc: Array) -> bool:
     numbers = acc.reshape(-1)
     # The sum of squares tells at once that none is; it is inf for large ones, too.
     can = p.dtype != "float16" or p.has_fp8_keys
-    return can and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
+    return can and not math.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:
