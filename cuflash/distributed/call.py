@@ -13,6 +13,7 @@ from cuflash.distributed.agreement import Described, agree, check_options, descr
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
 from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads
@@ -20,8 +21,6 @@ from cuflash.problem.options import Options
 from cuflash.problem.own_rules import check_operands
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 RESIDUALS = ("dout", "out", "lse", "dlse")
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.call import Backward, Call, Gradients, Scheme
+from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import put_part, take_part
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.heads import Heads

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
+from cuflash.distributed.call import RESIDUALS, Call, Scheme
 from cuflash.distributed.communicators import Communicator, Pending
 from cuflash.distributed.regions import Region, keys_seen, regions_of
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.combine import gradient_of_sink
 from cuflash.frontend.partial import Part, merge_parts, sum_parts
 from cuflash.problem.attention_problem import PartialResult

@@ -7,7 +7,7 @@ the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.products import product
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.

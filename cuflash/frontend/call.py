@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -24,6 +24,7 @@ from cuflash.problem.overlap import check_target
 from cuflash.problem.pages import check_cu_seqlens_k
 
 Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
 
 _ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
 _ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed", "operands"))
@@ -171,6 +172,15 @@ class Call:
                 for name in names
             )
 
+    def gradients_of(self, out: Any, lse: Array | None) -> Backward:
+        """The gradient function of the forward pass that gave `out`, as the caller got it, and lse."""
+        residual = self.adopt("out", out)
+
+        def compute(dout: Any, dlse: Any, outs: Sequence[Any] | None, grads: Sequence[str] | None) -> Gradients:
+            return self.backward(self.adopt("dout", dout), residual, lse, self.adopt("dlse", dlse), outs, grads)
+
+        return gradient_function(compute)
+
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
 
@@ -183,6 +193,24 @@ class Call:
         check_like(name, target, shape, dtype or self.problem.result_dtype, "as the result")
         check_target(name, target, inputs)
         return target
+
+
+def gradient_function(
+    compute: Callable[[Array, Array | None, Sequence[Array | None] | None, Sequence[str] | None], Gradients],
+) -> Backward:
+    """The function that a vjp returns, with its keywords, of a `compute(dout, dlse, out, grads)` with the residuals."""
+
+    def backward(
+        dout: Array,
+        dlse: Array | None = None,
+        *,
+        out: Sequence[Array | None] | None = None,
+        grads: Sequence[str] | None = None,
+    ) -> Gradients:
+        """Gradients of the inputs; see `cuflash.attention_backward`."""
+        return compute(dout, dlse, out, grads)
+
+    return backward
 
 
 def remember_repeat(metadata: Metadata, repeat: Repeat | None) -> None:
