@@ -7,9 +7,9 @@ coincide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cuflash.distributed.order import Stretch
 from cuflash.frontend.partial import Window, sees_anything, sees_everything, window_of_part
@@ -135,25 +135,27 @@ def _joined(regions: Sequence[Region]) -> list[Region]:
     """The same regions, with neighbours that see all made one: first along the keys, then along the queries."""
     masked = [region for region in regions if not region.sees_all]
     full = [region for region in regions if region.sees_all]
-    by_keys: list[Region] = []
-    for region in sorted(full, key=lambda r: (r.sequence, r.queries.begin, r.queries.length, r.keys.begin)):
-        last = by_keys[-1] if by_keys else None
-        if last is not None and _rows(last.queries) == _rows(region.queries) and _follows(last.keys, region.keys):
-            by_keys[-1] = last._replace(keys=_together(last.keys, region.keys))
-        else:
-            by_keys.append(region)
-    by_queries: list[Region] = []
-    for region in sorted(by_keys, key=lambda r: (r.sequence, r.keys.begin, r.keys.length, r.queries.begin)):
-        last = by_queries[-1] if by_queries else None
-        if last is not None and _rows(last.keys) == _rows(region.keys) and _follows(last.queries, region.queries):
-            by_queries[-1] = last._replace(queries=_together(last.queries, region.queries))
-        else:
-            by_queries.append(region)
-    return masked + by_queries
+    return masked + _joined_along("queries", _joined_along("keys", full))
 
 
-def _rows(stretch: Stretch) -> tuple[int, int]:
-    return stretch.begin, stretch.length
+def _joined_along(axis: Literal["keys", "queries"], regions: Iterable[Region]) -> list[Region]:
+    """Regions that see all, with those made one that follow each other along an axis and are equal along the other."""
+
+    def along(region: Region) -> Stretch:
+        return region.keys if axis == "keys" else region.queries
+
+    def across(region: Region) -> tuple[int, int, int]:
+        other = region.queries if axis == "keys" else region.keys
+        return region.sequence, other.begin, other.length
+
+    joined: list[Region] = []
+    for region in sorted(regions, key=lambda r: (across(r), along(r).begin)):
+        last = joined[-1] if joined else None
+        if last is not None and across(last) == across(region) and _follows(along(last), along(region)):
+            joined[-1] = last._replace(**{axis: _together(along(last), along(region))})
+        else:
+            joined.append(region)
+    return joined
 
 
 def _follows(first: Stretch, second: Stretch) -> bool:
