@@ -187,8 +187,11 @@ def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 def _blocks(call: _Call) -> list[tuple[int, int]]:
     """Ranges of queries, or of packed sequences."""
+    # ALiBi and dropout depend on a part's place, which the portable kernels alone take (`has_place` of their HANDLES).
+    # On a GPU all rows are therefore computed at once: the kernels for tensor cores run unless the heads themselves
+    # have a place, as those of dropout on every rank but the first do.
     needs_place = call.problem.alibi is not None or call.problem.dropout_p
-    if needs_place and not isinstance(call.q, np.ndarray):  # no kernel computes a part of these yet
+    if needs_place and not isinstance(call.q, np.ndarray):
         count = call.problem.seqlen_q if call.edges is None else len(call.edges) - 1
         return [(0, count)] if count else []
     if call.edges is not None:

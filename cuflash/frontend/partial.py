@@ -29,8 +29,8 @@ def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -
     """The window that a part of a problem has between its own rows and keys.
 
     Query i sees key j iff ``-left <= position(j) - position(i) <= right``, where positions of queries begin at the
-    whole's diagonal. A part's own window is aligned to its last
-    query and key, and either side may be negative: then it lies beside the part's diagonal.
+    whole's diagonal. A part's own window is aligned to its last query and key, and either side may be negative: then
+    the window lies beside the part's diagonal.
     """
     left, right = window
     behind, diagonal = place.first_q + place.diagonal - place.first_k, seqlen_k - seqlen_q
@@ -73,16 +73,7 @@ class Part:
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         arrays |= {operand_name(n): x for n, x in enumerate(options.operands or ())}
-        if options.score_mod is not None or options.mask_mod is not None:
-            known = _problem_of_part(arrays, options, place)  # what a function reads may have changed
-        else:
-            values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
-            key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
-            found = _problems.get(key)
-            if found is None:
-                found = _problems[key] = _problem_of_part(arrays, options, place)
-            known = found
-        self._problem, self._with_wide_out, self.sees_anything = known
+        self._problem, self._with_wide_out, self.sees_anything = _checked(arrays, options, place)
         self._arrays, self._options = arrays, options
         # Calls are known again by arrays' addresses: what is more than arrays makes a call its own.
         more = options.dropout_seed, options.block_mask, options.score_mod, options.mask_mod
@@ -159,8 +150,21 @@ class Part:
         return grads
 
 
-# Only metadata is checked, so once for calls that are repeated.
 _problems: Kept[Any, tuple[AttentionProblem, AttentionProblem, bool]] = Kept()
+
+
+def _checked(
+    arrays: dict[str, Array], options: Options, place: Place
+) -> tuple[AttentionProblem, AttentionProblem, bool]:
+    """`_problem_of_part`, once for all parts of the same metadata, as nothing else is checked."""
+    if options.score_mod is not None or options.mask_mod is not None:
+        return _problem_of_part(arrays, options, place)  # what a function reads may have changed
+    values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
+    key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
+    found = _problems.get(key)
+    if found is None:
+        found = _problems[key] = _problem_of_part(arrays, options, place)
+    return found
 
 
 def _problem_of_part(
