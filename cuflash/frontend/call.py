@@ -21,6 +21,7 @@ from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
 from cuflash.problem.options import Options, check_names
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import is_operand, label_of
 from cuflash.problem.pages import check_cu_seqlens_k
 
 Gradients = tuple[Any, ...]
@@ -151,10 +152,9 @@ class Call:
                 if given[name] is None:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
-                    targets[name] = self._target(
-                        f"out, d{own_rules.label(name)}", given[name], like.shape, inputs, like.dtype.name
-                    )
-                    inputs[f"d{name}"] = targets[name]
+                    grad = f"d{label_of(name)}"
+                    targets[name] = self._target(f"out, {grad}", given[name], like.shape, inputs, like.dtype.name)
+                    inputs[grad] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
             recording = backend_of(isinstance(self.inputs["q"], np.ndarray)).backward(
@@ -248,7 +248,7 @@ def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]
     if "cu_seqlens_q" in arrays and arrays["cu_seqlens_q"] is None:
         raise TypeError("cu_seqlens_q: expected an int32 array (batch + 1,), got None")
     library = interop.library_of("q", arrays["q"])
-    adopted = interop.adopt_all(library, {own_rules.label(name): x for name, x in arrays.items()})
+    adopted = interop.adopt_all(library, {label_of(name): x for name, x in arrays.items()})
     return library, dict(zip(arrays, adopted.values(), strict=True))
 
 
@@ -278,7 +278,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     # The address of an array that has to be copied does not suffice to repeat the call.
     are_as_given = {"bias", "mask", "dropout_seed", *SCALES}
     is_repeatable = all(
-        name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
+        name in are_as_given or is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
     )
     return _Checked(problem, library, is_repeatable)
 
@@ -290,13 +290,13 @@ def check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozen
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
     if len(out) not in (3, len(names)):
-        labels = ", ".join(f"d{own_rules.label(name)}" for name in names)
+        labels = ", ".join(f"d{label_of(name)}" for name in names)
         forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({labels})")))
         raise ValueError(f"out: expected {forms}, got {len(out)} entries")
     given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
     for name, x in given.items():
         if x is not None and name not in wanted:
-            label, wanted_as = own_rules.label(name), "operands" if own_rules.is_operand(name) else name
+            label, wanted_as = label_of(name), "operands" if is_operand(name) else name
             raise ValueError(
                 f"out, d{label}: expected None, as grads does not name {wanted_as}, got {type(x).__name__}"
             )

@@ -10,17 +10,6 @@ from cuflash.problem.own_rules import check_operands, operand_types
 from cuflash.rules.form import NO_RULES, Rules, trace_rules
 
 FUNCTIONS = ("score_mod", "mask_mod")
-_OPERAND = operand_name(0)[:-1]
-
-
-def is_operand(name: str) -> bool:
-    """It is the name of an operand among a call's arrays."""
-    return name.startswith(_OPERAND)
-
-
-def label(name: str) -> str:
-    """The name of a call's array in messages."""
-    return f"operands[{name.removeprefix(_OPERAND)}]" if is_operand(name) else name
 
 
 def arrays_of(keywords: Mapping[str, Any]) -> dict[str, Array]:

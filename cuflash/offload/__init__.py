@@ -25,6 +25,7 @@ from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import label_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -176,8 +177,9 @@ def _backward(
     targets: dict[str, Array] = {}
     for name, x in like.items():
         if given[name] is not None:
-            targets[name] = _target(call, f"out, d{name}", given[name], x.shape, x.dtype.name, inputs)
-            inputs[f"d{name}"] = targets[name]
+            grad = f"d{label_of(name)}"
+            targets[name] = _target(call, f"out, {grad}", given[name], x.shape, x.dtype.name, inputs)
+            inputs[grad] = targets[name]
         elif name in ("k", "v") and name in wanted:
             targets[name] = np.empty(x.shape, x.dtype)
     on_host = {name: x for name, x in targets.items() if name in ("k", "v")}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.problem.checks import Array
+from cuflash.problem.own_rules import label_of
 
 # Most steps of the exact test; slices of a fused qkv take a few hundred.
 _MAX_WORK: Any = 1_000_000
@@ -37,7 +38,7 @@ def check_written(name: str, target: Array, inputs: dict[str, Array | None]) -> 
     for other, x in inputs.items():
         if x is not None and share_memory(target, x):
             raise ValueError(
-                f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
+                f"{name}: expected no overlap with an input or another output, got memory shared with {label_of(other)}"
             )
 
 

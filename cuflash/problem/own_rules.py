@@ -1,4 +1,4 @@
-"""Checks of the operands of users' own rules."""
+"""The operands of users' own rules: their checks, and their names in messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.problem.attention_problem import DTYPES
+from cuflash.problem.attention_problem import DTYPES, operand_name
 from cuflash.rules.form import OperandType
 
 _OF_INTEGERS = tuple(np.dtype(code).name for code in "?bBhHiIlLqQ")
+_OPERAND = operand_name(0)[:-1]
+
+
+def is_operand(name: str) -> bool:
+    """It is the name of an operand among a call's arrays."""
+    return name.startswith(_OPERAND)
+
+
+def label_of(name: str) -> str:
+    """The name of a call's array in messages."""
+    return f"operands[{name.removeprefix(_OPERAND)}]" if is_operand(name) else name
 
 
 def check_operands(operands: object) -> tuple[Any, ...]:
