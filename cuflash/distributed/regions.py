@@ -152,7 +152,8 @@ def _joined_along(axis: Literal["keys", "queries"], regions: Iterable[Region]) -
     for region in sorted(regions, key=lambda r: (across(r), along(r).begin)):
         last = joined[-1] if joined else None
         if last is not None and across(last) == across(region) and _follows(along(last), along(region)):
-            joined[-1] = last._replace(**{axis: _together(along(last), along(region))})
+            together = _together(along(last), along(region))
+            joined[-1] = last._replace(keys=together) if axis == "keys" else last._replace(queries=together)
         else:
             joined.append(region)
     return joined
