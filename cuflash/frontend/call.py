@@ -1,4 +1,4 @@
-"""One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
+"""One call, which takes arguments of any library, checks them and returns results of the caller's kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Checked(NamedTuple):
     is_repeatable: bool  # by the arguments' addresses alone
 
 
-# Only metadata is checked, so once: a repeated call costs one look-up.
+# The checks read metadata alone, so that a repeated call costs one look-up.
 _checked: Kept[Any, _Checked] = Kept()
 
 
@@ -85,7 +85,7 @@ class Call:
         self._options = own_rules.arrays_in_order(keywords, self.inputs)
 
     def adopt(self, name: str, x: Any) -> Array | None:
-        """A further argument, checked to be of the same library and device."""
+        """Return a further argument, checked to be of the same library and device."""
         if x is None:
             if name == "dlse":
                 return None
@@ -95,17 +95,17 @@ class Call:
         return interop.adopt_all(self.library, {name: x}, reference=self.inputs["q"])[name]
 
     def release(self, x: Array) -> Any:
-        """`x` as an array of the caller's library."""
+        """Return `x` as an array of the caller's library."""
         return self.library.release(x)
 
     def refuse_gradients(self) -> None:
-        """NotImplementedError where an input is FP8."""
+        """Raise NotImplementedError where an input is FP8."""
         refuse_gradients(*(self.inputs[name] for name in ("q", "k", "v")))
 
     def forward(
         self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
     ) -> tuple[Any, Array | None]:
-        """The result as the caller's kind of array, and lse if it is wanted; by `metadata` the call is known again."""
+        """Return the result as the caller's kind of array, and lse if it is wanted; `metadata` tells a repetition."""
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
@@ -131,7 +131,7 @@ class Call:
         grads: Sequence[str] | None,
         metadata: Metadata | None = None,
     ) -> Gradients:
-        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
+        """Return the gradients of ``(q, k, v, *extras)``, None where not wanted; `metadata` is as in `forward`."""
         self.refuse_gradients()
         problem = self.problem.unsplit
         for name, x in (("dout", dout), ("out", forward_out)):
@@ -173,7 +173,7 @@ class Call:
             )
 
     def gradients_of(self, out: Any, lse: Array | None) -> Backward:
-        """The gradient function of the forward pass that gave `out`, as the caller got it, and lse."""
+        """Return the gradient function of the forward pass that gave `out`, as the caller got it, and lse."""
         residual = self.adopt("out", out)
 
         def compute(dout: Any, dlse: Any, outs: Sequence[Any] | None, grads: Sequence[str] | None) -> Gradients:
@@ -198,7 +198,7 @@ class Call:
 def gradient_function(
     compute: Callable[[Array, Array | None, Sequence[Array | None] | None, Sequence[str] | None], Gradients],
 ) -> Backward:
-    """The function that a vjp returns, with its keywords, of a `compute(dout, dlse, out, grads)` with the residuals."""
+    """Return the function that a vjp gives to its caller; `compute(dout, dlse, out, grads)` holds the residuals."""
 
     def backward(
         dout: Array,
@@ -207,7 +207,7 @@ def gradient_function(
         out: Sequence[Array | None] | None = None,
         grads: Sequence[str] | None = None,
     ) -> Gradients:
-        """Gradients of the inputs; see `cuflash.attention_backward`."""
+        """Return the gradients of the inputs; see `cuflash.attention_backward`."""
         return compute(dout, dlse, out, grads)
 
     return backward
@@ -221,13 +221,13 @@ def remember_repeat(metadata: Metadata, repeat: Repeat | None) -> None:
 
 @cache
 def backend_of(on_cpu: bool) -> ModuleType:
-    """The module that computes for NumPy's arrays, or for CuPy's."""
+    """Import the module that computes for NumPy's arrays, or for CuPy's."""
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         return import_module("cuflash.cpu.backend" if on_cpu else "cuflash.gpu.backend")
 
 
 def _packing(cu_seqlens_q: Array, cu_seqlens_k: Array | None, block_table: Array | None) -> dict[str, Array]:
-    """The cu_seqlens that a packed call has."""
+    """Return the cu_seqlens that a packed call has."""
     check_cu_seqlens_k(cu_seqlens_k, block_table)
     of_keys = {} if cu_seqlens_k is None else {"cu_seqlens_k": cu_seqlens_k}
     return {"cu_seqlens_q": cu_seqlens_q, **of_keys}
@@ -253,7 +253,7 @@ def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]
 
 
 def signature(x: Any) -> tuple[Any, ...]:
-    """Everything about an argument that the checks look at, as a dictionary key."""
+    """Return everything about an argument that the checks look at, as a dictionary key."""
     kind = type(x)
     if isinstance(x, np.ndarray):
         return kind, x.shape, x.strides, x.dtype
@@ -275,7 +275,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     check_names(keywords)
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**own_rules.with_adopted(keywords, arrays)))
-    # The address of an array that has to be copied does not suffice to repeat the call.
+    # An array that has to be copied makes the call its own: its address does not suffice to repeat it.
     are_as_given = {"bias", "mask", "dropout_seed", *SCALES}
     is_repeatable = all(
         name in are_as_given or is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
@@ -284,7 +284,7 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
 
 
 def check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
-    """The given targets by name, None where one is to be allocated."""
+    """Return the given targets by name, None where one is to be allocated."""
     if out is None:
         return dict.fromkeys(names)
     if not isinstance(out, (tuple, list)):
