@@ -1,4 +1,4 @@
-"""Which parts of the score matrix a rank computes over some rank's keys, in as few calls as there can be.
+"""The parts of the score matrix that a rank computes over some rank's keys, in as few calls as there can be.
 
 A region is one call. Neighbouring regions in which every query sees every key are one; a rank's own keys under a causal
 mask are one, too, because its tokens stand in the order of the sequence; so are packed sequences whose rows and keys
@@ -30,13 +30,13 @@ class Region(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the region stands in its sequence."""
+        """The place of the region in its sequence."""
         if self.edges is not None:
             return Place(stride=self.queries.stride)
         return Place(self.queries.first, self.keys.first, self.queries.stride, first_batch=self.sequence)
 
     def keys_from(self, first: int) -> slice:
-        """Rows of its keys in an array that begins with their rank's row `first`."""
+        """Return the rows of its keys in an array that begins with their rank's row `first`."""
         return slice(self.keys.begin - first, self.keys.begin - first + self.keys.length)
 
 
@@ -49,7 +49,7 @@ def regions_of(
     edges: tuple[int, ...] | None,
     needs_places: bool,
 ) -> tuple[Region, ...]:
-    """The regions of one step.
+    """Return the regions of one step.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def regions_of(
 
 @kept
 def keys_seen(regions: tuple[Region, ...]) -> slice:
-    """The rows of the keys' rank from the first to the last that some region reads; empty where there is none."""
+    """Return the keys' rows from the first to the last that some region reads; an empty slice where there is none."""
     starts = [region.keys.begin for region in regions]
     stops = [region.keys.begin + region.keys.length for region in regions]
     return slice(min(starts, default=0), max(stops, default=0))
@@ -91,7 +91,7 @@ def keys_seen(regions: tuple[Region, ...]) -> slice:
 def _visible(
     own: Sequence[Stretch], others: Sequence[Stretch], window: Window, edges: Sequence[int] | None
 ) -> Iterator[Region]:
-    """Each pair of stretches of one sequence, cut down to the rows and keys that see anything."""
+    """Yield each pair of stretches of one sequence, cut down to the rows and keys that see anything."""
     for queries in own:
         for keys in others:
             for sequence, bounds in enumerate([None] if edges is None else pairwise(edges)):
@@ -102,13 +102,13 @@ def _visible(
 
 
 def _of_sequence(stretch: Stretch, start: int, stop: int) -> Stretch:
-    """The rows of a stretch in a sequence, with tokens counted from its start."""
+    """Return the rows of a stretch in a sequence, with tokens counted from its start."""
     within = stretch.within(start, stop)
     return within._replace(first=within.first - start)
 
 
 def _cut(queries: Stretch, keys: Stretch, window: Window) -> Region | None:
-    """The region of two stretches without rows and keys at its ends that see nothing; None where nothing does."""
+    """Return the region of two stretches without the rows and keys at its ends that see nothing; None if all do."""
     for _ in range(2):  # fewer queries may see fewer keys
         place = Place(queries.first, keys.first, queries.stride)
         left, right = own = window_of_part(window, queries.length, keys.length, place)
@@ -126,20 +126,20 @@ def _cut(queries: Stretch, keys: Stretch, window: Window) -> Region | None:
 
 
 def _edges_within(stretch: Stretch, edges: Sequence[int]) -> tuple[int, ...]:
-    """Where sequences begin and end among the rows of a stretch."""
+    """Return where sequences begin and end among the rows of a stretch."""
     rows = [stretch.within(stretch.first, edge).length for edge in edges]
     return tuple(rows)
 
 
 def _joined(regions: Sequence[Region]) -> list[Region]:
-    """The same regions, with neighbours that see all made one: first along the keys, then along the queries."""
+    """Make neighbouring regions that see all one, first along the keys, then along the queries."""
     masked = [region for region in regions if not region.sees_all]
     full = [region for region in regions if region.sees_all]
     return masked + _joined_along("queries", _joined_along("keys", full))
 
 
 def _joined_along(axis: Literal["keys", "queries"], regions: Iterable[Region]) -> list[Region]:
-    """Regions that see all, with those made one that follow each other along an axis and are equal along the other."""
+    """Make regions that see all one where they follow each other along an axis and are equal along the other."""
 
     def along(region: Region) -> Stretch:
         return region.keys if axis == "keys" else region.queries
@@ -164,5 +164,5 @@ def _follows(first: Stretch, second: Stretch) -> bool:
 
 
 def _together(first: Stretch, second: Stretch) -> Stretch:
-    """Rows that follow each other; nothing asks for their tokens, as every query sees every key."""
+    """Join rows that follow each other; nothing asks for their tokens, as every query sees every key."""
     return first._replace(length=first.length + second.length)
