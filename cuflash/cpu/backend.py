@@ -98,7 +98,7 @@ def backward(
 
 
 def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
-    """Return the gradients of the main pass, and dbias if it needs a pass of its own, being summed over batch or heads."""
+    """Return the gradients of the main pass, and a dbias that is summed over batch or heads, which has its own pass."""
     shape = problem.bias
     if shape is None or "bias" not in grads:
         return grads, None
