@@ -76,7 +76,8 @@ struct Score {
   // NaN; otherwise the result is NaN where the product is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
-    // Without a rule nothing is named between: a kernel at the limit of its registers spilled eight bytes for it.
+    // Without a rule the value is returned as it is: a variable that holds it costs registers, of which the largest
+    // tiles have none left.
     if constexpr (!HAS_SCORE_MOD) return before_rule<STRICT>(product, i, j, own_bias);
     const Accum s = before_rule<STRICT>(product, i, j, own_bias);
     if constexpr (HAS_BIAS) {

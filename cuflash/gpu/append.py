@@ -10,6 +10,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.launch import BoundLaunch
 from cuflash.gpu.params import PARAMS
 from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept
@@ -88,8 +89,8 @@ def constants_of(
     }
 
 
-class _Launch:
-    """The kernel for one layout of the arguments, which takes their addresses."""
+class _Launch(BoundLaunch):
+    """The kernel for one layout of the arguments."""
 
     def __init__(
         self, problem: AppendProblem, arrays: Arrays, device: cuda_device.Device, widths: tuple[int, int]
@@ -106,28 +107,18 @@ class _Launch:
         num_heads = problem.num_heads_kv + problem.num_heads_q
         units = num_heads * of_head + problem.num_heads_kv * of_head_v
         p["units_of_head"], p["units_of_head_v"], p["units_of_row"] = of_head, of_head_v, units
-        self._params = params
-        self._words = [APPEND.offset(name) // 8 for name in arrays]
         blocks = math.ceil(problem.rows * units / _THREADS)
-        self.is_empty = blocks == 0
-        if self.is_empty:
-            return
         constants = constants_of(problem.dtype, problem.accum_dtype, problem.to_fp8, problem.table_dtypes, widths)
         constants |= {
             "packed": problem.packed,
             "paged": problem.max_pages is not None,
             "interleaved": problem.interleaved,
         }
-        kernel = cuda_device.get("around/append", "append_kv", constants, device, 0, _HEADERS)
-        self._enqueue = kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0)
-
-    def enqueue(self, addresses: list[int], stream: int) -> None:
-        """Enqueue the kernel on the arrays at these addresses; the driver copies its arguments before it returns."""
-        params = self._params.copy()
-        words = params.view(np.uint64)
-        words[self._words] = addresses
-        pointer = np.array([params.ctypes.data], np.uint64)
-        self._enqueue(pointer.ctypes.data, stream)
+        launch = None
+        if blocks:
+            kernel = cuda_device.get("around/append", "append_kv", constants, device, 0, _HEADERS)
+            launch = kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0)
+        super().__init__((params,), [APPEND.offset(name) // 8 for name in arrays], launch)
 
 
 _launches: Kept[Any, _Launch] = Kept()
@@ -147,8 +138,7 @@ def append(problem: AppendProblem, arrays: Arrays, q_out: Array | None) -> None:
     if launch is None:
         offsets = dict(zip(arrays, alignments, strict=True))
         launch = _launches[key] = _Launch(problem, arrays, device, _widths(problem, arrays, offsets))
-    if not launch.is_empty:
-        launch.enqueue(addresses, device.stream())
+    launch.enqueue_in_order(addresses, None, device.stream())
 
 
 def _widths(problem: AppendProblem, arrays: Arrays, offsets: dict[str, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ The families' modules derive from `Kernel` and run kernels through a `Work`, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,8 +144,52 @@ class Arguments:
 _LINE = 64  # bytes of a cache line
 
 
-class Launch:
-    """A kernel's `replay.Launch`."""
+class BoundLaunch:
+    """A kernel bound to its grid, with the arguments of its launches: what every `replay.Launch` consists of.
+
+    `values` are the first launch's arguments, of which the words `pointer_words` receive addresses of arrays; `launch`
+    is the function of `LoadedKernel.bound`, or None where the grid is empty.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[np.ndarray[Any, Any]],
+        pointer_words: Iterable[int],
+        launch: Callable[[int, int], None] | None,
+    ) -> None:
+        self.pointer_words = tuple(pointer_words)
+        self._values = tuple(values)
+        self._launch = launch
+        # Arguments that no thread uses. A thread takes one for a launch and puts it back, each in one atomic step.
+        self._free: list[Arguments] = []
+
+    def enqueue(
+        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
+    ) -> None:
+        """Enqueue the kernel: see `replay.Launch`."""
+        if self._launch is None:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = Arguments(self._values)
+        words = arguments.words
+        for word, place in places:
+            words[word] = addresses[place]
+        self._fill(arguments, seed, stream)
+        self._launch(arguments.address, stream)
+        self._free.append(arguments)
+
+    def enqueue_in_order(self, addresses: Sequence[int], seed: int | None, stream: int) -> None:
+        """Enqueue the kernel on addresses in the order of `pointer_words`."""
+        self.enqueue(addresses, zip(self.pointer_words, range(len(addresses)), strict=True), seed, stream)
+
+    def _fill(self, arguments: Arguments, seed: int | None, stream: int) -> None:
+        """Write what else changes between launches; here, nothing does."""
+
+
+class Launch(BoundLaunch):
+    """The launch of a `Kernel` of a family."""
 
     def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device) -> None:
         problem, arrays = kernel.seen(problem, arrays)
@@ -155,37 +199,21 @@ class Launch:
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
         self._extra = kernel.extra_arguments(problem, arrays, device, tiles)
-        self.pointer_words = tuple([word_of(name, kernel.rules) for name in arrays])
-        self._is_empty = 0 in self._extra.grid
-        self._values = (self.params, *self._extra.values)
-        self._launch = kernel.load(device).bound(
+        values = self.params, *self._extra.values
+        launch = kernel.load(device).bound(
             self._extra.grid,
             (kernel.threads,),
-            [value.nbytes for value in self._values],
+            [value.nbytes for value in values],
             kernel.smem_bytes,
             kernel.begins_early,
         )
-        # Arguments that no thread uses. A thread takes one for a launch and puts it back, each in one atomic step.
-        self._free: list[Arguments] = []
+        words = [word_of(name, kernel.rules) for name in arrays]
+        super().__init__(values, words, None if 0 in self._extra.grid else launch)
 
-    def enqueue(
-        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
-    ) -> None:
-        """Enqueue the kernel: see `replay.Launch`."""
-        if self._is_empty:
-            return
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._values)
-        words = arguments.words
-        for word, place in places:
-            words[word] = addresses[place]
+    def _fill(self, arguments: Arguments, seed: int | None, stream: int) -> None:
         if seed is not None:
-            words[_SEED_WORD] = seed
-        self._extra.fill(words, arguments.begins, stream)
-        self._launch(arguments.address, stream)
-        self._free.append(arguments)
+            arguments.words[_SEED_WORD] = seed
+        self._extra.fill(arguments.words, arguments.begins, stream)
 
 
 _launches: Kept[Any, Launch] = Kept()
@@ -258,9 +286,7 @@ class Work:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
-        addresses = [self.device.pointer(x) for x in arrays.values()]
-        places = zip(launch.pointer_words, range(len(addresses)), strict=True)
-        launch.enqueue(addresses, places, self._seed, self._stream)
+        launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:

@@ -7,13 +7,13 @@ the same time. Backward, dk and dv leave for the host behind the computation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.frontend.call import check_outs
+from cuflash.frontend.call import Backward, Gradients, check_outs, gradient_function
 from cuflash.offload import in_place
 from cuflash.offload.call import Call, prepare
 from cuflash.offload.devices import device_of
@@ -25,6 +25,7 @@ from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import label_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_vjp", "pinned_empty"]
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 
 
 def attention(
@@ -131,21 +130,16 @@ def attention_vjp(
         residual, lse = _forward(call, of_cpu, out)
         result = call.library.release(residual) if out is None else out
 
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
+    def compute(
+        dout: Array, dlse: Array | None, outs: Sequence[Array | None] | None, grads: Sequence[str] | None
     ) -> Gradients:
-        """Gradients of the inputs; see `offload.attention_vjp`."""
         given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
         adopted = interop.adopt_all(call.library, given, reference=call.q)
         residuals = adopted["dout"], residual, lse, adopted.get("dlse")
         with interop.on_stream_of(call.library, call.q):
-            return _backward(call, of_cpu, residuals, out, grads)
+            return _backward(call, of_cpu, residuals, outs, grads)
 
-    return ((result, call.library.release(lse)) if return_lse else result), backward
+    return ((result, call.library.release(lse)) if return_lse else result), gradient_function(compute)
 
 
 @np.errstate(all="ignore")  # casts of the sums may overflow
@@ -183,8 +177,9 @@ def _backward(
     targets: dict[str, Array] = {}
     for name, x in like.items():
         if given[name] is not None:
-            targets[name] = _target(call, f"out, d{name}", given[name], x.shape, x.dtype.name, inputs)
-            inputs[f"d{name}"] = targets[name]
+            grad = f"d{label_of(name)}"
+            targets[name] = _target(call, f"out, {grad}", given[name], x.shape, x.dtype.name, inputs)
+            inputs[grad] = targets[name]
         elif name in ("k", "v") and name in wanted:
             targets[name] = np.empty(x.shape, x.dtype)
     on_host = {name: x for name, x in targets.items() if name in ("k", "v")}

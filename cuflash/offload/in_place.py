@@ -5,12 +5,12 @@ Nothing is to be copied there, so they are ordinary calls on the whole arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cuflash.frontend.call import Call
+from cuflash.frontend.call import Backward, Call
 from cuflash.offload.call import SUPPORTED
 
 Array = Any
@@ -34,22 +34,10 @@ def forward(arrays: Sequence[Array], options: Mapping[str, Any], out: Array | No
 
 def vjp(
     arrays: Sequence[Array], options: Mapping[str, Any], out: Array | None, return_lse: bool
-) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+) -> tuple[Any, Backward]:
     """Out, or (out, lse), and the gradient function."""
     q, k, v = arrays
     call = Call(q, k, v, options, None)
     call.refuse_gradients()
     result, lse = call.forward(out, True, None)
-    residual = call.adopt("out", result)
-
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
-    ) -> tuple[Any, ...]:
-        """Gradients of the inputs; see `offload.attention_vjp`."""
-        return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
-
-    return ((result, lse) if return_lse else result), backward
+    return ((result, lse) if return_lse else result), call.gradients_of(result, lse)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.frontend.combine import Residuals, gradient_of_sink, merge_into
+from cuflash.frontend.combine import Residuals, gradient_of_sink
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
 from cuflash.offload.device import CHUNK_BYTES, Device
 from cuflash.offload.devices import HostDevice
 from cuflash.offload.share import Measurement, Share
 from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
+from cuflash.problem.merging import merge_into
 from cuflash.problem.operands import to_full_rank
 
 Array = Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,6 +232,18 @@ def test_outputs_must_not_overlap_each_other(device: Device) -> None:
     dq, dk = (device.put(np.zeros((2, 6, 3, 8), np.float32)) for _ in range(2))
     with pytest.raises(ValueError, match="overlap"):
         cuflash.attention_backward(dout, q, k, v, out, lse, out=(dq, dk, dq))
+
+
+def test_messages_name_operands_as_the_caller_does(device: Device) -> None:
+    q, k, v, dout = _small(device)
+    first, second, target = (device.put(np.zeros(6, np.float32)) for _ in range(3))
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j, t, u: s + t[j] + u[j], "operands": (first, second)}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    for targets, shared in (((first, None), "operands[0]"), ((target, target), "doperands[0]")):
+        own = "doperands[0]" if targets[1] is None else "doperands[1]"
+        message = f"out, {own}: expected no overlap with an input or another output, got memory shared with {shared}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            cuflash.attention_backward(dout, q, k, v, out, lse, out=(None, None, None, *targets), **options)
 
 
 def test_out_may_share_a_buffer_with_an_input(device: Device) -> None:

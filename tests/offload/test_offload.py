@@ -238,6 +238,8 @@ def test_gradients_of_operands_by_name(streamed: list[LazyDevice]) -> None:
     target = np.empty_like(table)
     *_, written = backward(given["dout"], out=(None, None, None, target))
     assert written is target
+    with pytest.raises(ValueError, match=r"^out, doperands\[0\]: .* shared with operands\[0\]$"):
+        backward(given["dout"], out=(None, None, None, table))
     expected = cuflash.attention_vjp(given["q"], given["k"], given["v"], **options)[1](given["dout"])[3]
     assert_same({"found": found, "written": written}, {"found": expected, "written": expected})
 
