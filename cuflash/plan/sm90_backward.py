@@ -28,7 +28,7 @@ from cuflash.plan.config import (
     are_products,
     common,
     flags_of,
-    unknown,
+    not_taken,
     without_window,
 )
 from cuflash.plan.sm90_backward_tiles import (
@@ -230,8 +230,8 @@ def obstacle(problem: AttentionProblem) -> str:
     """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if sm90_forward.inputs_obstacle(problem):
         return sm90_forward.inputs_obstacle(problem)
-    if unknown(HANDLES, problem):
-        return f"no kernel with {unknown(HANDLES, problem)}"
+    if not_taken(HANDLES, problem):
+        return f"no kernel with {not_taken(HANDLES, problem)}"
     # Scores below that bound have weights of 1 +- 2^-22, from which the gradient of tanh cannot be found again.
     if 0 < problem.softcap < sm90_forward.SMALLEST_BOUND:
         return f"softcap is below {sm90_forward.SMALLEST_BOUND}"
