@@ -121,7 +121,8 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.
 
     q = in_own_memory("q", load_columns(tiling, o.q, block, o.q_scale))
     sums = None if o.sink is None else _begin(tiling, block)
-    for tile in tiling.tiles(block):
+    tiles = tiling.tiles(block)
+    for tile in workspace.work.each(tiles) if factor == 1 else tiles:
         own = tile.rows_within(block)
         k = in_own_memory("k", load_keys(tiling, o.k, tile, o.k_scale))
         found = compute_scores(tiling, tile, q[..., own], k, workspace)
