@@ -12,7 +12,7 @@ from cuflash.problem.mask_metadata import MaskMetadata
 
 @dataclass(slots=True)
 class Options:
-    """The keyword arguments that every public function shares (README, "Options")."""
+    """The keyword arguments that every public function shares; docs/semantics.md says what each means."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
