@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
 from cuflash.masks.on_device import Device, GetKernel, OnDevice, TileLists, list_tiles, pack_on_device
 from cuflash.masks.patterns import Patterns
@@ -111,6 +111,7 @@ class BlockMask(MaskMetadata, Patterns):
         return mask
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_dense(cls, mask: Array, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
         """The mask that a bool array says.
 
@@ -133,6 +134,7 @@ class BlockMask(MaskMetadata, Patterns):
         return cls._from_cells(library, cells, (1, 1), cells.shape[-2], cells.shape[-1], block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_blocks(
         cls, blocks: Array, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
     ) -> BlockMask:
@@ -167,6 +169,7 @@ class BlockMask(MaskMetadata, Patterns):
         return cls._from_cells(library, cells, block_size, seqlen_q, seqlen_k, block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_function(
         cls,
         function: MaskFunction,

@@ -13,7 +13,14 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+BASE = (
+    "e4m3",
+    "forks",
+    "hardware",
+    "hints",
+    "interop",
+    "kept",
+)  # these know nothing of attention and import nothing of ours
 # What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
