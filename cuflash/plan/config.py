@@ -69,7 +69,7 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    # Users' own rules take places in every kernel that knows them.
+    # Rules of users' own ask for no flag here, as every kernel that knows them takes their places.
     "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
@@ -109,17 +109,17 @@ def common(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """The scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
+    """Return True if the scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
 def without_window(flags: tuple[str, ...]) -> set[str]:
-    """The flags but the window's, which choose a tile: a window takes the tile of plain scores, or one of its own."""
+    """Return the flags but the window's, which takes the tile of plain scores or one of its own."""
     return set(flags) - {"has_window"}
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Scores are products of q and k times the scale, and nothing is added or applied to them."""
+    """Return True if scores are products of q and k times the scale, with nothing added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
 
 
