@@ -25,7 +25,7 @@ def test_there_are_pages_with_examples() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples(page: str) -> None:
-    """In order and in one namespace."""
+    """The examples of a page run in order and in one namespace."""
     text = (DOCS / page).read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"np": np, "cuflash": cuflash}
     for example in BLOCK.finditer(text):
@@ -43,7 +43,7 @@ def test_links_lead_somewhere(folder: str) -> None:
 
 
 def test_the_readme_is_a_page_whose_links_lead_somewhere() -> None:
-    """Pages of the documentation and pictures; other files of a checkout are named."""
+    """Links lead to pages of the documentation and to pictures; other files of a checkout are named."""
     put_readme = runpy.run_path(str(DOCS / "conf.py"))["_put_readme"]
     source = [(DOCS / "readme.md").read_text(encoding="utf-8")]
     put_readme(SimpleNamespace(srcdir=str(DOCS)), "readme", source)
@@ -56,7 +56,7 @@ def test_the_readme_is_a_page_whose_links_lead_somewhere() -> None:
 
 
 def test_no_page_names_an_address_of_this_project() -> None:
-    """Nothing is published; other projects have addresses."""
+    """No page has an address of this project, as nothing is published; other projects have addresses."""
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         addresses = re.findall(r"\w+://[^\s)]+", page.read_text(encoding="utf-8"))
         assert not [address for address in addresses if "cuflash" in address.lower()], page.name
