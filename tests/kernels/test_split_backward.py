@@ -136,8 +136,8 @@ def test_padded_queries() -> None:
         assert np.array_equal(x, y) and np.isfinite(x).all()
 
 
-# Tiles of keys are whole and queries are ragged: the last tile of queries reaches those of the next sequence, and nothing
-# else asks for a mask.
+# Tiles of keys are whole and queries are ragged: the last tile of queries reaches those of the next sequence, and
+# nothing else asks for a mask.
 WHOLE_TILES = [0, 64, 65, 150], [0, 64, 192, 200]
 RAGGED = [3, 40, 41, 41, 147], [1, 90, 97, 130, 190]
 
