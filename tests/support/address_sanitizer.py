@@ -12,8 +12,8 @@ from cpu_device import build
 
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent / "cpu_device"
-# A program is started at a fixed place, because of the places that a system draws from 2^32 pages (vm.mmap_rnd_bits) one
-# in four lies where the AddressSanitizer of GCC 12 has its heap, and the process dies.
+# Programs start at fixed places: one in four of the places that a system draws from 2^32 pages (vm.mmap_rnd_bits) lies
+# where the AddressSanitizer of GCC 12 has its heap, and the process dies.
 FIXED_PLACES = ("setarch", "--addr-no-randomize", "env")
 
 

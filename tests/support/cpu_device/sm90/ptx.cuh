@@ -24,8 +24,8 @@ DEVICE void cp_async_mbarrier_arrive(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
 DEVICE void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// tma_load() takes tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast() loads into each block of the cluster
-// whose bit is set in `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add() sums in float32.
+// tma_load() takes tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast() loads into each block of the
+// cluster whose bit is set in `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add() sums in float32.
 DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
