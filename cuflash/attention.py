@@ -38,7 +38,7 @@ def attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024, on a GPU to 256. Or FP8: e4m3 codes,
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024. Or FP8: e4m3 codes,
         as uint8 or float8_e4m3fn.
     k : array (batch, seqlen_k, num_heads_kv, head_dim)
         Of q's dtype, or k and v FP8 under float16 or bfloat16 queries. ``num_heads_q % num_heads_kv == 0``:
@@ -116,7 +116,7 @@ def attention(
     ValueError
         For a wrong shape, stride, device or value.
     NotImplementedError
-        For a head dimension above 1024, on a GPU above 256; in functions that give gradients for FP8 arrays.
+        For a head dimension above 1024; in functions that give gradients for FP8 arrays.
     """
     return _forward((q, k, v), options, out, return_lse)
 

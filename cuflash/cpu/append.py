@@ -66,9 +66,8 @@ def _rows_of(problem: AppendProblem, arrays: Arrays) -> _Rows:
     positions = (lengths[batch] if problem.batch else np.zeros_like(row)) + row
     kept = in_use & (positions >= 0) & (positions < problem.capacity)
     within = np.where(kept, positions, 0)
-    if problem.max_pages is None or problem.capacity == 0:
-        pages, slots = batch, within
-    else:
+    pages, slots = batch, within
+    if problem.max_pages is not None and kept.any():  # else the table may have no row to look into
         pages = arrays["block_table"].astype(np.int64)[batch, within // problem.page_size]
         slots = within % problem.page_size
         kept &= (pages >= 0) & (pages < problem.num_pages)

@@ -6,6 +6,7 @@ softmax", 2018; Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def _overflows(p: AttentionProblem, acc: Array) -> bool:
     numbers = acc.reshape(-1)
     # A finite sum of squares tells at once that all are finite; large ones make it inf, so that these are looked at.
     can = p.dtype != "float16" or p.has_fp8_keys
-    return can and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
+    return can and not math.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:
@@ -120,7 +121,8 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.
 
     q = in_own_memory("q", load_columns(tiling, o.q, block, o.q_scale))
     sums = None if o.sink is None else _begin(tiling, block)
-    for tile in tiling.tiles(block):
+    tiles = tiling.tiles(block)
+    for tile in workspace.work.each(tiles) if factor == 1 else tiles:
         own = tile.rows_within(block)
         k = in_own_memory("k", load_keys(tiling, o.k, tile, o.k_scale))
         found = compute_scores(tiling, tile, q[..., own], k, workspace)

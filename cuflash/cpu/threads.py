@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import forks
+from cuflash.cpu.work import Work
 
 T = TypeVar("T")
 
@@ -97,9 +98,10 @@ _LINE = 64  # bytes of a cache line
 
 
 class Workspace:
-    """Scratch arrays that last until their name is asked for again."""
+    """Scratch arrays that last until their name is asked for again, and the pass that they are for."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}
         self._remembered: dict[Any, Any] = {}
 
@@ -124,7 +126,7 @@ class Workspace:
 def _aligned(size: int, dtype: str) -> NDArray[Any]:
     """Allocate memory that begins a cache line."""
     memory = np.empty(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
+    begin = -memory.__array_interface__["data"][0] % _LINE  # `memory.ctypes` takes three times as long
     return memory[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)
 
 
@@ -145,18 +147,24 @@ class InOrder:
                 self._next += 1
 
 
-def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
+def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool, work: Work) -> None:
+    """Call ``task(number, workspace)``, a part of `work`, for each number below `count` in order.
+
+    The tasks run on all cores if `parallel`.
 
     What a task computes must not depend on which worker runs it. The calling thread works alone where no other can be
     started: in handlers of `atexit`, for one.
     """
+    if count == 1:
+        with BLAS_THREADS, np.errstate(all="ignore"):
+            task(0, Workspace(work))
+        return
     lock = threading.Lock()
     numbers = iter(range(count))
     errors: list[BaseException] = []
 
     def worker() -> None:
-        workspace = Workspace()
+        workspace = Workspace(work)
         # Hidden elements cause these errors. The setting holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
@@ -167,11 +175,16 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
                 try:
                     task(number, workspace)
                 except BaseException as error:
-                    with lock:  # nobody starts another task
-                        errors.append(error)
-                        for _ in numbers:
-                            pass
+                    fail(error)
                     return
+
+    def fail(error: BaseException) -> None:
+        with lock:
+            # Those that were cancelled come behind the reason.
+            errors.append(error)
+            work.cancel()
+            for _ in numbers:  # nobody starts another task
+                pass
 
     with BLAS_THREADS as workers:
         others = _start(worker, min(workers, count) - 1 if parallel else 0)
@@ -179,7 +192,12 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
             worker()
         finally:
             for thread in others:
-                thread.join()
+                while thread.is_alive():
+                    try:
+                        thread.join(work.interval)
+                        work.tell()
+                    except BaseException as error:  # of the callback, or Ctrl-C
+                        fail(error)
     if errors:
         raise errors.pop(0)
 

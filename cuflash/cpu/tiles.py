@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -89,6 +89,12 @@ class Tile(NamedTuple):
     def keys(self) -> slice:
         """The keys, local to the sequence."""
         return slice(self.key, self.key_stop)
+
+    @property
+    def size(self) -> int:
+        """The number of its scores."""
+        rows, heads = self.block.row_stop - self.block.row, self.block.heads.stop - self.block.heads.first
+        return rows * (self.key_stop - self.key) * heads * self.block.sequence.alike
 
     def rows_within(self, whole: Block) -> slice:
         """Return the place of the tile's rows among those of the block that it was cut from."""
@@ -238,6 +244,10 @@ class Tiling:
             for heads in self.head_blocks
             for row in reversed(range(0, sequence.rows, self.block_rows))
         ]
+
+    def num_scores(self, blocks: Iterable[Block]) -> int:
+        """The number of scores in all tiles of these blocks."""
+        return sum(tile.size for block in blocks for tile in self.tiles(block))
 
     def tiles(self, block: Block) -> Iterator[Tile]:
         """Yield the tiles that a block visits, by ascending keys."""

@@ -14,8 +14,7 @@ from cuflash.gpu.pages import Unpaged, fits, with_first_keys
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
-from cuflash.plan.config import HEAD_DIM_CLASSES
-from cuflash.plan.split import of_half
+from cuflash.plan.config import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
 
@@ -39,7 +38,6 @@ _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:
     """Write the result of a problem, and lse if it is wanted; return the recorded launches."""
-    _check_head_dims(problem)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
@@ -52,13 +50,6 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
     work.recording.end()
     return work.recording
-
-
-def _check_head_dims(problem: AttentionProblem) -> None:
-    widest = HEAD_DIM_CLASSES[-1]
-    for name, size in (("head_dim of q", problem.head_dim), ("head_dim_v of v", problem.head_dim_v)):
-        if size > widest:
-            raise NotImplementedError(f"{name}: expected 1 to {widest} on a GPU, as no kernel is wider, got {size}")
 
 
 def _forward(work: Work) -> None:
@@ -95,7 +86,6 @@ def backward(
     The gradients of q, k and v have the inputs' dtype, or all have the accumulation's; with `adds` they are added to
     what their arrays hold.
     """
-    _check_head_dims(problem)
     of_lse = {} if dlse is None else {"dlse": dlse}
     residuals = {"dout": dout, "out": out, "lse": lse}
     results = {f"d{name}": x for name, x in grads.items()}

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
     FLAGS,
     KNOWN_TO_ALL,
     KernelConfig,
@@ -21,7 +22,8 @@ from cuflash.plan.config import (
     common,
     flags_of,
     has_plain_scale,
-    unknown,
+    not_taken,
+    of_half,
     without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
@@ -282,7 +284,7 @@ def forward(
     in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
     `forward_config`'s entry and smem_bytes.
     """
-    if problem.dtype not in dtypes(capability) or unknown(handled or HANDLES, problem):
+    if problem.dtype not in dtypes(capability) or not_taken(handled or HANDLES, problem):
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
@@ -294,13 +296,17 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
     if problem.dtype not in dtypes((8, 0)):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
-    if unknown(HANDLES, problem):
-        return f"portable kernel: mma.sync has none with {unknown(HANDLES, problem)}"
+    whole = problem
+    if not_taken(HANDLES, whole):
+        problem = of_half(whole)
+    if not_taken(HANDLES, problem):
+        return f"portable kernel: mma.sync has none with {not_taken(HANDLES, whole)}"
     older = (
         "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
-    return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
+    in_words = ", ".join(f"{c.tile} on {name}" for name, c in tiles.items() if c is not None)
+    return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"
 
 
 BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")

@@ -12,13 +12,15 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
     KNOWN_TO_ALL,
     are_products,
     common,
     flags_of,
     has_plain_scale,
+    not_taken,
+    of_half,
     table_flags,
-    unknown,
     without_window,
 )
 from cuflash.plan.entries import key_results
@@ -44,7 +46,7 @@ from cuflash.plan.sm80_kinds import (
     pays,
 )
 from cuflash.plan.sm80_wide_tiles import BIAS, WideGradientRow, backward_rows_of, forward_rows_of
-from cuflash.plan.split import BY_HALVES, KEY_PARTS, of_half
+from cuflash.plan.split import KEY_PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
@@ -235,7 +237,7 @@ def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given:
     `place` is (aligned, capability, limit) as in `sm80_forward.forward`.
     """
     aligned, capability, limit = place
-    if unknown(HANDLES, problem):
+    if not_taken(HANDLES, problem):
         return None
     kind = kind_of(problem)
     for row in rows(kind, limit) if multiplies(kind, capability) else ():

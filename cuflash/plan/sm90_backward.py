@@ -28,7 +28,7 @@ from cuflash.plan.config import (
     are_products,
     common,
     flags_of,
-    unknown,
+    not_taken,
     without_window,
 )
 from cuflash.plan.sm90_backward_tiles import (
@@ -231,8 +231,8 @@ def obstacle(problem: AttentionProblem) -> str:
     """Say why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if sm90_forward.inputs_obstacle(problem):
         return sm90_forward.inputs_obstacle(problem)
-    if unknown(HANDLES, problem):
-        return f"no kernel with {unknown(HANDLES, problem)}"
+    if not_taken(HANDLES, problem):
+        return f"no kernel with {not_taken(HANDLES, problem)}"
     # Scores that a bound below this one caps have weights of 1 +- 2^-22, which do not tell the gradient of tanh.
     if 0 < problem.softcap < sm90_forward.SMALLEST_BOUND:
         return f"softcap is below {sm90_forward.SMALLEST_BOUND}"

@@ -27,6 +27,7 @@ from cuflash.plan.config import (
     common,
     flags_of,
     has_plain_scale,
+    not_taken,
     unknown,
     without_window,
 )
@@ -254,7 +255,7 @@ def inputs_obstacle(problem: AttentionProblem) -> str:
 
 def obstacle(problem: AttentionProblem) -> str:
     """Say why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
-    option = f"no kernel with {unknown(HANDLES, problem)}" if unknown(HANDLES, problem) else ""
+    option = f"no kernel with {not_taken(HANDLES, problem)}" if not_taken(HANDLES, problem) else ""
     return inputs_obstacle(problem) or option
 
 

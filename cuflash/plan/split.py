@@ -21,19 +21,21 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
+    COLUMNS,
     KNOWN_TO_ALL,
     are_products,
     common,
     flags_of,
     has_plain_scale,
-    unknown,
+    not_taken,
+    of_half,
     without_window,
 )
 from cuflash.plan.entries import key_results
 from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
-    COLUMNS,
     DK,
     DKV,
     DQ,
@@ -58,8 +60,6 @@ KEY_PARTS = {2: 3, 1: 1}
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _FORWARD_REGISTERS = REGISTERS | {1: (80, 248)}
 _BLOCK_MASK_REGISTERS = (56, 224)
-# Users read these words where a forward pass runs once for each half of v's columns.
-BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def gradient_configs(
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float32" and not problem.is_empty and not unknown(HANDLES, problem)
+    return problem.dtype == "float32" and not problem.is_empty and not not_taken(HANDLES, problem)
 
 
 @kept
@@ -217,11 +217,6 @@ def forward(problem: AttentionProblem) -> SplitForwardConfig | None:
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     return forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
-
-
-def of_half(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem with the first half of v's columns alone."""
-    return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / COLUMNS) * COLUMNS)
 
 
 @kept

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 # Entries of the gradient kernels: each computes the results that its name ends with.
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
-COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ def test_nothing_to_do(device: Device, empty: str) -> None:
         case.k_cache, case.v_cache = case.k_cache[:0], case.v_cache[:0]
     case.check(device)
     Case(**options, page_size=None, capacity=0 if empty == "capacity" else 8).check(device)
+    if empty == "batch":  # all packed rows are padding
+        Case(lengths=(), counts=(), rotary_dim=4).check(device)
 
 
 def test_nothing_is_read_that_is_dropped(device: Device) -> None:

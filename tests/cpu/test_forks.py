@@ -85,6 +85,7 @@ def test_while_a_thread_is_within_a_call() -> None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     run("""
         from cuflash.cpu.threads import BLAS_THREADS, _blas_functions, run_tasks
+        from cuflash.cpu.work import Work
         blas_threads = _blas_functions()[0]
         before = blas_threads()
         assert before == 2
@@ -95,14 +96,14 @@ def test_while_a_thread_is_within_a_call() -> None:
             assert leave.wait(SECONDS)
             seen.append(blas_threads())
 
-        thread = threading.Thread(target=run_tasks, args=(1, task, False))
+        thread = threading.Thread(target=run_tasks, args=(1, task, False, Work(int)))
         thread.start()
         assert entered.wait(SECONDS)
 
         def compute():
             count = blas_threads()
             within = []
-            run_tasks(1, lambda number, workspace: within.append(blas_threads()), False)
+            run_tasks(1, lambda number, workspace: within.append(blas_threads()), False, Work(int))
             return count == 2 and within == [1] and blas_threads() == 2
 
         child_of(compute)

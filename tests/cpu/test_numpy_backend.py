@@ -21,6 +21,7 @@ from cuflash.cpu import threads, tiles
 from cuflash.cpu.dropout import keep_tile
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Tiling
+from cuflash.cpu.work import Work
 from cuflash.frontend.call import Call
 from cuflash.problem.heads import Heads
 
@@ -188,9 +189,9 @@ def test_blas_threads_are_restored() -> None:
         if number > 3:
             time.sleep(0.01)
 
-    run_tasks(3, task, parallel=True)
+    run_tasks(3, task, parallel=True, work=Work(int))
     with pytest.raises(KeyError, match="stop"):
-        run_tasks(1000, task, parallel=True)
+        run_tasks(1000, task, parallel=True, work=Work(int))
     assert set(seen) == {1}
     assert len(seen) < 900, "nobody starts another task after an error"
     assert blas_threads() == before
@@ -203,7 +204,7 @@ def test_blas_threads_with_calls_at_the_same_time() -> None:
 
     def caller() -> None:
         barrier.wait()
-        run_tasks(20, lambda number, workspace: overlapping.append(blas_threads()), parallel=True)
+        run_tasks(20, lambda number, workspace: overlapping.append(blas_threads()), parallel=True, work=Work(int))
 
     threads = [threading.Thread(target=caller) for _ in range(3)]
     for thread in threads:
@@ -223,7 +224,7 @@ def test_actions_run_in_order() -> None:
 
 
 def test_scratch_memory_is_reused() -> None:
-    workspace = Workspace()
+    workspace = Workspace(Work(int))
     first = workspace.array("scores", (4, 6), "float32")
     second = workspace.array("scores", (3, 5), "float32")
     assert np.shares_memory(first, second) and second.flags.c_contiguous

@@ -14,6 +14,7 @@ from devices import Device, threads_of_cpu_path
 
 from cuflash.cpu import tiles
 from cuflash.cpu.threads import Workspace, run_tasks
+from cuflash.cpu.work import Work
 
 CPU = Device("numpy", np)
 # Enough scores for several tasks and threads.
@@ -21,6 +22,7 @@ SCRIPT = """
 import numpy as np
 import cuflash
 from cuflash.cpu import tiles
+from cuflash.cpu.work import Work
 from cuflash.cpu.threads import _BlasThreads
 
 tiles.TASK_WORK = 1
@@ -126,6 +128,6 @@ def test_an_error_of_any_thread_reaches_the_caller() -> None:
             done.append(number)  # noqa: B023
 
         with threads_of_cpu_path(3), pytest.raises(KeyError, match="stop"):
-            run_tasks(1000, task, parallel=True)
+            run_tasks(1000, task, parallel=True, work=Work(int))
         assert len(done) < 900
         assert threading.active_count() == 1 or all(x.name != "cuflash" for x in threading.enumerate())

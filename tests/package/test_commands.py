@@ -40,8 +40,8 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in words for command in COMMANDS)
     for command in COMMANDS:
         assert exit_code(command, "--no-such-option") == 2
-    assert exit_code("info", "--head-dim", "257") == 2
-    assert "257" in capsys.readouterr().err
+    assert exit_code("info", "--head-dim", "1025") == 2
+    assert "1025" in capsys.readouterr().err
     assert exit_code("demo", "--steps", "0") == 2
     assert "expected at least 1, got 0" in capsys.readouterr().err
 

@@ -13,7 +13,8 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+# These know nothing of attention and import nothing of ours.
+BASE = ("e4m3", "forks", "hardware", "interop", "kept", "reporting")
 # A folder, or a module next to the folders, may import these. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),

@@ -30,6 +30,7 @@ PUBLIC = {
     "hadamard",
     "merge",
     "merge_backward",
+    "progress",
     "quantize_fp8",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +64,7 @@ CHOICES: dict[str, tuple[ModuleType, str, Callable[[AttentionProblem], Any]]] = 
     "sm90 forward": (sm90_forward, "float16", lambda p: sm90_forward.forward(p, layouts_of(p, 3))),
     "sm90 backward": (sm90_backward, "float16", lambda p: sm90_backward.backward(p, layouts_of(p, 5))),
     "split forward": (plan_split, "float32", plan_split.forward),
-    "split forward by halves": (plan_split, "float32", lambda p: plan_split.forward(plan_split.of_half(p))),
+    "split forward by halves": (plan_split, "float32", lambda p: plan_split.forward(plan_config.of_half(p))),
     "split backward": (plan_split, "float32", plan_split.backward),
     "sm80 forward": (sm80_forward, "float16", lambda p: sm80_forward.forward(p, *PLACE)),
     "sm80 backward": (sm80_backward, "float16", lambda p: sm80_backward.backward(p, *PLACE)),
@@ -93,6 +94,17 @@ def test_only_a_family_that_declares_an_option_takes_it(
     assert choose(problem)
 
 
+@pytest.mark.parametrize(("family", "dtype", "choose"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("head_dims", [(257, 64), (64, 520), (1024, 1024)], ids=str)
+def test_portable_kernels_alone_take_wide_heads(
+    head_dims: tuple[int, int], family: ModuleType, dtype: str, choose: Callable[[AttentionProblem], Any]
+) -> None:
+    head_dim, head_dim_v = head_dims
+    problem = replace(problem_of(dtype), head_dim=head_dim, head_dim_v=head_dim_v, softmax_scale=1.0)
+    assert not choose(problem)
+    assert choose(replace(problem, head_dim=64, head_dim_v=64))
+
+
 PORTABLE_ENTRIES = ("forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv", "backward_bias", "delta")
 
 
@@ -119,7 +131,7 @@ def test_heads_are_rows_of_a_tile_only_beside_options_that_do_not_tell_heads_apa
     assert sm90_forward.heads_as_rows(problem) is problem
 
 
-def test_info_names_the_option() -> None:
+def test_info_names_the_option_and_wide_heads() -> None:
     for dtype, reasons in (
         ("float16", (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason)),
         ("float32", (sm80_forward.reason, sm80_backward.reason)),
@@ -127,6 +139,10 @@ def test_info_names_the_option() -> None:
         for reason in reasons:
             assert "wgmma and TMA" not in reason(problem_of(dtype)) and "tiles of" not in reason(problem_of(dtype))
     assert "made_up" in sm90_forward.reason(problem_of("float16"))
+    wide = AttentionProblem(1, 64, 64, 2, 2, 576, 512, "float16")
+    for reason in (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason):
+        assert "head dims above 256" in reason(wide)
+    assert "half of v's columns" in sm80_forward.reason(replace(wide, head_dim=64))
 
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)

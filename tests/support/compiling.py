@@ -79,14 +79,21 @@ def own_architectures() -> dict[KernelConfig, str]:
     return found
 
 
+@functools.cache
+def alike(arch: str) -> list[str]:
+    """The architectures whose tables are this one's: they have its instructions and its shared memory."""
+    return [other for other in ARCHITECTURES if tables_of(other) == tables_of(arch)]
+
+
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """Choose those of an architecture's records that are compiled for it.
 
-    On Hopper all are, and elsewhere those that neither Hopper nor an older architecture has; of the others so many that
-    every option of each kernel occurs: NVRTC takes half a second for each. The quick tier has no more than these.
-    ``python -m cuflash compile`` compiles all.
+    On Hopper all are, and elsewhere those that neither Hopper nor an older architecture has. Architectures with the
+    same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
+    a second for each. The quick tier has no more than these. ``python -m cuflash compile`` compiles all.
     """
-    some = tiers.covering(configs, rows.options_of)
+    sharing = alike(arch)
+    some = [c for i, c in enumerate(tiers.covering(configs, rows.options_of)) if sharing[i % len(sharing)] == arch]
     if not tiers.is_whole():
         return some
     return [c for c in configs if own_architectures().get(c, arch) == arch or c in some]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from devices import Device
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -51,3 +52,23 @@ def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
     coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(store.num_blocks(size) for size in shape[-2:])))
     fine = np.repeat(np.repeat(coarse, 64, axis=-2), 64, axis=-1)[..., : shape[-2], : shape[-1]]
     return rng.random(shape) < fine
+
+
+def check_store(device: Device, bm: BlockMask, dense: Dense) -> None:
+    """Slots and bits say, element by element, what the agreement between the modules has them say."""
+    for xp in {np, device.xp}:
+        slots, bits = (device.get(x) if xp is device.xp else x for x in bm.arrays(xp))
+        assert (slots.dtype, bits.dtype) == (np.int32, np.uint32)
+        assert bits.shape[1:] == (64, 2)
+        assert slots.shape == (*dense.shape[:2], -(-dense.shape[2] // 64), -(-dense.shape[3] // 64))
+        for b, h, bi, bj in np.ndindex(slots.shape):
+            block = dense[b, h, bi * 64 : bi * 64 + 64, bj * 64 : bj * 64 + 64]
+            slot = slots[b, h, bi, bj]
+            if not block.any() or block.all():
+                assert slot == (-2 if block.all() else -1)
+                continue
+            i, j = np.ogrid[:64, :64]
+            unpacked = bits[slot][i, j // 32] >> (j % 32).astype(np.uint32) & 1 == 1
+            whole = np.zeros((64, 64), bool)
+            whole[: block.shape[0], : block.shape[1]] = block
+            np.testing.assert_array_equal(unpacked, whole)

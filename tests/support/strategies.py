@@ -59,6 +59,8 @@ OPTIONS = (
 POSITIONAL = ("causal", "window", "alibi_slopes", "dropout")
 
 HEAD_DIMS = st.one_of(st.integers(1, 20), st.sampled_from([32, 33, 64, 72, 96, 128, 160, 192, 200, 255, 256]))
+# Results above 256 columns are computed in slices of as many.
+WIDE_HEAD_DIMS = st.sampled_from([40, 257, 264, 511, 512, 576, 700, 1024])
 # Lengths lie around the edges of 16-, 32-, 64- and 128-wide tiles, or are small.
 SEQLENS = st.one_of(st.integers(1, 9), st.sampled_from([16, 15, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 150, 0]))
 # The number of scores, batch * heads * rows * columns, beyond which an example is thinned out: the naive reference
@@ -191,7 +193,8 @@ def cases(
     empty: bool = True,
     strided: bool = True,
     whole_vectors: bool = False,
-    max_head_dim: int = 256,
+    head_dims: st.SearchStrategy[int] = HEAD_DIMS,
+    max_head_dim: int = 1024,
     max_scores: int = MAX_SCORES,
 ) -> Case:
     """Draw attention problems.
@@ -204,7 +207,7 @@ def cases(
     empty : whether batch and sequence lengths may be 0
     strided : whether arrays may lie in memory in unusual ways
     whole_vectors : whether head dims are multiples of 8, so that 16-bit rows are vectors of 16 bytes
-    max_head_dim : bound of head_dim and head_dim_v
+    head_dims, max_head_dim : of head_dim and head_dim_v: the values to draw from, and a bound
     max_scores : bound of the size of the whole score array
     """
     assert set(without) | set(always) <= set(OPTIONS)
@@ -212,7 +215,7 @@ def cases(
     dtype = np_dtype(draw(st.sampled_from(dtypes)))
     heads_kv, group_size = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
     heads_q = heads_kv * group_size
-    dims = HEAD_DIMS.map(lambda size: min(-(-size // 8) * 8 if whole_vectors else size, max_head_dim))
+    dims = head_dims.map(lambda size: min(-(-size // 8) * 8 if whole_vectors else size, max_head_dim))
     head_dim = draw(dims)
     head_dim_v = draw(st.one_of(st.just(head_dim), dims))
     batch = draw(st.sampled_from([1, 1, 1, 2, 2, 2, 3, 3, 0] if empty else [1, 2, 3]))
