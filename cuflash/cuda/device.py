@@ -23,7 +23,7 @@ WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # These are a CUlaunchAttributeID, and the first driver that captures such a launch.
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
-# With this CUstreamCaptureMode allocations do not end a capture.
+# Allocations do not end a capture in this CUstreamCaptureMode.
 _RELAXED = 2
 
 

@@ -19,7 +19,7 @@ Array = Any
 # The CPU has this share while the share is measured, but at most so many operations, some tenth of a second.
 _TRIAL = 1 / 8
 _TRIAL_FLOPS = 4e9
-# With fewer keys than these the CPU has too many queries to keep up with any link.
+# The CPU has too many queries to keep up with any link where its keys are fewer than these.
 _LEAST_KEYS = 256
 # A share that gains less than this is not worth a thread.
 _LEAST_SHARE = 0.03

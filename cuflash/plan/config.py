@@ -139,7 +139,7 @@ def unknown(handled: tuple[str, ...], problem: AttentionProblem) -> str:
 
 
 def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
-    """What of a problem the kernels of a family lack that hold whole rows: `unknown` options, or its head dims.
+    """Return what a problem has that a family's kernels, which hold whole rows, lack: `unknown` options or head dims.
 
     The portable kernels alone take columns of q, k and v, and of the results, in slices.
     """

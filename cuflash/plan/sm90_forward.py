@@ -193,7 +193,7 @@ def config_of(
     smem_bytes += mask_stages * mask_bytes
     bias_stages = 2 if bias_bytes and smem_bytes + 2 * bias_bytes <= most_bytes else 1
     smem_bytes += bias_stages * bias_bytes
-    # Where there is room, results leave through shared memory, and the next tile's queries are loaded early.
+    # Results leave through shared memory where there is room, and the next tile's queries are loaded early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
     staging_panels = int(smem_bytes + staging_bytes <= most_bytes)
     smem_bytes += staging_panels * staging_bytes

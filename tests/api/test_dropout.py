@@ -148,7 +148,7 @@ def test_seed_as_int_and_as_array(device: Device, shape: tuple[int, ...] | None)
 
 
 def test_heads_are_query_heads(device: Device) -> None:
-    """With grouped queries each query head drops its own weights."""
+    """Each query head drops its own weights where queries are grouped."""
     kept = kept_weights(device, "float32", 3, 0.5, (1, 4, 24, 24))  # four query heads on one KV head
     assert len({kept[0, h].tobytes() for h in range(4)}) == 4
 
@@ -171,7 +171,7 @@ def test_packed_positions_are_local(device: Device) -> None:
 
 
 def test_lengths_do_not_shift_positions(device: Device) -> None:
-    """In padded arrays i and j are absolute, whatever the lengths, masks and windows are."""
+    """The positions i and j of padded arrays are absolute, whatever the lengths, masks and windows are."""
     rng = np.random.default_rng(0)
     lengths = np.array([11, 30], np.int32)
     q = np.zeros((2, 30, 1, 4), np.float32)

@@ -1,4 +1,4 @@
-"""On the CPU memory grows with the sequence length and not with its square, and no input is copied."""
+"""Memory on the CPU grows with the sequence length and not with its square, and no input is copied."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SCHEMES = {
 
 
 def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:
-    """What every rank raised."""
+    """Return what every rank raised."""
 
     def caught(comm: Communicator) -> BaseException | None:
         try:

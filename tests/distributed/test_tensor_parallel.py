@@ -236,7 +236,7 @@ def test_products(device: Any, dtype: str, transposed: str) -> None:
 
 
 def errors_of(work: Any, world: int = 2, **options: Any) -> list[BaseException | None]:
-    """What every rank raised."""
+    """Return what every rank raised."""
 
     def caught(comm: Communicator) -> BaseException | None:
         try:

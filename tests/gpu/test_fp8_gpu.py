@@ -32,7 +32,7 @@ class Step:
         self.arrays = [cupy.asarray(gaussian(rng, (2, n, h, 64), "bfloat16")) for n, h in ((70, 4), (90, 2), (90, 2))]
         self.lengths = cupy.asarray(np.array([90, 33], np.int32))
         self.results: tuple[Any, ...] = ()
-        self.kept: Any = None  # what a graph writes beside the results
+        self.kept: Any = None  # a graph writes this, too
 
     def run(self) -> tuple[Any, ...]:
         self.results = self.kept = ()  # their memory serves again: a graph that is captured must not allocate

@@ -135,11 +135,11 @@ def test_gradient_of_slopes_is_that_of_the_given_out(device: Device, dtype: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", ["own", "float32"])
 def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> None:
-    """A row of finfo.min is uniform; beside other scores it has no weight; -inf hides."""
+    """A row of finfo.min is uniform, a finfo.min among other scores has no weight, and -inf hides."""
     bias_type = np_dtype(dtype if bias_dtype == "own" else "float32")
     lowest = -float(np.nextafter(bias_type.type(np.inf), bias_type.type(0)))
     case = gaussian_case(10, dtype, (6, 40), dims=(16, 16))
-    case = replace(case, q=np.zeros_like(case.q))  # float16's lowest number is not so low that scores vanish beside it
+    case = replace(case, q=np.zeros_like(case.q))  # scores would not vanish in a sum with float16's lowest number
     bias = np.zeros((6, 40), bias_type)
     bias[0] = lowest
     bias[1, 1:] = lowest
@@ -164,7 +164,7 @@ def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0, 1e-30])
 def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
-    """Negative scales turn the order of the keys round; a maximum taken before scaling would overflow."""
+    """Negative scales reverse the order of the keys; a maximum taken before scaling would overflow."""
     case = gaussian_case(11, dtype, (65, 140), dims=(64, 64), softmax_scale=scale)
     on_device = case.on(device)
     out, lse = on_device.forward()

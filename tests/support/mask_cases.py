@@ -55,7 +55,7 @@ def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
 
 
 def check_store(device: Device, bm: BlockMask, dense: Dense) -> None:
-    """Slots and bits say, element by element, what the agreement between the modules has them say."""
+    """Assert that slots and bits show, element by element, what the modules agree on."""
     for xp in {np, device.xp}:
         slots, bits = (device.get(x) if xp is device.xp else x for x in bm.arrays(xp))
         assert (slots.dtype, bits.dtype) == (np.int32, np.uint32)

@@ -76,7 +76,7 @@ def launch(
 def run_all(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> list[Ended]:
     """Run commands at once, and wait for all."""
     start = time.monotonic()
-    token = {"CUFLASH_TOKEN": os.urandom(8).hex()}  # of this test, beside others on neighbouring ports
+    token = {"CUFLASH_TOKEN": os.urandom(8).hex()}  # tells this test from others on neighbouring ports
     processes = [
         subprocess.Popen(
             command,
