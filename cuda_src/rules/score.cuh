@@ -6,8 +6,8 @@
 #include "../ptx/sm80.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
-// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
-// used, because there it spills registers.
+// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. It is not used together with other
+// options, which leave it too few registers.
 constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT ||
                                                       HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
 #else

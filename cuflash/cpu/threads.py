@@ -180,7 +180,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def fail(error: BaseException) -> None:
         with lock:
-            # Those that were cancelled come behind the reason.
+            # Errors of cancelled tasks come behind the reason.
             errors.append(error)
             work.cancel()
             for _ in numbers:  # nobody starts another task

@@ -98,8 +98,7 @@ def from_environment(
     Returns
     -------
     ProcessCommunicator
-        A `Communicator` with the attributes local_rank, device and transport ("tcp", "ipc" or "nccl") beside those of
-        every one.
+        A `Communicator` that also has the attributes local_rank, device and transport ("tcp", "ipc" or "nccl").
 
     Raises
     ------

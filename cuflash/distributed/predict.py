@@ -171,7 +171,7 @@ def _memory(layer: Layer, ring: int, heads: int) -> float:
     of_q, of_kv = layer.num_heads_q * layer.head_dim, max(layer.num_heads_kv, heads) * layer.head_dim
     # A rank holds q, out, dout and dq; k, v, dk and dv; and lse.
     held = tokens * (4 * of_q + 4 * of_kv) * _BYTES + tokens * layer.num_heads_q * _WIDE
-    if heads > 1:  # all tokens of this rank's heads, beside the tokens of all heads
+    if heads > 1:  # all tokens of this rank's heads come on top of this rank's tokens of all heads
         held *= 2
     if ring > 1:  # a second k and v, sums of dq, and sums of dk and dv twice
         held += tokens * (2 * of_kv * _BYTES + of_q * _WIDE + 4 * of_kv * _WIDE)

@@ -30,7 +30,7 @@ def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -
 
     Query i sees key j iff ``-left <= position(j) - position(i) <= right``, where positions of queries begin at the
     whole's diagonal. A part's own window is aligned to its last query and key, and either side may be negative: then
-    the window lies beside the part's diagonal.
+    the window lies off the part's diagonal.
     """
     left, right = window
     behind, diagonal = place.first_q + place.diagonal - place.first_k, seqlen_k - seqlen_q
@@ -45,8 +45,8 @@ def sees_anything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
     if not seqlen_q or not seqlen_k:
         return False
     left, right = window
-    # With a right side below 1 - seqlen_k even the last query's keys end before the first key; with a left side below
-    # 1 - seqlen_q even the first query's begin behind the last one.
+    # Even the last query's keys end before the first key where the right side is below 1 - seqlen_k, and even the first
+    # query's begin behind the last key where the left side is below 1 - seqlen_q.
     is_beyond = right is not None and right < 1 - seqlen_k
     is_before = left is not None and left < 1 - seqlen_q
     return not is_beyond and not is_before and (left is None or right is None or left + right >= 0)

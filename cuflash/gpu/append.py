@@ -75,7 +75,7 @@ _ARRAYS = (*_NEW_ROWS, *_CACHES, "k_scale", "v_scale", "cos", "sin", "block_tabl
 def constants_of(
     dtype: str, accum: str, to_fp8: bool, table_dtypes: tuple[str, str], widths: tuple[int, int]
 ) -> dict[str, bool | int | str]:
-    """The constants of the kernel's source but for its flags; `widths` are those of `_widths`."""
+    """Return the constants of the kernel's source but for its flags; `_widths` gives `widths`."""
     return {
         "element": CPP_TYPES[dtype],
         "accum": CPP_TYPES[accum],
@@ -95,7 +95,7 @@ class _Launch(BoundLaunch):
     def __init__(
         self, problem: AppendProblem, arrays: Arrays, device: cuda_device.Device, widths: tuple[int, int]
     ) -> None:
-        self.widths = widths  # elements that one access takes: of rows, and of the rotary table
+        self.widths = widths  # one access takes so many elements of rows, and of the rotary table
         width, _ = widths
         params = np.zeros(1, APPEND.dtype)
         p = params[0]
@@ -142,7 +142,7 @@ def append(problem: AppendProblem, arrays: Arrays, q_out: Array | None) -> None:
 
 
 def _widths(problem: AppendProblem, arrays: Arrays, offsets: dict[str, int]) -> tuple[int, int]:
-    """How many elements of the rows, and of the rotary table, one access takes."""
+    """Return how many elements of the rows, and of the rotary table, one access takes."""
     rows = [name for name in (*_NEW_ROWS, *_CACHES) if name in arrays]
     dims = (problem.head_dim, problem.head_dim_v, problem.rotary_dim // 2)
     width = ALIGNMENT // arrays["k"].dtype.itemsize
@@ -161,7 +161,7 @@ def _widths(problem: AppendProblem, arrays: Arrays, offsets: dict[str, int]) -> 
 
 
 def _takes(x: Array, offset: int, width: int) -> bool:
-    """Every row of an array that lies `offset` bytes behind an aligned address consists of whole accesses."""
+    """Return True if every row of an array `offset` bytes behind an aligned address consists of whole accesses."""
     size = width * x.dtype.itemsize
     outer = zip(x.shape[:-1], x.strides[:-1], strict=True)
     return (
@@ -172,7 +172,7 @@ def _takes(x: Array, offset: int, width: int) -> bool:
 
 
 def _strides(problem: AppendProblem, name: str, x: Array) -> tuple[int, ...]:
-    """The strides of a member of the struct in elements; 0 on axes of size 1, and in place of an axis that lacks."""
+    """Return the strides of a member of the struct in elements; 0 on axes of size 1 and for a missing axis."""
     strides = tuple(0 if n == 1 else stride // x.dtype.itemsize for n, stride in zip(x.shape, x.strides, strict=True))
     if problem.packed and name in (*_NEW_ROWS, "k_scale", "v_scale"):
         return (0, *strides)

@@ -1,4 +1,4 @@
-"""Problems of mixed dtypes (FP8 inputs, an out_dtype): their arrays are converted around the families' kernels.
+"""Arrays of problems of mixed dtypes (FP8 inputs, an out_dtype) are converted around the families' kernels.
 
 The families compute in the accumulation's dtype, so that results are rounded once. This is right on every GPU; it takes
 as much memory as copies of the arrays in that dtype.
@@ -82,7 +82,7 @@ def _convert(work: Work, **named: tuple[str, Array]) -> None:
 
 
 def widened(work: Work, is_backward: bool = False) -> Work:
-    """The same work on arrays of the accumulation's dtype: inputs are converted, and `out` of a forward pass is new."""
+    """Return work on arrays of the accumulation's dtype: inputs are converted, and `out` of a forward pass is new."""
     problem: AttentionProblem = work.problem
     accum = problem.accum_dtype
     wide = copy(work)
@@ -104,13 +104,13 @@ def widened(work: Work, is_backward: bool = False) -> Work:
 
 
 def wide_results(work: Work, results: Arrays) -> Arrays:
-    """Arrays of the accumulation's dtype for results that `narrow` converts; those that have it themselves."""
+    """Return arrays of the accumulation's dtype for results, which `narrow` converts unless they have it themselves."""
     accum = work.problem.accum_dtype
     return {name: x if x.dtype.name == accum else work.empty(x.shape, accum) for name, x in results.items()}
 
 
 def narrow(work: Work, wide: Arrays, results: Arrays) -> None:
-    """Convert what `wide_results` gave; `results` are by their names in the recording."""
+    """Convert the arrays of `wide_results` to `results`, which are by their names in the recording."""
     for (name, result), x in zip(results.items(), wide.values(), strict=True):
         if x is not result:
             _convert(work, source=(f"wide_{name}", x), target=(name, result))

@@ -98,7 +98,7 @@ class Rows(Sum):
     """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (of one head, in all)."""
+        """Return the numbers of thread blocks: (of one head, in all)."""
         tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
         return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
@@ -108,7 +108,7 @@ class Reduce(Sum):
     """A kernel that sums over rows, sequences or splits."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (0, as they are no head's, and in all)."""
+        """Return the numbers of thread blocks: (0, as they are no head's, and in all)."""
         if "dbias" in arrays:
             return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size

@@ -1,7 +1,7 @@
 """Exact attention whose keys and values lie in host memory, of which a GPU's memory holds two chunks at a time.
 
 Chunks are copied while the ones before are computed; a share of the keys can be attended by the CPU where it lies, at
-the same time. Backward, dk and dv leave for the host behind the computation.
+the same time. In the backward pass dk and dv leave for the host behind the computation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attention(
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
-    """Attention over keys and values in host memory.
+    """Compute attention over keys and values in host memory.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def attention_vjp(
 
 @np.errstate(all="ignore")  # casts of the sums may overflow
 def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array, Array]:
-    """Out in q's dtype, in the given memory if there is one, and lse."""
+    """Return out in q's dtype, in the given memory if there is one, and lse."""
     device = device_of(call.q)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
     target = (
@@ -191,7 +191,7 @@ def _backward(
 def _result(
     call: Call, name: str, like: Array, found: Mapping[str, Array], targets: Mapping[str, Array], given: Any
 ) -> Any:
-    """A gradient as the caller gets it."""
+    """Return a gradient as the caller gets it."""
     if name not in found:
         return given if given is not None else targets.get(name)
     grad = found[name].reshape(like.shape)
@@ -204,7 +204,7 @@ def _result(
 def _target(
     call: Call, name: str, out: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Array | None]
 ) -> Array:
-    """The caller's memory for a result: dk and dv in NumPy's, others where q lies."""
+    """Return the caller's memory for a result: dk and dv in NumPy's, others where q lies."""
     if name in ("out, dk", "out, dv"):
         if not isinstance(out, np.ndarray):
             raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {type(out)}")

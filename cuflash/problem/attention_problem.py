@@ -157,7 +157,7 @@ class AttentionProblem:
 
     @property
     def wide(self) -> AttentionProblem:
-        """The same problem where every array has the accumulation's dtype."""
+        """The problem with every array in the accumulation's dtype."""
         accum = self.accum_dtype
         bias_dtype = None if self.bias is None else accum
         return replace(self, dtype=accum, bias_dtype=bias_dtype, has_fp8_keys=False, out_dtype=None)

@@ -1,4 +1,4 @@
-"""The tables of recorded figures: what they say of a run, and that the committed ones are of the committed files."""
+"""Tables of recorded figures say what a run measured, and the committed ones are of the committed files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def record(folder: Path, results: list[report.Result], name: str = "run", **facts: Any) -> None:
-    """Write what `python -m cuflash bench` would."""
+    """Write the record that `python -m cuflash bench` would."""
     facts = {**FACTS, "versions": {"torch": "2"}, **facts}
     records.write(folder / f"{name}.jsonl", facts, (result.as_json() for result in results))
 
@@ -117,7 +117,7 @@ def test_packed_sequences_beside_equal_lengths_in_the_same_rounds(tables: Module
 
 
 def blocks_of_line(bend: float) -> list[report.Result]:
-    """Times of 50 us + 3 ms * share; what is no part of the line lies far off."""
+    """Return times of 50 us + 3 ms * share, and others that are no part of the line and lie far off."""
     results = []
     for cell in cells_of("sparse", Grid(head_dims=(64, 128))):
         assert cell.density is not None
@@ -163,7 +163,7 @@ def test_line_has_the_least_relative_residuals(tables: ModuleType) -> None:
 
 
 def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
-    """One cell whose results have these ratios of mean errors, and largest errors that are equal."""
+    """Write one cell whose results have these ratios of mean errors, and largest errors that are equal."""
     (cell,) = cells_of("dense", Grid(head_dims=(128,), seqlens=(512,), masks=("causal",)))
     results = {
         name: {"mean": {"ratio": ratio, "se": se}, "max": {"ratio": 1.0, "se": 0.0}}
@@ -174,7 +174,7 @@ def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
 
 
 def test_host_and_counters_beside_cells_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
-    """Records of one commit are one, whatever command wrote them."""
+    """Records of one commit count as one, whatever command wrote them."""
     (cell,) = cells_of("dense", Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
     record(tmp_path, [report.Result(cell, FORWARD, {"cuflash": [1.0], "fa3": [1.0]})])
     costs = {"forward_total": 12.34, "torch_sdpa_forward_total": 21.5}

@@ -24,7 +24,7 @@ def test_there_are_pages_with_examples() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples(page: str) -> None:
-    """In order and in one namespace."""
+    """The examples of a page run in order and in one namespace."""
     text = (DOCS / page).read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"np": np, "cuflash": cuflash}
     for example in BLOCK.finditer(text):
@@ -55,7 +55,7 @@ def test_every_page_can_be_found_from_the_home_page() -> None:
 
 
 def test_no_page_names_an_address_of_this_project() -> None:
-    """Nothing is published; other projects have addresses."""
+    """No page has an address of this project, as nothing is published; other projects have addresses."""
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         addresses = re.findall(r"\w+://[^\s)]+", page.read_text(encoding="utf-8"))
         assert not [address for address in addresses if "cuflash" in address.lower()], page.name
