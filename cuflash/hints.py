@@ -31,7 +31,7 @@ _QUERIES_IN_USE = "q_lengths="
 _TABLE = "block_table="
 _PACKED = "attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)"
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "query_start_loc", "qo_indptr", "kv_indptr")
-_CSR = "block_table= and kv_lengths= of cuflash.adaptors.from_csr"
+_CSR = "block_table= and kv_lengths= of cuflash.conversions.from_csr"
 _NO_LENGTH = "nothing: cu_seqlens are enough, and no maximum is needed"
 _SHAPES = "nothing: k and v with fewer heads than q say it"
 _DROPOUT = "dropout_p= and dropout_seed="

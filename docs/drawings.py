@@ -1,7 +1,8 @@
-"""The drawings of kernels.md and offload.md: ``python docs/drawings.py`` writes them into docs/pictures."""
+"""The drawings of kernels.md, minimal.md and offload.md: ``python docs/drawings.py`` writes them into docs/pictures."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -189,7 +190,54 @@ def offload() -> Drawing:
     return d
 
 
-DRAWINGS = {"tiles": tiles, "hopper": hopper, "turns": turns, "backward": backward, "offload": offload}
+def online_softmax() -> Drawing:
+    """One row of scores in three tiles: the maximum, the sum and the rescaling, with the numbers that they have."""
+    d = Drawing(760, 330)
+    row = ((1.0, 0.5, 2.0, 0.0), (1.5, 3.0, 0.5, 1.0), (2.5, 1.0, 2.0, 0.5))
+    side, left, gap = 46, 90, 26
+    m, l = -math.inf, 0.0  # noqa: E741
+    d.text(left - 12, 66, "scores", 12, "end")
+    d.text(left - 12, 106, "exp(s - m)", 12, "end")
+    for n, scores in enumerate(row):
+        x = left + n * (len(scores) * side + gap)
+        middle = x + len(scores) * side / 2
+        d.text(middle, 24, f"tile {n} of the keys", 13)
+        larger = max(m, *scores)
+        rescale = math.exp(m - larger)
+        weights = [math.exp(s - larger) for s in scores]
+        for i, (score, weight) in enumerate(zip(scores, weights, strict=True)):
+            is_largest = score == larger
+            d.box(x + i * side, 50, side, 32, "#fb8f44" if is_largest else KEY, f"{score:g}", 12)
+            d.box(x + i * side, 90, side, 32, "#fff8c5", f"{weight:.2f}", 12)
+        total = rescale * l + sum(weights)
+        d.box(x + 4, 160, len(scores) * side - 8, 92, "#f6f8fa")
+        d.text(middle, 176, f"m = max({'-inf' if n == 0 else f'{m:g}'}, {max(scores):g}) = {larger:g}", 12)
+        d.text(middle, 202, f"rescale = exp({'-inf' if n == 0 else f'{m:g} - {larger:g}'}) = {rescale:.2f}", 12)
+        d.text(middle, 228, f"l = {rescale:.2f} * {l:.2f} + {sum(weights):.2f} = {total:.2f}", 12)
+        d.arrow(middle, 124, middle, 158)
+        if n:
+            d.arrow(x - gap - 4, 206, x + 2, 206)
+        m, l = larger, total  # noqa: E741
+    d.text(380, 276, "O goes the same way as l:  O = rescale * O + exp(S - m) V.  At the end the row is O / l.", 13)
+    whole = math.log(sum(math.exp(s) for scores in row for s in scores))
+    d.text(
+        380,
+        302,
+        f"lse = m + log(l) = {m + math.log(l):.2f}, and of all scores at once it is {whole:.2f}",
+        12,
+        fill=GREY,
+    )
+    return d
+
+
+DRAWINGS = {
+    "tiles": tiles,
+    "hopper": hopper,
+    "turns": turns,
+    "backward": backward,
+    "offload": offload,
+    "online_softmax": online_softmax,
+}
 
 
 def write(folder: Path) -> None:

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from cuflash.adapters.form import Form
-from cuflash.frontend.own_rules import FUNCTIONS, is_operand
+from cuflash.frontend.own_rules import FUNCTIONS
 from cuflash.problem.attention_problem import HALF_DTYPES, Array, AttentionProblem
+from cuflash.problem.own_rules import is_operand
 
 _POOLS = ("k", "v", "k_scale", "v_scale")
 # Axes of the arrays whose leading ones may be absent or 1.

@@ -9,10 +9,9 @@ from typing import Any
 import cuflash
 from cuflash import interop
 from cuflash.frontend.call import ARRAY_OPTIONS
-from cuflash.frontend.own_rules import is_operand, label
 from cuflash.problem.attention_problem import EXTRA_GRADS, Array, operand_name
 from cuflash.problem.options import check_names
-from cuflash.problem.own_rules import check_operands
+from cuflash.problem.own_rules import check_operands, is_operand, label_of
 from cuflash.problem.pages import check_cu_seqlens_k
 
 # A library records no second derivative; each says so where one would follow.
@@ -39,7 +38,7 @@ class Form:
 
     def label(self, index: int) -> str:
         """The name of an array in messages."""
-        return label(self.names[index])
+        return label_of(self.names[index])
 
     def with_options(self, **changed: Any) -> Form:
         """The form with other constants; None takes one away."""

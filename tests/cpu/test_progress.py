@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -221,3 +222,35 @@ def test_a_callback_may_compute() -> None:
 def test_what_cannot_be_called(callback: Any) -> None:
     with pytest.raises(TypeError, match=r"callback: expected a callable \(done, total\), got"):
         cuflash.progress(callback)
+
+
+@pytest.mark.parametrize("without_tqdm", [False, True])
+def test_the_example_shows_both_passes(
+    without_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cuflash.examples import long_sequence
+
+    if without_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    else:
+        pytest.importorskip("tqdm")
+    monkeypatch.setattr(reporting, "INTERVAL", 0.0)
+    assert long_sequence.main(["--seqlen", "1k", "--heads", "1", "--head-dim", "8"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("100%") == 2 and "forward" in printed.err and "backward" in printed.err
+    assert printed.out.startswith("1024 queries and keys")
+
+
+def test_the_example_stops(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cuflash.examples import long_sequence
+
+    def interrupt(label: str) -> Any:
+        def show(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        return show
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(long_sequence, "_plain", interrupt)
+    assert long_sequence.main(["--seqlen", "64", "--heads", "1", "--head-dim", "8"]) == 130
+    assert "stopped" in capsys.readouterr().err
