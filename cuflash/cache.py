@@ -373,7 +373,8 @@ class Step:
         return cache.k[layer], cache.v[layer]
 
     def _check_rows(self, name: str, x: Any) -> None:
-        shape = getattr(x, "shape", self._rows)
+        # A bare exporter of DLPack has no shape of its own.
+        shape = x.shape if hasattr(x, "shape") else interop.library_of(name, x).adopt(name, x).shape
         if tuple(shape[: len(self._rows)]) != self._rows or len(shape) != len(self._rows) + 2:
             axes = "(total, heads, dim)" if self._is_packed else "(batch, count, heads, dim)"
             wanted = ", ".join(map(str, self._rows))

@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
 from cuflash.frontend.call import Backward, Gradients
 from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
@@ -76,6 +76,7 @@ class Scheme:
         options: Mapping[str, Any],
     ) -> Any:
         """Return out, or (out, lse), as the caller's kind of arrays."""
+        check_communicator(comm)
         return_lse = check_bool("return_lse", return_lse)
         with comm.turn():
             call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
@@ -95,6 +96,7 @@ class Scheme:
         options: Mapping[str, Any],
     ) -> Gradients:
         """Return the gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
+        check_communicator(comm)
         what = f"{self.name}_backward"
         with comm.turn():
             call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads)

@@ -101,6 +101,15 @@ class Communicator(ABC):
         return received
 
 
+def check_communicator(comm: object) -> None:
+    """Raise TypeError for what is no rank's communicator, such as the list of all that `threads` returns."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"comm: expected the communicator of one rank, of cuflash.distributed.threads or from_environment, "
+            f"got {type(comm).__name__}"
+        )
+
+
 @dataclass(frozen=True)
 class Later(Pending):
     """A message that is received when it is asked for."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import check_order, length_of, put_part, stretches_of, take_part
 
 Array = Any
@@ -39,6 +39,7 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
     TypeError, ValueError
         For an axis that the array has not, or an unknown order.
     """
+    check_communicator(comm)
     order = check_order(order)
     library = interop.library_of("x", x)
     array = library.adopt("x", x)
@@ -68,6 +69,7 @@ def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) 
     TypeError, ValueError
         As for `shard`, and ValueError where the ranks' parts are none of one array.
     """
+    check_communicator(comm)
     order = check_order(order)
     library = interop.library_of("x", x)
     array = library.adopt("x", x)
@@ -110,6 +112,7 @@ def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndar
     TypeError, ValueError
         For a length that is no integer from 0 up, or an unknown order.
     """
+    check_communicator(comm)
     if not isinstance(seqlen, (int, np.integer)) or isinstance(seqlen, bool):
         raise TypeError(f"seqlen: expected an integer, got {type(seqlen).__name__}")
     if seqlen < 0:

@@ -17,7 +17,7 @@ from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.checks import check_edges, check_problem
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
 from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
@@ -205,6 +205,7 @@ def _blocks(call: _Call) -> list[tuple[int, int]]:
 def _forward(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
 ) -> tuple[Any, tuple[_Call, Array, Array]]:
+    check_communicator(comm)
     call = _prepared(what, arrays, comm, cu_seqlens, keywords)
     with telling(comm), interop.on_stream_of(call.library, call.q):
         xp, q, model = interop.namespace_of(call.q), call.q, call.w_out.shape[-1]

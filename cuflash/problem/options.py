@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
+import numpy as np
+
 from cuflash import hints
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.mask_metadata import MaskMetadata
@@ -40,6 +42,10 @@ class Options:
     k_scale: Array | None = None
     v_scale: Array | None = None
     out_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dropout_seed, np.integer):  # it has a shape, as arrays have, but is none
+            self.dropout_seed = int(self.dropout_seed)
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))

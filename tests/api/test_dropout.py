@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -237,3 +238,21 @@ def test_gradients_with_dropout(device: Device) -> None:
     case.assert_forward(out, lse)
     case.assert_gradients(on_device.backward(out, lse))
     assert not np.array_equal(case.with_options(dropout_seed=2**63 + 2).on(device).forward()[0], out)
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.int64, np.int8])
+def test_a_seed_is_an_integer_of_numpy_everywhere(kind: Any) -> None:
+    """Over keys in host memory and over ranks, too."""
+    x = np.random.default_rng(0).normal(size=(1, 6, 2, 8))
+    w_out = np.random.default_rng(1).normal(size=(2, 8, 3))
+    (comm,) = cuflash.distributed.threads(1)
+    functions: dict[str, Callable[..., Any]] = {
+        "attention": lambda **options: cuflash.attention(x, x, x, **options),
+        "offload": lambda **options: cuflash.offload.attention(x, x, x, **options),
+        "ring": lambda **options: cuflash.distributed.ring_attention(x, x, x, comm, **options),
+        "ulysses": lambda **options: cuflash.distributed.ulysses_attention(x, x, x, comm, **options),
+        "allreduce": lambda **options: cuflash.distributed.attention_allreduce(x, x, x, w_out, comm, **options),
+    }
+    for name, function in functions.items():
+        found, expected = (function(dropout_p=0.3, dropout_seed=seed) for seed in (kind(7), 7))
+        np.testing.assert_array_equal(found, expected, err_msg=name)

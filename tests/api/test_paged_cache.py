@@ -10,6 +10,7 @@ import pytest
 from devices import Device
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import Exporter
 
 import cuflash
 from cuflash import PagedCache
@@ -359,6 +360,27 @@ def test_wrong_rows_and_layers(device: Device) -> None:
     with pytest.raises(ValueError, match="k_scale: expected None"):
         step.append(0, q, k, v, k_scale=device.put(np.ones((1, 1, 1), np.float32)))
     assert step.append(0, None, k, v) is None
+
+
+def test_bare_exporters_have_no_shape() -> None:
+    """Those of DLPack are appended and attended, with NumPy's arrays as results; what is no array is a TypeError."""
+    rng = np.random.default_rng(0)
+    k, v, q = (rng.normal(size=(1, 3, heads, 8)) for heads in (1, 1, 2))
+    caches = [cuflash.PagedCache(1, 4, 2, 1, 8, "float64", np) for _ in range(2)]
+    wraps: tuple[Any, ...] = np.asarray, Exporter
+    results = []
+    for cache, wrap in zip(caches, wraps, strict=True):
+        step = cache.step([cache.add()], 3)
+        step.append(0, None, wrap(k), wrap(v))
+        results.append(step.attend(0, wrap(q)))
+        with pytest.raises(ValueError, match=r"q: expected \(batch, count, heads, dim\) = \(1, 3, \*, \*\)"):
+            step.attend(0, wrap(q[:, :2]))
+        for wrong in (None, [1.0]):
+            with pytest.raises(TypeError, match="q: expected an array of NumPy"):
+                step.attend(0, wrong)
+            with pytest.raises(TypeError, match="k: expected an array of NumPy"):
+                step.append(0, None, wrong, v)
+    np.testing.assert_array_equal(*results)
 
 
 def test_wrong_caches() -> None:

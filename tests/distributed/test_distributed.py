@@ -324,6 +324,25 @@ def test_arguments_of_threads(arguments: dict[str, Any], kind: type[Exception], 
         distributed.threads(**arguments)
 
 
+@pytest.mark.parametrize("comm", [None, 3, [], "nccl"])
+def test_what_is_no_communicator(comm: Any) -> None:
+    x, w_out, lse = np.zeros((1, 4, 2, 8)), np.zeros((2, 8, 3)), np.zeros((1, 2, 4))
+    calls: list[Callable[[], Any]] = [
+        lambda: distributed.shard(x, comm),
+        lambda: distributed.unshard(x, comm),
+        lambda: distributed.positions(4, comm),
+        lambda: distributed.attention_allreduce(x, x, x, w_out, comm),
+        lambda: distributed.attention_allreduce_vjp(x, x, x, w_out, comm),
+        lambda: distributed.ring_attention(x, x, x, comm),
+        lambda: distributed.ulysses_attention(x, x, x, comm),
+        *(lambda make=make: make(x, x, x, comm) for make, _ in SCHEMES.values()),
+        *(lambda back=back: back(x, x, x, x, x, lse, comm) for _, back in SCHEMES.values()),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"comm: expected the communicator of one rank, .*{type(comm).__name__}"):
+            call()
+
+
 def test_gradients_that_are_wanted() -> None:
     def work(comm: Communicator) -> Any:
         x = ones(comm)
