@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.merging import by_row, weighted, weights_of
 
@@ -18,6 +18,7 @@ Array = Any
 _LSE_DTYPES = ("float32", "float64")
 
 
+@hints.with_hints(hints.PARTS)
 def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -> tuple[Array, Array]:
     """Merge the results of attention over disjoint keys into that over all of them.
 
@@ -54,6 +55,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
         return library.release(merged.astype(dtype)), library.release(lse)
 
 
+@hints.with_hints(hints.PARTS)
 def merge_backward(
     dout: Array, dlse: Array | None, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array
 ) -> tuple[list[Array], list[Array]]:

@@ -94,8 +94,12 @@ PORTABLE: dict[tuple[str, str, int], PortableRow] = {
     ("backward_dkv", "float64", 64): PortableRow((PortableTile(32, 64, 16, 2, 0),), PortableTile(32, 64, 4, 4, 0)),
     ("backward_dkv", "float64", 128): PortableRow((PortableTile(64, 32, 8, 2, 64),), PortableTile(32, 32, 8, 2, 64)),
     # dk and dv have a kernel each where both together do not fit the registers.
-    ("backward_dk", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
-    ("backward_dv", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
+    ("backward_dk", "float64", 256): PortableRow(
+        (PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64), PortableTile(32, 32, 8, 2, 64)
+    ),
+    ("backward_dv", "float64", 256): PortableRow(
+        (PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64), PortableTile(32, 32, 8, 2, 64)
+    ),
     ("backward_bias", "float32", 0): PortableRow((), PortableTile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): PortableRow((), PortableTile(64, 32, 8, 4)),
     **{

@@ -81,7 +81,7 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
 
 def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
     """Make a number of Python beyond an integer's dtype infinite, as NumPy compares the two by value."""
-    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and x.dtype.lstrip("u").startswith("int")]
+    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and _is_integer(x.dtype)]
     if not kinds:
         return operands
 
@@ -93,8 +93,20 @@ def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
     return tuple([by_value(x) for x in operands])
 
 
+def is_no_bound(function: str, x: Operand, bound: Operand) -> bool:
+    """Whether all numbers of an integer's dtype are within a bound of Python: NumPy's clip leaves such a one out."""
+    if not isinstance(x, Node) or not _is_integer(x.dtype) or not isinstance(bound, int) or isinstance(bound, bool):
+        return False
+    info = np.iinfo(x.dtype)
+    return bound <= info.min if function == "maximum" else bound >= info.max
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.lstrip("u").startswith("int")
+
+
 def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
-    if isinstance(x, int) and not isinstance(x, bool) and dtype.lstrip("u").startswith("int"):
+    if isinstance(x, int) and not isinstance(x, bool) and _is_integer(dtype):
         info = np.iinfo(dtype)
         if not info.min <= x <= info.max:
             raise OverflowError(f"the Python integer {x} is out of bounds for {dtype}")

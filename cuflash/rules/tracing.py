@@ -206,7 +206,7 @@ def _applied(name: str, operands: tuple[Any, ...], accum: str) -> Node:
     if name == "clip":
         x, low, high = operands
         for function, bound in (("maximum", low), ("minimum", high)):
-            if bound is not None:
+            if bound is not None and not operations.is_no_bound(function, x, bound):
                 x = operations.apply(function, (x, bound), accum)
         return operations.as_node(x, accum)
     return operations.apply(name, operands, accum)

@@ -14,7 +14,7 @@ import cuflash
 
 ROOT = Path(cuflash.__file__).parent
 # These know nothing of attention and import nothing of ours.
-BASE = ("e4m3", "forks", "hardware", "interop", "kept", "reporting")
+BASE = ("e4m3", "forks", "hardware", "hints", "interop", "kept", "reporting")
 # A folder, or a module next to the folders, may import these. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
