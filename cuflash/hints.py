@@ -75,7 +75,11 @@ OPTIONS: Hints = {
     "rotary_sin": "rotary=(cos, sin) of append_kv",
     "k_cache": "k, and append_kv for the new rows",
     "v_cache": "v, and append_kv for the new rows",
-    **dict.fromkeys(("kernel_options", "implementation", "op"), "nothing: arrays and options choose the kernel"),
+    "input_pos": "nothing: causal=True lets the last query see all keys",
+    "query_group_size": _SHAPES,
+    **dict.fromkeys(
+        ("kernel_options", "implementation", "op", "tile_m", "tile_n"), "nothing: arrays and options choose the kernel"
+    ),
 }
 # Of writing into caches.
 APPEND: Hints = {
