@@ -145,7 +145,7 @@ _LINE = 64  # bytes of a cache line
 
 
 class BoundLaunch:
-    """A kernel bound to its grid, with the arguments of its launches; every `replay.Launch` derives from it.
+    """A `replay.Launch`: a kernel bound to its grid, with the arguments of its launches; other launches derive from it.
 
     `values` are the first launch's arguments, of which the words `pointer_words` receive addresses of arrays; `launch`
     is the function of `LoadedKernel.bound`, or None where the grid is empty.

@@ -301,7 +301,7 @@ def test_pairs_of_blocks_take_many_tiles() -> None:
     both(normal(1, 300, 2, 192), normal(1, 1900, 1, 192), normal(1, 1900, 1, 128), window=(300, 0))
 
 
-def test_grouped_heads_walk_many_queries_together() -> None:
+def test_grouped_heads_visit_many_queries_together() -> None:
     both(normal(1, 1100, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128), causal=True)
 
 

@@ -264,7 +264,7 @@ def test_block_masks_of_wide_heads(place: Device, options: dict[str, Any], head_
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tiles", [1, 7, 9, 23])
-def test_every_strip_has_one_team(place: Device, tiles: int, head_dim: int) -> None:
+def test_all_rows_have_one_team(place: Device, tiles: int, head_dim: int) -> None:
     """Each warpgroup's rows have one team, as poisoned results show; the last tile has rows of one warpgroup."""
     seqlen = 128 * tiles - 70
     mask = cuflash.BlockMask.sliding_window(seqlen, seqlen, 100, 30)
