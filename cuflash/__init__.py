@@ -18,6 +18,7 @@ from cuflash.attention import (
     attention_vjp,
 )
 from cuflash.merge import merge, merge_backward
+from cuflash.reporting import progress
 
 if TYPE_CHECKING:
     from cuflash.cache import PagedCache, append_kv
@@ -40,6 +41,7 @@ __all__ = [
     "hadamard",
     "merge",
     "merge_backward",
+    "progress",
     "quantize_fp8",
 ]
 

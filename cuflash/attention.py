@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cuflash.frontend.call import Call, Gradients
+from cuflash.frontend.call import Call, Gradients, gradient_function
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_bool
@@ -360,26 +360,13 @@ def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_l
     results = repeated(metadata)
     if results is not None:
         result, lse = results
-        call = None
-    else:
-        call = _call(inputs, options)
-        call.refuse_gradients()
-        result, lse = call.forward(out, True, metadata)
-        residual = call.adopt("out", result)
-
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
-    ) -> Gradients:
-        """Gradients of the inputs; see `attention_backward`."""
-        if call is None:
-            return _backward((dout, result, lse, dlse), inputs, options, out, grads)
-        return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
-
-    return ((result, lse if call is None else call.release(lse)) if return_lse else result), backward
+        return ((result, lse) if return_lse else result), gradient_function(
+            lambda dout, dlse, outs, grads: _backward((dout, result, lse, dlse), inputs, options, outs, grads)
+        )
+    call = _call(inputs, options)
+    call.refuse_gradients()
+    result, lse = call.forward(out, True, metadata)
+    return ((result, call.release(lse)) if return_lse else result), call.gradients_of(result, lse)
 
 
 # `help` and editors show every option.

@@ -1,4 +1,4 @@
-"""The GPU path: each pass is given to the first family of kernels that takes the problem."""
+"""The GPU path gives each pass to the first family of kernels that takes the problem."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _by_halves(work: Work) -> bool:
 
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
-# With splits of one size a row's bits depend on nothing that another sequence could change.
+# Splits of one size ask for these, with which a row's bits depend on nothing that another sequence could change.
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
-# These read pages where they lie.
+# These forward passes read pages where they lie.
 _PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
@@ -66,7 +66,7 @@ def _forward(work: Work) -> None:
 
 
 def _may_write_wide(problem: AttentionProblem) -> bool:
-    """A kernel on 16-bit inputs may write results of the accumulation's dtype."""
+    """Return True if a kernel on 16-bit inputs may write results of the accumulation's dtype."""
     has_rows = problem.pages is None and problem.split_size is None and not problem.has_fp8_keys
     return has_rows and problem.out_dtype == problem.accum_dtype
 
@@ -83,8 +83,8 @@ def backward(
 ) -> Recording | None:
     """Write the wanted gradients of a problem; return the recorded launches, None if they cannot be repeated.
 
-    Those of q, k and v have the inputs' dtype, or all the accumulation's; with `adds` they are added to what their
-    arrays hold.
+    The gradients of q, k and v have the inputs' dtype, or all have the accumulation's; with `adds` they are added to
+    what their arrays hold.
     """
     of_lse = {} if dlse is None else {"dlse": dlse}
     residuals = {"dout": dout, "out": out, "lse": lse}

@@ -302,7 +302,7 @@ def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
 
 
 def folded_axes(x: Array) -> list[tuple[int, int]]:
-    """(size, stride in bytes) of an array's axes, where neighbours that lie in memory as one axis are one."""
+    """Return (size, stride in bytes) of an array's axes, where neighbours that lie in memory as one axis are one."""
     axes: list[tuple[int, int]] = []
     for size, stride in zip(x.shape, x.strides, strict=True):
         if size == 1:

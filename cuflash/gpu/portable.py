@@ -36,7 +36,7 @@ class InSlices(Tiles):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> ExtraArguments:
-        """The grid of thread blocks alone: tiles, and slices of the results that are wanted."""
+        """Return the grid of thread blocks alone: tiles, and slices of the results that are wanted."""
         entry = self.config.entry
         results = key_results(entry) or (("out",) if entry == "forward" else ("dq",))
         widest = max((arrays[name].shape[-1] for name in results if name in arrays), default=1)
@@ -98,7 +98,7 @@ class Rows(Sum):
     """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (of one head, in all)."""
+        """Return the numbers of thread blocks: (of one head, in all)."""
         tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
         return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
@@ -108,14 +108,14 @@ class Reduce(Sum):
     """A kernel that sums over rows, sequences or splits."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (0, as they are no head's, and in all)."""
+        """Return the numbers of thread blocks: (0, as they are no head's, and in all)."""
         if "dbias" in arrays:
             return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
 
 
 def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
-    """The kernel that is `planned` under an entry, or the other `entry` of its configuration."""
+    """Return the kernel that is `planned` under an entry, or the other `entry` of its configuration."""
     config = plan(work.problem, planned, work.device.smem_limit)
     return (InSlices if config.slice_columns else Tiles)(entry or planned, config)
 

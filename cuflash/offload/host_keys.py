@@ -20,18 +20,18 @@ class HostKeys:
     is_copied = False  # a chunk's numbers are copies of the host's memory
 
     def rows(self, x: Array, chunk: Chunk) -> Array:
-        """A chunk's part of an array of keys, (sequences, keys, ...)."""
+        """Return a chunk's part of an array of keys, (sequences, keys, ...)."""
         return x[chunk.piece.batches, chunk.keys]
 
     def scale(self, x: Array | None, chunk: Chunk) -> Array | None:
-        """A chunk's part of a scale, any of whose axes may have the size 1."""
+        """Return a chunk's part of a scale, any of whose axes may have the size 1."""
         if x is None:
             return None
         index = chunk.piece.batches, chunk.keys
         return x[tuple([own if n > 1 else slice(None) for own, n in zip(index, x.shape[:2], strict=True)])]
 
     def gradients(self, targets: Mapping[str, Array], chunks: Sequence[Chunk], accum: str) -> KeyGradients:
-        """Where dk and dv of some chunks go."""
+        """Return where dk and dv of some chunks go."""
         return _Rows(self, targets, chunks)
 
 
@@ -44,25 +44,25 @@ class PooledKeys(HostKeys):
         self._pages, self._table = pages, table  # (batch, max_pages), on the host
 
     def places(self, chunk: Chunk) -> tuple[Array, Array]:
-        """(pages, rows within them) of a chunk's keys, (sequences, keys) and (keys,); all of them are in use."""
+        """Return (pages, rows within them) of a chunk's keys, (sequences, keys) and (keys,); all of them are in use."""
         keys = np.arange(chunk.first, chunk.stop)
         # Only entries of used keys are read; they are clamped, as they come from the caller.
         entries = self._table[chunk.piece.batches, keys // self._pages.page_size]
         return np.clip(entries, 0, max(self._pages.num_pages - 1, 0)), keys % self._pages.page_size
 
     def rows(self, x: Array, chunk: Chunk) -> Array:
-        """Copied from the pool."""
+        """Copy a chunk's part from the pool."""
         return x[self.places(chunk)]
 
     def scale(self, x: Array | None, chunk: Chunk) -> Array | None:
-        """Copied from the pool's."""
+        """Copy a chunk's part from a scale of the pool."""
         if x is None:
             return None
         shape = self._pages.num_pages, self._pages.page_size, x.shape[2]
         return np.broadcast_to(x, shape)[self.places(chunk)]
 
     def gradients(self, targets: Mapping[str, Array], chunks: Sequence[Chunk], accum: str) -> KeyGradients:
-        """Sums over the sequences that share a page."""
+        """Return sums over the sequences that share a page."""
         return _Pools(self, targets, accum)
 
 
@@ -71,11 +71,11 @@ class KeyGradients(ABC):
 
     @abstractmethod
     def side(self) -> GradientSide:
-        """The side of one device."""
+        """Return the side of one device."""
 
     @abstractmethod
     def end(self) -> None:
-        """All sides have posted, and their copies are done: the caller's arrays are written."""
+        """Write the caller's arrays, once all sides have posted and their copies are done."""
 
 
 class GradientSide(ABC):
@@ -97,11 +97,11 @@ class _Rows(KeyGradients, GradientSide):
             _zero_unseen(target, chunks)
 
     def side(self) -> GradientSide:
-        """The same for all."""
+        """Return the same for all."""
         return self
 
     def post(self, outbox: Outbox, name: str, chunk: Chunk, source: Array | None) -> None:
-        """Into the caller's array."""
+        """Copy it into the caller's array."""
         target = self._keys.rows(self._targets[name], chunk)
         if source is None:
             target[...] = 0
@@ -109,7 +109,7 @@ class _Rows(KeyGradients, GradientSide):
             outbox.post(target, source.astype(target.dtype, copy=False))
 
     def end(self) -> None:
-        """Everything is written."""
+        """Do nothing, as everything is written."""
 
 
 class _Pools(KeyGradients):
@@ -120,7 +120,7 @@ class _Pools(KeyGradients):
         self._sides: list[_PoolSums] = []
 
     def side(self) -> GradientSide:
-        """New sums."""
+        """Make new sums."""
         self._sides.append(_PoolSums(self._keys, self._targets, self._accum))
         return self._sides[-1]
 
@@ -138,7 +138,7 @@ class _PoolSums(GradientSide):
         self.sums = {name: np.zeros(x.shape, accum) for name, x in targets.items()}
 
     def post(self, outbox: Outbox, name: str, chunk: Chunk, source: Array | None) -> None:
-        """Into memory of the host, from which it is added to the sums."""
+        """Copy it into memory of the host, from which it is added to the sums."""
         if source is not None:
             landing = np.empty(source.shape, source.dtype)
             outbox.post(landing, source, lambda: self._add(name, chunk, landing))
@@ -152,7 +152,7 @@ class _PoolSums(GradientSide):
 
 
 def _zero_unseen(target: Array, chunks: Sequence[Chunk]) -> None:
-    """Keys of no chunk have the gradient 0."""
+    """Write the gradient 0 to keys that no chunk has."""
     seen = np.zeros(target.shape[:2], bool)
     for chunk in chunks:
         seen[chunk.piece.batches, chunk.keys] = True

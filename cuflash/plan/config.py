@@ -18,7 +18,7 @@ CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
 WIDEST = HEAD_DIM_CLASSES[-1]  # columns of a result that a kernel computes at once, at most
 COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
-# Words for users where a forward pass runs once for each half of v's columns.
+# Users read these words where a forward pass runs once for each half of v's columns.
 BY_HALVES = "; half of v's columns at a time"
 
 
@@ -74,7 +74,7 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    # Users' own rules take places in every kernel that knows them.
+    # Rules of users' own ask for no flag here, as every kernel that knows them takes their places.
     "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
@@ -114,17 +114,17 @@ def common(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """The scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
+    """Return True if the scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
 def without_window(flags: tuple[str, ...]) -> set[str]:
-    """The flags but the window's, which choose a tile: a window takes the tile of plain scores, or one of its own."""
+    """Return the flags but the window's, which takes the tile of plain scores or one of its own."""
     return set(flags) - {"has_window"}
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Scores are products of q and k times the scale, and nothing is added or applied to them."""
+    """Return True if scores are products of q and k times the scale, with nothing added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
 
 
@@ -139,7 +139,7 @@ def unknown(handled: tuple[str, ...], problem: AttentionProblem) -> str:
 
 
 def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
-    """What of a problem the kernels of a family lack that hold whole rows: `unknown` options, or its head dims.
+    """Return what a problem has that a family's kernels, which hold whole rows, lack: `unknown` options or head dims.
 
     The portable kernels alone take columns of q, k and v, and of the results, in slices.
     """
@@ -148,7 +148,7 @@ def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
 
 
 def of_half(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem with the first half of v's columns alone."""
+    """Return the problem with the first half of v's columns alone."""
     return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / COLUMNS) * COLUMNS)
 
 

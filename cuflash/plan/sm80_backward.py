@@ -167,7 +167,7 @@ OF_BIAS = (
     *(Sm80Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
     Sm80Row(256, 256, tuple(replace(tile, stages=2) for tile in _BIAS_TILES), _HALF_OF_KEYS),
 )
-# Queries that a tile of keys meets: up to so many, thread blocks that share a multiprocessor are faster.
+# Thread blocks that share a multiprocessor are faster where a tile of keys meets at most so many queries.
 _SHORT = 1024
 _ROW_WARPS = 4  # most warps of a thread block of the kernel before the gradients
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.

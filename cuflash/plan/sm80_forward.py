@@ -31,9 +31,9 @@ from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
-# Bytes of shared memory that are no tile's: which keys are seen, and the padding before them.
+# So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
 SMEM_BESIDE_TILES = 256
-# Bytes of shared memory that the driver takes for each thread block.
+# The driver takes so many bytes of shared memory for each thread block.
 _RESERVED_SMEM = 1024
 
 
@@ -82,7 +82,7 @@ class Sm80Row(Generic[T]):
 
 
 def meets_whole_blocks(size: int, block: int) -> bool:
-    """Tiles of `size` queries or keys lie within one block of a mask: else most would be half hidden."""
+    """Return True if tiles of `size` queries or keys lie within one block of a mask, as most are half hidden if not."""
     return size <= _FINE or block % size == 0
 
 
@@ -191,7 +191,7 @@ def _forward_smem(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
-    """A multiprocessor holds `min_blocks` thread blocks together, of which one alone may use `limit` bytes."""
+    """Return True if a multiprocessor holds `min_blocks` thread blocks, of which one alone may use `limit` bytes."""
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
@@ -240,7 +240,7 @@ def forward_config(
     need of a tile.
     """
     tiles = row.tiles_for(flags, plain_scores and aligned)
-    # A step takes several listed tiles only where they are neighbours, that is, where one block has them all.
+    # A step takes several listed tiles only where they are neighbours, which means that one block has them all.
     keys_of_block = 0 if "has_window" in flags else block_size[1]
     tiles = tuple(
         t

@@ -50,13 +50,13 @@ from cuflash.plan.split_tiles import (
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
-# float16 parts of an element of weights, v and dout, by precision, and by these the parts of q and k. One part has the
-# 11 bits of TF32.
+# An element of weights, v and dout has so many float16 parts, by precision; an element of q and k has its own number,
+# by the former. One part has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
 
 
-# float32 vectors that come with a tile of columns: factors of keys and values, or those of q and dout, lse and delta.
+# A tile of columns comes with so many float32 vectors: factors of keys and values, or of q and dout, lse and delta.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _FORWARD_REGISTERS = REGISTERS | {1: (80, 248)}
 _BLOCK_MASK_REGISTERS = (56, 224)

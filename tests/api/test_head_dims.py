@@ -20,7 +20,7 @@ def test_wide_heads(device: Device, head_dims: tuple[int, int], dtype: str) -> N
     rng = np.random.default_rng(8)
     head_dim, head_dim_v = head_dims
     q, k = gaussian(rng, (2, 9, 4, head_dim), dtype), gaussian(rng, (2, 21, 2, head_dim), dtype)
-    # As in latent attention, v may be k's first columns.
+    # v may be k's first columns, as in latent attention.
     v = k[..., :head_dim_v] if head_dim_v < head_dim else gaussian(rng, (2, 21, 2, head_dim_v), dtype)
     dout = gaussian(rng, (2, 9, 4, head_dim_v), dtype)
     options: dict[str, Any] = {"causal": True, "softcap": 20.0}

@@ -38,7 +38,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[LazyDevice]:
 
 
 def paged(dtype: str = "float64", page_size: int = 10, **of_arrays: Any) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Sequences that share pages, one of which stands twice in a row; entries of no use are wild."""
+    """Return sequences that share pages, one of which stands twice in a row; entries of no use are wild."""
     given = arrays(dtype, batch=3, **of_arrays)
     max_pages = -(-given["k"].shape[1] // page_size)
     for name in ("k", "v"):
@@ -119,7 +119,7 @@ def test_values_that_are_columns_of_pooled_keys_come_with_them(streamed: list[La
 
 
 def codes(is_paged: bool) -> tuple[dict[str, Array], dict[str, Any]]:
-    """e4m3 codes with scales of every row."""
+    """Return e4m3 codes with scales of every row."""
     lengths = np.array([60, 7, 41], np.int32)
     given, options = paged("float32") if is_paged else (arrays("float32", batch=3), {"kv_lengths": lengths})
     for name in ("q", "k", "v"):

@@ -1,4 +1,4 @@
-"""An option that a family's kernels do not know: the family leaves the problem to the next one, in every choice."""
+"""A family leaves a problem with an option that its kernels do not know to the next one, in every choice."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FAMILIES = (plan_portable, sm80_forward, sm80_backward, sm90_forward, sm90_backw
 HOST = Device("numpy", np)
 NUM_SMS = 3
 PLACE = True, (9, 0), hardware.smem_limit("sm_90")
-# No other test has it, so that nothing is remembered of problems without the option.
+# No other test has this scale, so that nothing is remembered of problems without the option.
 SCALE = 0.2468
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An option that problems with the scale of these tests have, and no family knows."""
+    """Add an option that problems with the scale of these tests have, and no family knows."""
     forget()
     monkeypatch.setitem(plan_config.WANTED, MADE_UP, lambda problem: problem.softmax_scale == SCALE)
     yield
@@ -59,7 +59,7 @@ def layouts_of(problem: AttentionProblem, count: int) -> Any:
     return (((2 * 64 * 64 * 2, 2 * 64 * 2, 64 * 2, 2), shape),) * count
 
 
-# Everything that chooses a kernel for a problem: the family that declares the flag, and the choice.
+# Every choice of a kernel for a problem stands here, with the family that declares the flag.
 CHOICES: dict[str, tuple[ModuleType, str, Callable[[AttentionProblem], Any]]] = {
     "sm90 forward": (sm90_forward, "float16", lambda p: sm90_forward.forward(p, layouts_of(p, 3))),
     "sm90 backward": (sm90_backward, "float16", lambda p: sm90_backward.backward(p, layouts_of(p, 5))),
@@ -149,7 +149,7 @@ needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_devic
 
 
 def launched(case: Case) -> set[str]:
-    """The kernels of both passes on the CPU device as a Hopper GPU, whose results must be right."""
+    """Return the kernels of both passes on the CPU device as a Hopper GPU, whose results must be right."""
     with hook.kernels_on(CpuDevice((9, 0), NUM_SMS)):
         out, lse = case.on(HOST).forward()
         case.assert_forward(out, lse)
@@ -158,7 +158,7 @@ def launched(case: Case) -> set[str]:
 
 
 def case_of(dtype: str) -> Case:
-    """With gradients of a bias, of slopes and of a sink."""
+    """Make a case with gradients of a bias, of slopes and of a sink."""
     rng = np.random.default_rng(0)
     accum = np.float64 if dtype == "float64" else np.float32
     options = {
@@ -203,7 +203,7 @@ def test_a_family_that_knows_an_option_computes_it_beside_portable_kernels(
 
 
 def family_of(entry: str) -> ModuleType | None:
-    """The family that chooses a kernel; None of those that know no options."""
+    """Return the family that chooses a kernel; None for kernels that know no options."""
     prefixes = {
         "forward_sm90": sm90_forward,
         "backward_sm90": sm90_backward,

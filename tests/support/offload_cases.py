@@ -32,7 +32,7 @@ def arrays(
 
 
 def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -> dict[str, Array | None]:
-    """Out, lse and every gradient."""
+    """Return out, lse and every gradient."""
     (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
     names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
     operands = enumerate(options.get("operands", ()))
