@@ -17,6 +17,7 @@ from cuflash.frontend import call
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place, operand_name
+from cuflash.problem.fp8 import SCALES
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
@@ -70,7 +71,7 @@ class Part:
         arrays = {"q": q, "k": k, "v": v}
         if cu_seqlens is not None:
             arrays |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        for name in ("bias", "mask", "alibi_slopes", "sink"):
+        for name in ("bias", "mask", "alibi_slopes", "sink", *SCALES):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         arrays |= {operand_name(n): x for n, x in enumerate(options.operands or ())}
@@ -133,7 +134,7 @@ class Part:
         results = repeated(metadata)
         if results is not None:
             return dict(zip(names, results, strict=True))
-        problem, operands = self._problem, self._operands
+        problem, operands = self._problem.unsplit, self._operands
         xp, accum = interop.namespace_of(operands.q), problem.accum_dtype
         inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         grads = {}

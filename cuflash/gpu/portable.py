@@ -36,7 +36,7 @@ class InSlices(Tiles):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> ExtraArguments:
-        """The grid of thread blocks alone: tiles, and slices of the results that are wanted."""
+        """Return the grid of thread blocks alone: tiles, and slices of the results that are wanted."""
         entry = self.config.entry
         results = key_results(entry) or (("out",) if entry == "forward" else ("dq",))
         widest = max((arrays[name].shape[-1] for name in results if name in arrays), default=1)
@@ -115,7 +115,7 @@ class Reduce(Sum):
 
 
 def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
-    """The kernel that is `planned` under an entry, or the other `entry` of its configuration."""
+    """Return the kernel that is `planned` under an entry, or the other `entry` of its configuration."""
     config = plan(work.problem, planned, work.device.smem_limit)
     return (InSlices if config.slice_columns else Tiles)(entry or planned, config)
 

@@ -22,6 +22,7 @@ from cuflash.offload.passes import forward as _forward_pass
 from cuflash.offload.pinned import pinned_empty
 from cuflash.offload.share import check_share, share_of
 from cuflash.problem.checks import check_bool
+from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
@@ -66,8 +67,9 @@ def attention(
         Whether to return lse, too.
     **options
         Those of `cuflash.attention`; arrays among them lie where q does. Lengths are read by the host: keys beyond
-        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied. `block_table`, FP8 arrays
-        and `split_size` are for q in NumPy's memory only, and leave the CPU no share of its own.
+        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied. With `block_table`, which
+        the host reads too, k and v are pools of pages, of whose rows those in use are copied, for each sequence that
+        uses them. `k_scale` and `v_scale` may also be NumPy arrays. With `split_size` a `share` of "auto" is 0.
 
     Returns
     -------
@@ -126,6 +128,7 @@ def attention_vjp(
     if in_place.is_in_place((q, k, v), options):
         return in_place.vjp((q, k, v), options, out, return_lse)
     call = prepare(q, k, v, options)
+    refuse_gradients(call.q, k, v)
     with interop.on_stream_of(call.library, call.q):
         residual, lse = _forward(call, of_cpu, out)
         result = call.library.release(residual) if out is None else out

@@ -1,4 +1,4 @@
-"""Calls whose queries, too, lie in NumPy's memory may have options that do not hold for a chunk of the keys.
+"""Calls whose queries, too, lie in NumPy's memory may have pages, FP8 codes or fixed splits of the keys.
 
 Nothing is to be copied there, so such calls are ordinary ones on the whole arrays.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cuflash.frontend.call import Backward, Call
-from cuflash.offload.call import SUPPORTED
 
 Array = Any
+_OF_WHOLE_ARRAYS = ("block_table", "split_size")
 
 
 def is_in_place(arrays: Sequence[Array], options: Mapping[str, Any]) -> bool:
@@ -21,7 +21,7 @@ def is_in_place(arrays: Sequence[Array], options: Mapping[str, Any]) -> bool:
     if not all(isinstance(x, np.ndarray) for x in arrays):
         return False
     is_fp8 = any(x.dtype.itemsize == 1 for x in arrays)
-    return is_fp8 or any(x is not None for name, x in options.items() if name not in SUPPORTED)
+    return is_fp8 or any(options.get(name) is not None for name in _OF_WHOLE_ARRAYS)
 
 
 def forward(arrays: Sequence[Array], options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:

@@ -16,6 +16,7 @@ from cuflash.frontend.combine import Residuals, gradient_of_sink
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
 from cuflash.offload.device import CHUNK_BYTES, Device
 from cuflash.offload.devices import HostDevice
+from cuflash.offload.host_keys import GradientSide
 from cuflash.offload.share import Measurement, Share
 from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
 from cuflash.problem.merging import merge_into
@@ -72,7 +73,7 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
         part = side.part(*arrived)
         return arrived[0], part.forward() if part.sees_anything else None
 
-    arriving = incoming(side.device, chunks, side.call.k, side.call.v)
+    arriving = incoming(side.device, chunks, side.call.k, side.call.v, side.call.host.rows)
     lanes = max(1, min(len(chunks), _lanes(side)))
     if lanes == 1:
         yield from map(compute, arriving)
@@ -92,7 +93,7 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
 def _lanes(side: Side) -> int:
     """Return how many chunks are computed at once; one of few queries has a thread for each sequence and KV head."""
     problem = side.call.problem
-    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES:
+    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES or side.call.host.is_copied:
         return 1
     return -(-(os.cpu_count() or 1) // max(1, problem.batch * problem.num_heads_kv))
 
@@ -104,19 +105,18 @@ def backward(
     with device:
         own, others = _split(call, device, share)
         side = side_of(call, device)
-        for name in ("k", "v"):
-            if name in targets:
-                _zero_unseen(targets[name], (*own, *others))
+        of_keys = call.host.gradients(targets, (*own, *others), call.problem.accum_dtype)
         found: list[Grads] = []
         # The caller's thread copies these, because its current stream has made them.
         dout, out, lse, dlse = ((None if x is None else device.get(x)) if others else x for x in residuals)
 
         def on_cpu(cpu: Side, chunks: Sequence[Chunk]) -> None:
-            found.append(_backward_of(cpu, chunks, (dout, out, lse, dlse), targets, wanted))
+            found.append(_backward_of(cpu, chunks, (dout, out, lse, dlse), of_keys.side(), wanted))
 
         with _Beside(_cpu_work(call, device, others, on_cpu)) as cpu:
-            grads = _backward_of(side, own, residuals, targets, wanted, share.measurement)
+            grads = _backward_of(side, own, residuals, of_keys.side(), wanted, share.measurement)
             cpu.join()
+        of_keys.end()
         if "sink" in wanted:
             xp = device.xp
             inside = np.zeros(call.problem.lse_shape, bool)
@@ -134,7 +134,7 @@ def _backward_of(
     side: Side,
     chunks: Sequence[Chunk],
     residuals: Residuals,
-    targets: Grads,
+    of_keys: GradientSide,
     wanted: frozenset[str],
     measurement: Measurement | None = None,
 ) -> Grads:
@@ -143,7 +143,7 @@ def _backward_of(
     like = {"q": side.q, **{name: to_full_rank(name, x) for name, x in call.extras.items()}}
     grads = {name: xp.zeros(x.shape, accum) for name, x in like.items() if name in wanted and name != "sink"}
     outbox = Outbox(side.device)
-    for chunk, k, v in incoming(side.device, chunks, call.k, call.v):
+    for chunk, k, v in incoming(side.device, chunks, call.k, call.v, call.host.rows):
         part, piece = side.part(chunk, k, v), chunk.piece
         rows = piece.batches, slice(piece.rows)
         dout, out, lse, dlse = residuals
@@ -151,14 +151,8 @@ def _backward_of(
         shares: Grads = {}
         if part.sees_anything:
             shares = part.backward(dout[rows], out[rows], of_lse[0], of_lse[1], wanted - {"sink"})
-        for name in ("k", "v"):
-            if name in targets:
-                target = targets[name][piece.batches, chunk.keys]
-                source = shares.pop(name).astype(target.dtype, copy=False) if shares else None
-                if source is None:
-                    target[...] = 0
-                else:
-                    outbox.post(target, source)
+        for name in of_keys.names:
+            of_keys.post(outbox, name, chunk, shares.pop(name, None))
         for name, x in shares.items():
             grads[name][rows if name == "q" else place_in(name, grads[name].shape, chunk)] += x
         if measurement is not None:
@@ -181,21 +175,10 @@ def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[
         first, stop = call.seen_keys(piece)
         middle = stop - round(share.of_cpu * (stop - first))
         for chunks, a, b in ((own, first, middle), (others, middle, stop)):
-            found = chunks_of(piece, a, b, call.bytes_per_key, of_device if chunks is own else of_cpu)
+            size = of_device if chunks is own else of_cpu
+            found = chunks_of(piece, a, b, call.bytes_per_key, size, call.problem.split_size)
             chunks.extend(chunk for chunk in found if side.shows(chunk))
     return own, others
-
-
-def _zero_unseen(target: Array, chunks: Sequence[Chunk]) -> None:
-    """Write the gradient 0 to keys that no chunk has."""
-    seen = np.zeros(target.shape[:2], bool)
-    for chunk in chunks:
-        seen[chunk.piece.batches, chunk.keys] = True
-    for batch, of_keys in enumerate(seen):
-        # Stretches of keys that nobody sees begin and end where this changes.
-        edges = np.flatnonzero(np.diff(of_keys.astype(np.int8), prepend=1, append=1))
-        for first, stop in edges.reshape(-1, 2):
-            target[batch, first:stop] = 0
 
 
 def _cpu_work(

@@ -12,7 +12,7 @@ import numpy as np
 from cuflash.kept import Kept
 from cuflash.offload.call import Call
 from cuflash.offload.device import Device
-from cuflash.offload.stream import Chunk
+from cuflash.offload.stream import Chunk, num_keys
 from cuflash.problem.checks import check_number
 
 Array = Any
@@ -80,11 +80,6 @@ class Share:
         _fix(self._key, share if share >= _LEAST_SHARE else 0.0)
 
 
-def num_keys(chunks: Sequence[Chunk]) -> int:
-    """Count the keys of all sequences."""
-    return sum((chunk.stop - chunk.first) * (chunk.piece.batch_stop - chunk.piece.batch) for chunk in chunks)
-
-
 def check_share(share: Any) -> float | None:
     """Return a number from 0 to 1; None for "auto"."""
     if isinstance(share, str):
@@ -101,9 +96,9 @@ def share_of(call: Call, device: Device, share: float | None, direction: str) ->
     """Return the share of a call; None takes what was measured for such calls, or measures it in this one."""
     if share is not None:
         return Share(share)
-    if device.is_host:
-        return Share(0.0)
     p = call.problem
+    if device.is_host or p.split_size is not None:  # a row's bits would depend on a measured one
+        return Share(0.0)
     rows = p.batch * p.seqlen_q
     keys = sum(piece.batch_stop - piece.batch for piece in call.pieces if piece.rows) * p.seqlen_k
     if not rows or not keys:

@@ -187,7 +187,7 @@ def config_of(
 
 
 def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Those of two numbers (of q, of v) on whose side the kernel accumulates results; 0 where it does not."""
+    """Return those of two numbers (of q, of v) on whose side the kernel accumulates results; 0 where it does not."""
     of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
     of_v = entry in ("forward", "backward_dkv", "backward_dv")
     return head_dim if of_k else 0, head_dim_v if of_v else 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import accum_dtype, gaussian
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 from numpy.typing import NDArray
+from offload_cases import arrays, assert_same, results
 from strategies import examples
 
 import cuflash
@@ -49,48 +49,6 @@ def nothing_measured() -> Iterator[None]:
     share_module._measured.clear()
     yield
     share_module._measured.clear()
-
-
-def arrays(
-    dtype: str = "float64",
-    batch: int = 2,
-    seqlens: tuple[int, int] = (7, 60),
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (8, 5),
-) -> dict[str, Array]:
-    shapes = {
-        "q": (batch, seqlens[0], heads[0], dims[0]),
-        "k": (batch, seqlens[1], heads[1], dims[0]),
-        "v": (batch, seqlens[1], heads[1], dims[1]),
-        "dout": (batch, seqlens[0], heads[0], dims[1]),
-    }
-    made = {name: gaussian(RNG, shape, dtype) for name, shape in shapes.items()}
-    lse = (batch, heads[0], seqlens[0])
-    return made | {"dlse": RNG.standard_normal(lse).astype(accum_dtype(made["q"].dtype))}
-
-
-def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -> dict[str, Array | None]:
-    """Return out, lse and every gradient."""
-    (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
-    names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
-    operands = enumerate(options.get("operands", ()))
-    names += [f"doperands[{n}]" for n, x in operands if x.dtype.kind == "f"]
-    return {"out": out, "lse": lse, **dict(zip(names, backward(given["dout"], given["dlse"]), strict=True))}
-
-
-def assert_same(found: dict[str, Array | None], expected: dict[str, Array | None], rounding: float = 1e-13) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        y = found[name]
-        assert x is not None
-        assert y is not None
-        assert y.dtype == x.dtype
-        assert y.shape == x.shape
-        np.testing.assert_array_equal(np.isfinite(y), np.isfinite(x), err_msg=name)
-        shown = np.isfinite(x)
-        wide, its = y[shown].astype(np.float64), x[shown].astype(np.float64)
-        limit = rounding * max(1.0, float(np.abs(its).max(initial=0)))
-        np.testing.assert_allclose(wide, its, rtol=0, atol=limit, err_msg=name)
 
 
 def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: int = 4) -> dict[str, dict[str, Any]]:
@@ -186,7 +144,8 @@ def test_every_option_in_host_memory(name: str) -> None:
 
 def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {name for options in options_by_name().values() for name in options}
-    assert tried == set(SUPPORTED)
+    of_host_keys = {"block_table", "split_size", "q_scale", "k_scale", "v_scale"}  # test_host_keys.py tries these
+    assert tried | of_host_keys == set(SUPPORTED)
     q, k, v, *_ = arrays().values()
     monkeypatch.setattr("cuflash.offload.in_place.is_in_place", lambda *_: False)  # as with q on a GPU
     monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))

@@ -29,6 +29,10 @@ class Copy(Outgoing):
             self.target[...] = self.source
 
 
+def _spoil(memory: Array) -> None:
+    memory.fill(0x7F if memory.dtype == np.uint8 else np.nan)  # e4m3's NaN
+
+
 @dataclass
 class LazyDevice(Device):
     """A device whose memory is NumPy's, with NaN in place of copies that were not waited for.
@@ -52,13 +56,13 @@ class LazyDevice(Device):
 
     def empty(self, count: int, dtype: Any) -> Array:
         memory = np.empty(count, dtype)
-        memory.fill(np.nan)
+        _spoil(memory)
         self.memory += memory.nbytes
         return memory
 
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
         assert after >= self.last_read.get(memory.ctypes.data, 0), "the buffer is still being read"
-        memory.fill(np.nan)
+        _spoil(memory)
         target = memory[: source.size].reshape(source.shape)
         self.copies.append(Copy(self, target, source))
         self.brought += source.nbytes
