@@ -25,6 +25,7 @@ from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Pla
 from cuflash.problem.gradients import check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
+from cuflash.typing import ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 Array = Any
 Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
@@ -43,15 +43,15 @@ _ROWS_OF_TILES = 128
 
 
 def attention_allreduce(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Any:
+) -> ArrayT:
     """Attention of this rank's heads, projected and summed over all ranks.
 
     Parameters
@@ -88,15 +88,15 @@ def attention_allreduce(
 
 
 def attention_allreduce_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[ArrayT, Callable[[ArrayT], tuple[ArrayT, ...]]]:
     """`attention_allreduce` and its gradient function.
 
     Parameters
@@ -118,7 +118,7 @@ def attention_allreduce_vjp(
     """
     y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
 
-    def backward(dy: Array) -> Gradients:
+    def backward(dy: ArrayT) -> tuple[ArrayT, ...]:
         """Gradients of this rank's inputs."""
         return _backward(residuals, dy)
 

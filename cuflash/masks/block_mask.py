@@ -68,6 +68,15 @@ class BlockMask(MaskMetadata, Patterns):
     block_size : tuple of int
         The rows and columns of a block, as given to the constructor. Where elements, not blocks, define the mask, it
         changes no element.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> mask = cuflash.BlockMask.sliding_window(8, 8, left=2, right=0)
+    >>> mask.shape, bool(mask.to_dense()[0, 0, 5, 2])
+    ((1, 1, 8, 8), False)
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> out = cuflash.attention(q, q, q, block_mask=mask)
     """
 
     _home: int

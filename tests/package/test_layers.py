@@ -13,7 +13,14 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
+BASE = (
+    "e4m3",
+    "forks",
+    "hardware",
+    "interop",
+    "kept",
+    "typing",
+)  # these know nothing of attention and import nothing of ours
 # What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
@@ -25,7 +32,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gpu": ("plan", "cuda", "masks", "problem", "rules", *BASE),
     "cpu": ("masks", "problem", "rules", *BASE),
     "frontend": ("problem", "rules", *BASE),
-    "attention": ("frontend", "problem", "masks", *BASE),
+    "varlen": ("frontend", "problem", *BASE),
+    "attention": ("varlen", "frontend", "problem", *BASE),
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     **dict.fromkeys(("pages", "upload"), ()),
@@ -48,7 +56,7 @@ PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
 BY_NAME = {
     "fp8": {"cuflash.gpu.quantize"},
-    "__init__": {"cuflash.distributed", "cuflash.offload"},
+    "__init__": {"cuflash.adapters", "cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
     "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},
@@ -154,3 +162,4 @@ def test_the_tables_hold_themselves_to_it() -> None:
     for base in ("hardware", "kept", "problem", "plan", "masks", "cuda", "frontend", "reference"):
         assert "gpu" not in MAY_IMPORT[base]
         assert "cpu" not in MAY_IMPORT[base]
+    assert not [folder for folder, others in MAY_IMPORT.items() if "adapters" in others]
