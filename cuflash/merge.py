@@ -12,6 +12,7 @@ import numpy as np
 from cuflash import hints, interop
 from cuflash.problem.attention_problem import DTYPES
 from cuflash.problem.merging import by_row, weighted, weights_of
+from cuflash.typing import ArrayT
 
 Array = Any
 
@@ -19,7 +20,7 @@ _LSE_DTYPES = ("float32", "float64")
 
 
 @hints.with_hints(hints.PARTS)
-def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -> tuple[Array, Array]:
+def merge(outs: Sequence[ArrayT], lses: Sequence[ArrayT], out_dtype: Any = None) -> tuple[ArrayT, ArrayT]:
     """Merge the results of attention over disjoint keys into that over all of them.
 
     Parameters
@@ -43,6 +44,15 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
         For things that are no arrays, or a wrong dtype.
     ValueError
         For shapes or devices that do not fit, or no parts.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 8))
+    >>> parts = [cuflash.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 2), slice(2, 6))]
+    >>> out, lse = cuflash.merge(*zip(*parts))
+    >>> np.allclose(out, cuflash.attention(q, k, v))
+    True
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     dtype = _common_dtype(parts) if out_dtype is None else _dtype_of(out_dtype)
@@ -57,8 +67,8 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
 
 @hints.with_hints(hints.PARTS)
 def merge_backward(
-    dout: Array, dlse: Array | None, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array
-) -> tuple[list[Array], list[Array]]:
+    dout: ArrayT, dlse: ArrayT | None, outs: Sequence[ArrayT], lses: Sequence[ArrayT], out: ArrayT, lse: ArrayT
+) -> tuple[list[ArrayT], list[ArrayT]]:
     """The gradient of `merge`.
 
     Parameters
@@ -80,6 +90,17 @@ def merge_backward(
     ------
     TypeError, ValueError
         As for `merge`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 6, 2, 8))
+    >>> part, part_lse = cuflash.attention(q, q, q, return_lse=True)
+    >>> outs, lses = [part, part], [part_lse, part_lse]
+    >>> out, lse = cuflash.merge(outs, lses)
+    >>> douts, dlses = cuflash.merge_backward(np.ones_like(out), None, outs, lses, out, lse)
+    >>> round(float(douts[0][0, 0, 0, 0]), 6)  # each part has half of the weight
+    0.5
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})

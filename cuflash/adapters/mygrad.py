@@ -6,7 +6,7 @@ MyGrad's gradients are plain NumPy arrays outside any graph, so that a second de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 try:
     import mygrad
@@ -19,11 +19,6 @@ from numpy.typing import NDArray
 
 from cuflash.adapters.form import Form, form_of
 from cuflash.problem.checks import check_bool
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from cuflash.problem.options import OptionKeywords
 
 __all__ = ["attention", "attention_varlen"]
 
@@ -84,15 +79,13 @@ class _Lse(_Node):
 
 
 @overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
-) -> mygrad.Tensor: ...
+def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Any) -> mygrad.Tensor: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Any
 ) -> tuple[mygrad.Tensor, mygrad.Tensor]: ...
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[OptionKeywords]
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any
 ) -> mygrad.Tensor | tuple[mygrad.Tensor, mygrad.Tensor]:
     """`cuflash.attention` of MyGrad's tensors; NumPy arrays among the arguments are constants.
 
@@ -132,7 +125,7 @@ def attention_varlen(
     cu_seqlens_k: Any,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> mygrad.Tensor: ...
 @overload
 def attention_varlen(
@@ -143,7 +136,7 @@ def attention_varlen(
     cu_seqlens_k: Any,
     *,
     return_lse: Literal[True],
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> tuple[mygrad.Tensor, mygrad.Tensor]: ...
 def attention_varlen(
     q: Any,
@@ -153,7 +146,7 @@ def attention_varlen(
     cu_seqlens_k: Any,
     *,
     return_lse: bool = False,
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> mygrad.Tensor | tuple[mygrad.Tensor, mygrad.Tensor]:
     """`cuflash.attention_varlen` of MyGrad's tensors: `attention` for packed sequences.
 

@@ -340,6 +340,15 @@ def threads(
     ------
     TypeError, ValueError
         For arguments that are no such numbers.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> comms = cuflash.distributed.threads(2)
+    >>> [(comm.rank, comm.world) for comm in comms]
+    [(0, 2), (1, 2)]
+    >>> for comm in comms:
+    ...     comm.close()
     """
     if not isinstance(world, (int, np.integer)) or isinstance(world, bool):
         raise TypeError(f"world: expected an integer, got {type(world).__name__}")

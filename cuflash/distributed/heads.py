@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from cuflash import interop
 from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import put_part, take_part
-from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.heads import Heads
+from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,10 +47,46 @@ def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
     return shares
 
 
+@overload
 def ulysses_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
@@ -79,21 +115,53 @@ def ulysses_attention(
     return BY_HEADS.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
+@overload
 def ulysses_attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
+    grads: None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ...]: ...
+@overload
+def ulysses_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
+    grads: Sequence[str],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | None, ...]: ...
+def ulysses_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Gradients:
+) -> tuple[ArrayT | None, ...]:
     """Gradients of `ulysses_attention`.
 
     Parameters
@@ -115,17 +183,53 @@ def ulysses_attention_backward(
     return BY_HEADS.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
+@overload
 def ulysses_attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, RankBackward[ArrayT]]: ...
+@overload
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@overload
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, RankBackward[ArrayT]]:
     """`ulysses_attention` and its gradient function.
 
     Parameters

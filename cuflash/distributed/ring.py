@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from cuflash import interop
 from cuflash.distributed.call import RESIDUALS, Call, Scheme
 from cuflash.distributed.communicators import Communicator, Pending
 from cuflash.distributed.regions import Region, keys_seen, regions_of
-from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.combine import gradient_of_sink
 from cuflash.frontend.partial import Part, merge_parts, sum_parts
 from cuflash.problem.attention_problem import PartialResult
 from cuflash.problem.checks import check_window
+from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,10 +34,46 @@ if TYPE_CHECKING:
 Array = Any
 
 
+@overload
 def ring_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
@@ -84,21 +120,53 @@ def ring_attention(
     return RING.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
+@overload
 def ring_attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
+    grads: None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ...]: ...
+@overload
+def ring_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
+    grads: Sequence[str],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | None, ...]: ...
+def ring_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Gradients:
+) -> tuple[ArrayT | None, ...]:
     """Gradients of `ring_attention`.
 
     Parameters
@@ -125,17 +193,53 @@ def ring_attention_backward(
     return RING.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
+@overload
 def ring_attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, RankBackward[ArrayT]]: ...
+@overload
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@overload
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, RankBackward[ArrayT]]:
     """`ring_attention` and its gradient function.
 
     Parameters
@@ -154,6 +258,19 @@ def ring_attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm)
+    ...     out, backward = cuflash.distributed.ring_attention_vjp(part, part, part, comm, causal=True)
+    ...     return backward(out)[0].shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return RING.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 

@@ -9,11 +9,10 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import check_order, length_of, put_part, stretches_of, take_part
+from cuflash.typing import ArrayT
 
-Array = Any
 
-
-def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
+def shard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1) -> ArrayT:
     """Take this rank's part of a whole array.
 
     Parameters
@@ -38,6 +37,13 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
     ------
     TypeError, ValueError
         For an axis that the array has not, or an unknown order.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> comm = cuflash.distributed.threads(2)[1]
+    >>> cuflash.distributed.shard(np.arange(8)[None], comm, order="striped")
+    array([[1, 3, 5, 7]])
     """
     check_communicator(comm)
     order = check_order(order)
@@ -49,7 +55,7 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
         return library.release(take_part(array, stretches, axis - array.ndim))
 
 
-def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
+def unshard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1) -> ArrayT:
     """Undo `shard`: give every rank the whole array.
 
     Parameters

@@ -7,7 +7,7 @@ gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,14 @@ from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
-from cuflash.frontend.call import Backward, Gradients
+from cuflash.frontend.call import Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
 from cuflash.problem.gradients import check_like
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
+from cuflash.typing import ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,15 +43,15 @@ _ROWS_OF_TILES = 128
 
 
 def attention_allreduce(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Any:
+) -> ArrayT:
     """Compute attention of this rank's heads, projected and summed over all ranks.
 
     Parameters
@@ -87,15 +88,15 @@ def attention_allreduce(
 
 
 def attention_allreduce_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[ArrayT, Callable[[ArrayT], tuple[ArrayT, ...]]]:
     """`attention_allreduce` and its gradient function.
 
     Parameters
@@ -117,7 +118,7 @@ def attention_allreduce_vjp(
     """
     y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
 
-    def backward(dy: Array) -> Gradients:
+    def backward(dy: ArrayT) -> tuple[ArrayT, ...]:
         """Return the gradients of this rank's inputs."""
         return _backward(residuals, dy)
 

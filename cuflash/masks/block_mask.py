@@ -61,9 +61,15 @@ class BlockMask(PreparedMask, Patterns):
 
     Examples
     --------
-    >>> causal = BlockMask.sliding_window(256, 256, left=None, right=0)
-    >>> near = BlockMask.sliding_window(256, 256, left=64, right=64)
-    >>> (causal & near) == BlockMask.sliding_window(256, 256, left=64, right=0)
+    >>> import numpy as np, cuflash
+    >>> mask = cuflash.BlockMask.sliding_window(8, 8, left=2, right=0)
+    >>> mask.shape, bool(mask.to_dense()[0, 0, 5, 2])
+    ((1, 1, 8, 8), False)
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> out = cuflash.attention(q, q, q, block_mask=mask)
+    >>> causal = cuflash.BlockMask.sliding_window(256, 256, left=None, right=0)
+    >>> near = cuflash.BlockMask.sliding_window(256, 256, left=64, right=64)
+    >>> (causal & near) == cuflash.BlockMask.sliding_window(256, 256, left=64, right=0)
     True
     >>> (~causal).density + causal.density
     1.0

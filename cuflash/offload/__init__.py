@@ -6,14 +6,14 @@ the same time. In the backward pass dk and dv leave for the host behind the comp
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.frontend.call import Backward, Gradients, check_outs, gradient_function
+from cuflash.frontend.call import Gradients, check_outs, gradient_function
+from cuflash.frontend.run import show_options
 from cuflash.offload import in_place
 from cuflash.offload.call import Call, prepare
 from cuflash.offload.devices import device_of
@@ -24,9 +24,9 @@ from cuflash.offload.share import check_share, share_of
 from cuflash.problem.checks import check_bool
 from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.gradients import check_grads, check_like
-from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
 from cuflash.problem.own_rules import label_of
+from cuflash.typing import ArrayT, Backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,13 +39,46 @@ __all__ = ["attention", "attention_vjp", "pinned_empty"]
 Array = Any
 
 
+@overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
     *,
-    share: str | float = "auto",
-    out: Array | None = None,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
@@ -81,6 +114,15 @@ def attention(
     ------
     TypeError, ValueError, NotImplementedError
         As `cuflash.attention`; TypeError where k or v is no NumPy array.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 1, 2, 8), np.float32)  # or an array on a GPU
+    >>> k = v = cuflash.offload.pinned_empty((1, 64, 2, 8), "float32")
+    >>> k[...] = 1
+    >>> cuflash.offload.attention(q, k, v).shape
+    (1, 1, 2, 8)
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
@@ -93,16 +135,49 @@ def attention(
         return (result, call.library.release(lse)) if return_lse else result
 
 
+@overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
     *,
-    share: str | float = "auto",
-    out: Array | None = None,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, Backward[ArrayT]]:
     """`attention` over keys in host memory, and its gradient function.
 
     Parameters
@@ -122,6 +197,15 @@ def attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError
         As `attention` here.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((1, 6, 2, 8), np.float32)
+    >>> out, backward = cuflash.offload.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = backward(out)
+    >>> dk.shape
+    (1, 6, 2, 8)
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
@@ -222,8 +306,4 @@ def _target(
     return target
 
 
-# `help` and editors show every option.
-_options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
-for _function in (attention, attention_vjp):
-    *_named, _ = inspect.signature(_function).parameters.values()
-    vars(_function)["__signature__"] = inspect.Signature((*_named, *_options))
+show_options(attention, attention_vjp)

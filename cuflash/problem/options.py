@@ -11,6 +11,7 @@ import numpy as np
 from cuflash import hints
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.mask_metadata import MaskMetadata
+from cuflash.typing import AnyArray
 
 
 @dataclass(slots=True)
@@ -65,24 +66,24 @@ class OptionKeywords(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
     softmax_scale: float | None
     softcap: float | None
-    bias: Array | None
-    mask: Array | None
-    alibi_slopes: Array | None
-    sink: Array | None
-    q_lengths: Array | None
-    kv_lengths: Array | None
+    bias: AnyArray | None
+    mask: AnyArray | None
+    alibi_slopes: AnyArray | None
+    sink: AnyArray | None
+    q_lengths: AnyArray | None
+    kv_lengths: AnyArray | None
     dropout_p: float
-    dropout_seed: int | Array | None
+    dropout_seed: int | AnyArray | None
     block_mask: MaskMetadata | None
     deterministic: bool | None
     precision: str | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
-    operands: Sequence[Array]
-    block_table: Array | None
+    operands: Sequence[AnyArray]
+    block_table: AnyArray | None
     num_splits: int | None
     split_size: int | None
-    q_scale: Array | None
-    k_scale: Array | None
-    v_scale: Array | None
+    q_scale: AnyArray | None
+    k_scale: AnyArray | None
+    v_scale: AnyArray | None
     out_dtype: Any

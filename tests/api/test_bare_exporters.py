@@ -106,7 +106,8 @@ def test_bare_exporters_as_targets_and_masks() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (gaussian(rng, (2, 5, 3, 8), "float32") for _ in range(3))
     expected, lse = cuflash.attention(q, k, v, return_lse=True)
-    target, targets = Exporter(np.zeros_like(q)), tuple(Exporter(np.zeros_like(q)) for _ in range(3))
+    target: Any = Exporter(np.zeros_like(q))
+    targets: tuple[Any, ...] = tuple(Exporter(np.zeros_like(q)) for _ in range(3))
     assert cuflash.attention(q, Exporter(k), v, out=target) is target
     assert same_bits(target.x, expected)
     grads = cuflash.attention_backward(q, q, k, v, expected, lse, out=targets)

@@ -368,6 +368,7 @@ def test_bare_exporters_have_no_shape() -> None:
     k, v, q = (rng.normal(size=(1, 3, heads, 8)) for heads in (1, 1, 2))
     caches = [cuflash.PagedCache(1, 4, 2, 1, 8, "float64", np) for _ in range(2)]
     wraps: tuple[Any, ...] = np.asarray, Exporter
+    no_arrays: tuple[Any, ...] = None, [1.0]
     results = []
     for cache, wrap in zip(caches, wraps, strict=True):
         step = cache.step([cache.add()], 3)
@@ -375,7 +376,7 @@ def test_bare_exporters_have_no_shape() -> None:
         results.append(step.attend(0, wrap(q)))
         with pytest.raises(ValueError, match=r"q: expected \(batch, count, heads, dim\) = \(1, 3, \*, \*\)"):
             step.attend(0, wrap(q[:, :2]))
-        for wrong in (None, [1.0]):
+        for wrong in no_arrays:
             with pytest.raises(TypeError, match="q: expected an array of NumPy"):
                 step.attend(0, wrong)
             with pytest.raises(TypeError, match="k: expected an array of NumPy"):

@@ -283,6 +283,8 @@ def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
             cuflash.attention_backward(dout, q, k, v, out.astype(q.dtype), lse, deterministic=True, grads=tuple(grads))
             for grads in ("qkv", wanted)
         )
+    x: Any
+    y: Any
     for name, x, y in zip("qkv", some, every, strict=True):
         assert np.array_equal(x, y) if name in wanted else x is None
 

@@ -150,15 +150,15 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
 
 def test_a_part_that_is_the_whole_needs_no_positions() -> None:
     """Kernels align the whole themselves, so ALiBi and dropout of such a part work on every device."""
-    options = {"alibi_slopes": np.full(4, 0.1, np.float32), "dropout_p": 0.3, "dropout_seed": 5}
+    options: dict[str, Any] = {"alibi_slopes": np.full(4, 0.1, np.float32), "dropout_p": 0.3, "dropout_seed": 5}
     place = Place(diagonal=SEQLEN_K - SEQLEN_Q)
     expected = results("float32", (None, 0), place, 16, options)
     rng = np.random.default_rng(3)
     q, _ = (gaussian(rng, (2, SEQLEN_Q, 4, 16), "float32") for _ in range(2))
     k, v = (gaussian(rng, (2, SEQLEN_K, 2, 16), "float32") for _ in range(2))
-    whole = cuflash.attention(q, k, v, causal=True, **options)  # type: ignore[arg-type]
+    whole = cuflash.attention(q, k, v, causal=True, **options)
     np.testing.assert_allclose(expected["out"], whole, rtol=0, atol=1e-6)
-    assert Part(q, k, v, Options(causal=True, **options), place)._problem.place == Place()  # type: ignore[arg-type]
+    assert Part(q, k, v, Options(causal=True, **options), place)._problem.place == Place()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

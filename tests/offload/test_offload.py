@@ -150,9 +150,9 @@ def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("cuflash.offload.in_place.is_in_place", lambda *_: False)  # as with q on a GPU
     monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))
     for name in {"softcap", *OPTION_NAMES} - (set(SUPPORTED) - {"softcap"}):
-        offload.attention(q, k, v, **{name: None})  # type: ignore[arg-type]
+        offload.attention(q, k, v, **{name: None})  # type: ignore[call-overload]
         with pytest.raises(NotImplementedError, match=f"{name}: expected None with keys in host memory"):
-            offload.attention(q, k, v, **{name: 3})  # type: ignore[arg-type]
+            offload.attention(q, k, v, **{name: 3})  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -170,10 +170,13 @@ def test_pages_codes_and_fixed_splits_in_host_memory(share: Any) -> None:
     )
     (k, k_scale), (v, v_scale) = (cuflash.quantize_fp8(given[name].astype(np.float32)) for name in ("k", "v"))
     codes = given["q"].astype(np.float16), k, v
+    scales: dict[str, Any]
     for scales in ({}, {"k_scale": k_scale, "v_scale": v_scale}):
         out = np.empty((2, 7, 4, 5), np.float16)
-        assert offload.attention(*codes, share=share, out=out, **scales) is out
-        np.testing.assert_array_equal(out, cuflash.attention(*codes, **scales))
+        in_host_memory: Any = offload.attention
+        in_one_memory: Any = cuflash.attention
+        assert in_host_memory(*codes, share=share, out=out, **scales) is out
+        np.testing.assert_array_equal(out, in_one_memory(*codes, **scales))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -334,7 +337,8 @@ def test_a_package_attribute_without_an_import() -> None:
 def test_bad_input_is_told(change: dict[str, Any], error: type[Exception], message: str) -> None:
     given = arrays()
     arguments = {name: given[name] for name in ("q", "k", "v")} | change
-    for function in (offload.attention, offload.attention_vjp):
+    functions: tuple[Any, ...] = offload.attention, offload.attention_vjp
+    for function in functions:
         with pytest.raises(error) as raised:
             function(arguments.pop("q", given["q"]), arguments.get("k"), arguments.get("v"), **rest(arguments))
         assert message in str(raised.value)

@@ -14,7 +14,7 @@ import cuflash
 
 ROOT = Path(cuflash.__file__).parent
 # These know nothing of attention and import nothing of ours.
-BASE = ("e4m3", "forks", "hardware", "hints", "interop", "kept", "reporting")
+BASE = ("e4m3", "forks", "hardware", "hints", "interop", "kept", "reporting", "typing")
 # A folder, or a module next to the folders, may import these. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gpu": ("plan", "cuda", "masks", "problem", "rules", *BASE),
     "cpu": ("masks", "problem", "rules", *BASE),
     "frontend": ("problem", "rules", *BASE),
-    "attention": ("frontend", "problem", "masks", *BASE),
+    "varlen": ("frontend", "problem", *BASE),
+    "attention": ("varlen", "frontend", "problem", *BASE),
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     **dict.fromkeys(("pages", "upload"), ()),
@@ -49,7 +50,7 @@ PUBLIC = ("_fields", "_replace", "_asdict")
 # A backend is found by name and imported when it is first needed; so is the module that puts a mask onto a GPU.
 BY_NAME = {
     "fp8": {"cuflash.gpu.quantize"},
-    "__init__": {"cuflash.distributed", "cuflash.offload"},
+    "__init__": {"cuflash.adapters", "cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
     "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},
@@ -155,3 +156,4 @@ def test_the_tables_hold_themselves_to_it() -> None:
     for base in ("hardware", "kept", "problem", "plan", "masks", "cuda", "frontend", "reference"):
         assert "gpu" not in MAY_IMPORT[base]
         assert "cpu" not in MAY_IMPORT[base]
+    assert not [folder for folder, others in MAY_IMPORT.items() if "adapters" in others]

@@ -98,6 +98,19 @@ def test_public_names() -> None:
         assert getattr(cuflash, name).__doc__, name
 
 
+def test_completion_shows_public_names_alone() -> None:
+    """Also after everything behind them was used."""
+    shown = python("""if True:
+        import numpy as np
+        import cuflash
+        q = np.ones((1, 3, 2, 8), np.float32)
+        cuflash.attention(q, q, q, block_mask=cuflash.BlockMask.sliding_window(3, 3, 1, 0))
+        assert cuflash.distributed.shard and cuflash.offload.attention and cuflash.adapters
+        print(*dir(cuflash))
+    """)
+    assert set(shown.split()) == PUBLIC | {"adapters", "distributed", "offload"}
+
+
 def test_import_adds_less_than_50_ms_to_numpy() -> None:
     # The processor's time is measured, as the wall clock counts whatever else the machine does.
     code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"

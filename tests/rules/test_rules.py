@@ -313,6 +313,7 @@ def test_bad_operands() -> None:
     for operands in wrong:
         with pytest.raises(TypeError, match="operands: expected a tuple"):
             cuflash.attention(q, q, q, score_mod=rule, operands=operands)
+    operand: Any
     for operand in (3.0, None, [1.0], np.zeros(2, complex), np.array(["a"]), np.zeros(2, "datetime64[s]")):
         with pytest.raises(TypeError, match=r"operands\[1\]"):
             cuflash.attention(q, q, q, score_mod=rule, operands=(np.zeros(1), operand))
