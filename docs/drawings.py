@@ -72,7 +72,7 @@ def tiles() -> Drawing:
         d.box(left + j * side, 36, side, 18, KEY, f"K{j}", 11)
         d.box(left + j * side, 56, side, 18, VALUE, f"V{j}", 11)
     for i in range(count):
-        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#0969da", f"Q{i}")
+        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#56b4e9", f"Q{i}")
         for j in range(count):
             fill = HIDDEN if j > i else "#fff8c5" if j == i else "#ffffff"
             d.box(left + j * side, top + i * side, side, side, fill)
@@ -157,7 +157,7 @@ def backward() -> Drawing:
             d.box(left + j * side, 46, side, 26, KEY if not owned else "#fb8f44", f"K{j} V{j}", 10)
         for i in range(count):
             owned = panel == 0 and i == 3
-            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#0969da", f"Q{i}", 11)
+            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#56b4e9", f"Q{i}", 11)
             for j in range(count):
                 mine = (panel == 0 and i == 3) or (panel == 1 and j == 1)
                 fill = HIDDEN if j > i else "#fff8c5" if mine else "#ffffff"
