@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cuflash.fp8 import hadamard, quantize_fp8
     from cuflash.masks.block_mask import BlockMask
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockMask",

@@ -15,8 +15,9 @@ html_theme = "alabaster"
 html_static_path = ["_static"]
 html_theme_options = {
     "description": "Exact attention for CuPy, NumPy and DLPack",
-    "page_width": "1100px",
+    "page_width": "1060px",  # in a narrower window the sidebar stands below the text
     "body_max_width": "none",
+    "sidebar_width": "190px",
 }
 html_show_copyright = False
 myst_heading_anchors = 3

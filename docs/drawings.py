@@ -7,8 +7,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent / "pictures"
-INK, GREY = "#24292f", "#8c959f"
-QUERY, KEY, VALUE, OUT, HIDDEN = "#54aeff", "#ffb77c", "#6fdd8b", "#c297ff", "#eaeef2"
+INK, GREY = "#24292f", "#59636e"
+# Tints of the colours of Okabe and Ito (2008), which people with any kind of colour vision tell apart.
+QUERY, KEY, VALUE, OUT, HIDDEN = "#9ad1f2", "#f5c766", "#7fd0b5", "#e0adc8", "#eaeef2"
 
 
 class Drawing:
@@ -17,6 +18,7 @@ class Drawing:
     def __init__(self, width: int, height: int) -> None:
         self.size = width, height
         self.shapes: list[str] = []
+        self.texts: list[str] = []  # which stand above all shapes
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, label: str = "", size: int = 13) -> None:
         """A rectangle with its label in the middle, which may have several lines."""
@@ -25,12 +27,17 @@ class Drawing:
         )
         lines = label.split("\n") if label else []
         for i, line in enumerate(lines):
-            self.text(x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * 1.25 * size, line, size)
+            self._write(x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * 1.25 * size, line, size)
 
     def text(self, x: float, y: float, text: str, size: int = 13, anchor: str = "middle", fill: str = INK) -> None:
-        """One line around (x, y)."""
-        self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
+        """One line around (x, y), with a rim of paper, so that no line runs into it."""
+        self._write(x, y, text, size, anchor, fill, ' stroke="white" stroke-width="4" paint-order="stroke"')
+
+    def _write(
+        self, x: float, y: float, text: str, size: int, anchor: str = "middle", fill: str = INK, rim: str = ""
+    ) -> None:
+        self.texts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rim} '
             f'dominant-baseline="central">{escape(text)}</text>'
         )
 
@@ -52,7 +59,7 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>\n'
-            + "\n".join([head, *self.shapes])
+            + "\n".join([head, *self.shapes, *self.texts])
             + "\n</svg>\n"
         )
 
@@ -66,7 +73,7 @@ def tiles() -> Drawing:
         d.box(left + j * side, 36, side, 18, KEY, f"K{j}", 11)
         d.box(left + j * side, 56, side, 18, VALUE, f"V{j}", 11)
     for i in range(count):
-        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#0969da", f"Q{i}")
+        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#56b4e9", f"Q{i}")
         for j in range(count):
             fill = HIDDEN if j > i else "#fff8c5" if j == i else "#ffffff"
             d.box(left + j * side, top + i * side, side, side, fill)
@@ -151,7 +158,7 @@ def backward() -> Drawing:
             d.box(left + j * side, 46, side, 26, KEY if not owned else "#fb8f44", f"K{j} V{j}", 10)
         for i in range(count):
             owned = panel == 0 and i == 3
-            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#0969da", f"Q{i}", 11)
+            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#56b4e9", f"Q{i}", 11)
             for j in range(count):
                 mine = (panel == 0 and i == 3) or (panel == 1 and j == 1)
                 fill = HIDDEN if j > i else "#fff8c5" if mine else "#ffffff"

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Style(NamedTuple):
-    """A curve's colour and marker."""
+    """A curve's colour, marker and width."""
 
     color: str
     marker: str
     markersize: float
+    linewidth: float
 
     def of_line(self, linestyle: str = "-") -> dict[str, Any]:
         """Keywords of `plot`."""
@@ -25,16 +26,15 @@ class Style(NamedTuple):
             "markersize": self.markersize,
             "markerfacecolor": "none",
             "linestyle": linestyle,
-            "linewidth": 1.3,
+            "linewidth": self.linewidth,
         }
 
 
-# Sizes differ, so that markers that lie on one another are all seen.
+# Sizes and widths fall, so that of curves that lie on one another, which are drawn in this order, all are seen.
 STYLES = (
-    Style("#d55e00", "o", 7.0),  # vermilion
-    Style("#0072b2", "s", 5.0),  # blue
-    Style("#009e73", "^", 4.5),  # bluish green
-    Style("#cc79a7", "D", 3.5),  # reddish purple
+    Style("#d55e00", "o", 8.0, 2.4),  # vermilion
+    Style("#0072b2", "s", 5.5, 1.7),  # blue
+    Style("#009e73", "^", 3.5, 1.0),  # bluish green
 )
 FULL, CAUSAL = "-", "--"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import curves
 import pages
 from recorded import US, towards
 
@@ -130,6 +131,25 @@ def loss(folder: Path) -> str:
             what = _products(record.facts["run"])
             rows.append([what, f"{losses[0]:.2f}", f"{last:.3f}", f"{curve['validation']:.3f}"])
     return pages.table(rows)
+
+
+def draw_loss(folder: Path, path: Path) -> None:
+    """The mean of four steps' losses, in bfloat16 and with products in 8 bits."""
+    figure = curves.new_figure(8, 4.5)
+    axes = figure.subplots()
+    for name, style in zip(("gpt2_loss", "gpt2_loss_fp8"), curves.STYLES[:2], strict=True):
+        record = read(folder, name)
+        if record is not None:
+            (curve,) = record.cells
+            losses = curve["losses"]
+            means = [sum(losses[first : first + 4]) / 4 for first in range(0, len(losses) - 3, 4)]
+            steps = range(4, 4 * len(means) + 1, 4)
+            axes.plot(steps, means, label=f"layers in {_products(record.facts['run'])}", **style.of_line())
+    axes.set(xlabel="step", ylabel="loss (nats a byte), mean of four steps")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right", frameon=False)
+    curves.save(figure, path)
 
 
 def moved(folder: Path) -> str:

@@ -20,6 +20,8 @@ import counters
 import curves
 import measured
 import pages
+import paper
+import paper_io
 from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row
 from recorded import (
     RESULTS,
@@ -38,6 +40,7 @@ from cuflash.tools.bench import records
 
 ROOT = Path(__file__).parents[2]
 README, MEASURED, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md", RESULTS / "README.md"
+PICTURES = ROOT / "docs" / "pictures"
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -358,6 +361,11 @@ def main() -> int:
         path.write_text(text, "utf-8")
     if recorded:
         draw(recorded, RESULTS / "speed.svg")
+    measured.draw_loss(RESULTS, PICTURES / "gpt2_loss.svg")
+    if record := measured.read(RESULTS, "paper"):
+        paper.draw(record.cells, paper.title_of(record.facts), PICTURES / "paper.svg")
+    if record := measured.read(RESULTS, "paper_io"):
+        paper_io.draw(record.cells, record.facts["fast_bytes"], PICTURES / "paper_io.svg")
     return 0
 
 

@@ -80,6 +80,10 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = Parser().parsestr(wheel.read(name).decode())
     assert metadata["Version"] == cuflash.__version__ == importlib.metadata.version("cuflash")
     assert "attention_vjp" in metadata.get_payload()
+    # The package's page names each package of the wheel, and no address, as the project has none.
+    packages = {name.split("/")[1] for name in wheel.namelist() if name.startswith(("cuflash/cuda_src", "cuflash/ex"))}
+    assert all(f"`cuflash.{name}`" in metadata.get_payload() for name in packages)
+    assert metadata.get_all("Project-URL") is None
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line.partition(">")[0] for line in required] == ["numpy"]
     assert {"cuda12", "cuda13", "bf16", "demo", "bench", "test"} <= set(metadata.get_all("Provides-Extra", []))
@@ -140,3 +144,11 @@ def test_numpy_arrays_import_no_gpu_library() -> None:
         print(*sorted({"cupy", "torch", "jax", "ml_dtypes", "matplotlib"} & sys.modules.keys()))
     """)
     assert loaded.strip() == ""
+
+
+def test_one_version_everywhere() -> None:
+    """The module's is that of the citation and of the newest entry of the changelog."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {cuflash.__version__}\n" in citation
+    assert changes.split("\n## ")[1].split()[0] == cuflash.__version__
