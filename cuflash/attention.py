@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cuflash.frontend.call import Call, Gradients
+from cuflash.frontend.call import Call, Gradients, gradient_function
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.checks import check_bool
@@ -38,7 +38,7 @@ def attention(
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024, on a GPU to 256. Or FP8: e4m3 codes,
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024. Or FP8: e4m3 codes,
         as uint8 or float8_e4m3fn.
     k : array (batch, seqlen_k, num_heads_kv, head_dim)
         Of q's dtype, or k and v FP8 under float16 or bfloat16 queries. ``num_heads_q % num_heads_kv == 0``:
@@ -116,7 +116,7 @@ def attention(
     ValueError
         For a wrong shape, stride, device or value.
     NotImplementedError
-        For a head dimension above 1024, on a GPU above 256; in functions that give gradients for FP8 arrays.
+        For a head dimension above 1024; in functions that give gradients for FP8 arrays.
     """
     return _forward((q, k, v), options, out, return_lse)
 
@@ -360,26 +360,13 @@ def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_l
     results = repeated(metadata)
     if results is not None:
         result, lse = results
-        call = None
-    else:
-        call = _call(inputs, options)
-        call.refuse_gradients()
-        result, lse = call.forward(out, True, metadata)
-        residual = call.adopt("out", result)
-
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
-    ) -> Gradients:
-        """Gradients of the inputs; see `attention_backward`."""
-        if call is None:
-            return _backward((dout, result, lse, dlse), inputs, options, out, grads)
-        return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
-
-    return ((result, lse if call is None else call.release(lse)) if return_lse else result), backward
+        return ((result, lse) if return_lse else result), gradient_function(
+            lambda dout, dlse, outs, grads: _backward((dout, result, lse, dlse), inputs, options, outs, grads)
+        )
+    call = _call(inputs, options)
+    call.refuse_gradients()
+    result, lse = call.forward(out, True, metadata)
+    return ((result, call.release(lse)) if return_lse else result), call.gradients_of(result, lse)
 
 
 # `help` and editors show every option.

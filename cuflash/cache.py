@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.attention import attention, attention_varlen
 from cuflash.frontend.append import append
 from cuflash.pages import Pages
@@ -18,7 +18,11 @@ from cuflash.problem.attention_problem import DTYPES, Array
 from cuflash.problem.checks import check_bool, check_int
 from cuflash.upload import Refilled, table_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@hints.without_others
 def append_kv(
     k: Array,
     v: Array,
@@ -33,6 +37,7 @@ def append_kv(
     q: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    **others: Unpack[hints.NoOthers],
 ) -> Any:
     """Write new keys and values behind those that a cache has, in place, and rotate k and q by their positions.
 
@@ -80,6 +85,8 @@ def append_kv(
     ValueError
         For a wrong shape, device or value, a cache that overlaps another argument, and a scale without an FP8 cache.
     """
+    if others:
+        hints.refuse_others(append_kv, others, hints.APPEND)
     interleaved = check_bool("interleaved", interleaved)
     given = {
         "k": k,
@@ -135,6 +142,7 @@ class PagedCache:
         The pools.
     """
 
+    @hints.with_hints(hints.CACHE)
     def __init__(
         self,
         num_layers: int,
@@ -296,6 +304,7 @@ class Step:
         values = {"starts": starts, "kv_lengths": lengths, "block_table": table, "cu_seqlens": self._begins}
         self._arrays.refill(values)
 
+    @hints.without_others
     def append(
         self,
         layer: int,
@@ -307,6 +316,7 @@ class Step:
         interleaved: bool = False,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
+        **others: Unpack[hints.NoOthers],
     ) -> Any:
         """Write the new rows of a layer, and return q, rotated if `rotary` is given, as a new array: `append_kv`.
 
@@ -315,6 +325,8 @@ class Step:
         TypeError, ValueError
             As `append_kv`, and for a layer or a number of rows that is not the step's.
         """
+        if others:
+            hints.refuse_others(Step.append, others, hints.APPEND)
         self._check_rows("k", k)
         k_pool, v_pool = self._pools(layer)
         return append_kv(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import e4m3, interop
+from cuflash import e4m3, hints, interop
 from cuflash.problem.attention_problem import DTYPES, accum_of
 from cuflash.problem.checks import MAX_SEED
 
@@ -25,6 +25,7 @@ _SHARED_AXES = {"tensor": (0, 1, 2), "head": (1,), "token": ()}
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
+@hints.with_hints(hints.QUANTIZE)
 def quantize_fp8(x: Array, per: str = "tensor") -> tuple[Array, Array]:
     """Quantise an array for attention in FP8: ``x`` is about ``codes * scale``.
 

@@ -1,9 +1,5 @@
 """Sphinx: ``sphinx-build -W docs docs/_build``."""
 
-import re
-from pathlib import Path
-from typing import Any
-
 import cuflash
 
 project = "cuflash"
@@ -28,20 +24,3 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
-
-
-_OTHER_FILE = r"\((?!\w+://|#|docs/)([^)]*)\)"
-
-
-def _put_readme(app: Any, page: str, source: list[str]) -> None:
-    """Give the page `readme` the README's text; of files that are no pages it names the place in a checkout."""
-    if page == "readme":
-        text = (Path(app.srcdir).parent / "README.md").read_text(encoding="utf-8")
-        text = re.sub(rf"!(\[[^\]]*\]){_OTHER_FILE}", r"!\1(../\2)", text)
-        text = re.sub(rf"(?<!!)\[([^\]]*)\]{_OTHER_FILE}", r"\1 (`\2`)", text)
-        source[0] = text.replace("](docs/", "](")
-
-
-def setup(app: Any) -> None:
-    """Sphinx's hook."""
-    app.connect("source-read", _put_readme)

@@ -34,7 +34,7 @@ __all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what 
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
-    """Write out and, if wanted, lse; any strides."""
+    """Write out and, if wanted, lse, which may have any strides."""
     tiling = Tiling(problem, operands, together=True)
     if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
         out[...] = 0
@@ -91,7 +91,7 @@ def backward(
         for name, share in shares.items():
             grads[name][...] = grads[name] + share if name in ("q", "k", "v") else share
         return
-    # Padding, keys that nobody sees, and sequences without rows.
+    # No task writes padding, keys that nobody sees or sequences without rows.
     for grad in grads.values():
         grad[...] = 0
     backward_call = Backward(Tiling(problem, operands), dout, out, lse, dlse, frozenset(grads))
@@ -112,7 +112,7 @@ def backward(
 
 
 def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
-    """The gradients of the main pass, and dbias if it needs its own: a full matrix, summed over batch or heads."""
+    """Return the gradients of the main pass, and a dbias that is summed over batch or heads, which has its own pass."""
     shape = problem.bias
     if shape is None or "bias" not in grads:
         return grads, None
@@ -124,7 +124,7 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
-    """The main pass."""
+    """The main pass computes every gradient but a dbias that has a pass of its own."""
 
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
@@ -138,7 +138,7 @@ class _Main:
         if problem.pages is not None:
             of_keys = {name: grad for name, grad in grads.items() if name in ("k", "v")}
             self.pool_sums = PoolSums(problem.pages, self.tiling.operands, of_keys, problem.accum_dtype)
-        # Few numbers, sums of many.
+        # These few numbers are sums of many terms.
         self.head_sums: dict[str, Array] = {
             name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
         }
@@ -150,7 +150,7 @@ class _Main:
 
     @property
     def bias_in_place(self) -> bool:
-        """Each tile of dbias is written by one task only."""
+        """True if each tile of dbias is written by one task only."""
         shape = self.grads["bias"].shape
         return shape[2] > 1 and shape[3] > 1
 
@@ -307,7 +307,7 @@ def _panels(tiling: Tiling, shape: tuple[int, ...]) -> list[Panel]:
 
 
 def _bias_panels(call: Backward, target: Array, panels: list[Panel], work: Work) -> None:
-    """dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
+    """Write dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
     tiling = call.tiling
     step = tiling.block_rows
 

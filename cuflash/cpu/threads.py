@@ -1,6 +1,6 @@
-"""The threads of the CPU path: a call's tasks, their scratch memory, and BLAS.
+"""The threads of the CPU path run a call's tasks, each with scratch memory of its own.
 
-BLAS's own threads, which would split sums by their number, are off.
+BLAS's own threads are off, because they would split sums by their number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cuflash.cpu.work import Work
 
 T = TypeVar("T")
 
-# (get, set): NumPy's own wheels, then distributions.
+# The first names (get, set) are those of NumPy's own wheels, the others those of distributions.
 _THREAD_FUNCTIONS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -52,9 +52,9 @@ def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _BlasThreads:
-    """Within, BLAS has one thread: ``with BLAS_THREADS as workers`` gives how many may run instead.
+    """BLAS has one thread within the context; ``with BLAS_THREADS as workers`` gives how many may run instead.
 
-    It is of the whole process, and changed under `forks.LOCK`.
+    The setting is the whole process's, and is changed under `forks.LOCK`.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _BlasThreads:
             self._calls = max(0, self._calls - 1)  # a child that a call forked in its midst has none
 
     def _begin_child(self) -> None:
-        """The calls of the parent's other threads do not run here."""
+        """Forget the calls of the parent's other threads, which do not run in a child."""
         functions = _blas_functions() if self._calls else None
         if functions is not None:
             functions[1](self._before)
@@ -92,13 +92,13 @@ class _BlasThreads:
 BLAS_THREADS = _BlasThreads()
 
 
-# The few shapes of tiles that a call meets again.
+# A call meets few shapes of tiles again.
 _MAX_REMEMBERED = 16
 _LINE = 64  # bytes of a cache line
 
 
 class Workspace:
-    """Scratch arrays, which last until their name is asked for again; and the pass that they are for."""
+    """Scratch arrays that last until their name is asked for again, and the pass that they are for."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -106,7 +106,7 @@ class Workspace:
         self._remembered: dict[Any, Any] = {}
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """The value that `make` returned when `key` was last met, or returns now; nobody may change it."""
+        """Return what `make` returned when `key` was last met, or returns now; nobody may change it."""
         if key not in self._remembered:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
@@ -115,7 +115,7 @@ class Workspace:
         return found
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array with anything in it."""
+        """Return an array with anything in it."""
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.size < size:
@@ -124,9 +124,9 @@ class Workspace:
 
 
 def _aligned(size: int, dtype: str) -> NDArray[Any]:
-    """Memory that begins a cache line."""
+    """Allocate memory that begins a cache line."""
     memory = np.empty(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
+    begin = -memory.__array_interface__["data"][0] % _LINE  # `memory.ctypes` takes three times as long
     return memory[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)
 
 
@@ -155,6 +155,10 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
     What a task computes must not depend on which worker runs it. The calling thread works alone where no other can be
     started: in handlers of `atexit`, for one.
     """
+    if count == 1:
+        with BLAS_THREADS, np.errstate(all="ignore"):
+            task(0, Workspace(work))
+        return
     lock = threading.Lock()
     numbers = iter(range(count))
     errors: list[BaseException] = []
@@ -176,7 +180,7 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
 
     def fail(error: BaseException) -> None:
         with lock:
-            # Those that were cancelled come behind the reason.
+            # Errors of cancelled tasks come behind the reason.
             errors.append(error)
             work.cancel()
             for _ in numbers:  # nobody starts another task

@@ -43,7 +43,7 @@ class Work:
         self._is_cancelled = True
 
     def each(self, tiles: Iterable[Tile]) -> Iterator[Tile]:
-        """The same tiles, each of which counts as done when the next one is asked for."""
+        """Yield the same tiles, each of which counts as done when the next one is asked for."""
         for tile in tiles:
             yield tile
             if self._is_cancelled:

@@ -1,4 +1,4 @@
-"""One rank's call: its arrays, adopted and checked, and what all ranks agree on."""
+"""One rank's call, with its arrays adopted and checked, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cuflash.distributed.agreement import Described, agree, check_options, descr
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
 from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads
@@ -20,14 +21,12 @@ from cuflash.problem.options import Options
 from cuflash.problem.own_rules import check_operands
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 RESIDUALS = ("dout", "out", "lse", "dlse")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call: checked arrays of NumPy or CuPy, with this rank's tokens."""
+    """One rank's call, whose checked arrays of NumPy or CuPy have this rank's tokens."""
 
     library: interop.Library
     comm: Communicator
@@ -40,7 +39,7 @@ class Call:
     seqlen: int = 0  # tokens of all ranks, once these have told theirs
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
-        """The tokens of a rank."""
+        """Return the tokens of a rank."""
         return stretches_of(self.seqlen, rank, self.comm.world, self.order)
 
     @property
@@ -58,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to compute attention over ranks: its two passes, and what its three public functions have in common."""
+    """A way to compute attention over ranks, by its two passes, for its three public functions."""
 
     name: str  # of the public function of the forward pass
     forward: Callable[[Call], tuple[Array, Array]]  # (out, lse)
@@ -76,7 +75,7 @@ class Scheme:
         return_lse: bool,
         options: Mapping[str, Any],
     ) -> Any:
-        """out, or (out, lse), as the caller's kind of arrays."""
+        """Return out, or (out, lse), as the caller's kind of arrays."""
         return_lse = check_bool("return_lse", return_lse)
         with comm.turn():
             call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
@@ -95,7 +94,7 @@ class Scheme:
         grads: Sequence[str] | None,
         options: Mapping[str, Any],
     ) -> Gradients:
-        """The gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
+        """Return the gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
         what = f"{self.name}_backward"
         with comm.turn():
             call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads)
@@ -115,12 +114,12 @@ class Scheme:
         return_lse: bool,
         options: Mapping[str, Any],
     ) -> tuple[Any, Backward]:
-        """The result, and its gradient function."""
+        """Return the result and its gradient function."""
         return_lse = check_bool("return_lse", return_lse)
         out, lse = self.attention(q, k, v, comm, order, cu_seqlens, True, options)
 
         def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
-            """Gradients of this rank's inputs; every rank calls it as often as the others do."""
+            """Return the gradients of this rank's inputs; every rank calls it as often as the others do."""
             arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
             return self.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
@@ -136,7 +135,7 @@ def _prepared(
     keywords: Mapping[str, Any],
     grads: Sequence[str] | None = None,
 ) -> tuple[Call, dict[str, Array | None], frozenset[str]]:
-    """The call, checked on every rank, the residuals, and the gradients that are wanted."""
+    """Return the call, checked on every rank, the residuals, and the gradients that are wanted."""
 
     def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
         options = check_options(keywords)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.call import Backward, Call, Gradients, Scheme
+from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import put_part, take_part
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.heads import Heads
@@ -29,7 +30,7 @@ Array = Any
 
 
 def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
-    """The heads of every rank, as even as whole KV heads allow.
+    """Return the heads of every rank, as even as whole KV heads allow.
 
     KV heads fewer than ranks are replicated: their query heads are dealt to several ranks. A rank may get no head.
     """
@@ -188,7 +189,7 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
         heads = own.query if name == "q" else own.kv
         grad = found.get(name, xp.zeros((*whole[name].shape[:-2], heads.stop - heads.start, x.shape[-1]), accum))
         total = xp.zeros(x.shape, accum)
-        # KV heads that several ranks have read get a share from each.
+        # A KV head that several ranks have read gets a share of its gradient from each.
         for share, received in zip(shares, _to_owners(call, grad, axis=-3), strict=True):
             total[..., share.query if name == "q" else share.kv, :] += received
         results.append(total.astype(x.dtype, copy=False))
@@ -196,7 +197,7 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
 
 
 def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
-    """Ordinary attention on a rank's heads."""
+    """Make the part of the problem that a rank's heads are."""
     options = call.options
     if options.sink is not None:
         options = replace(options, sink=options.sink[share.query])
@@ -208,7 +209,7 @@ def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
 
 
 def _all_tokens(call: Call, shares: list[Heads], named: dict[str, Array]) -> dict[str, Array]:
-    """All tokens of this rank's heads of each array, in the order of the sequence."""
+    """Gather all tokens of this rank's heads of each array, in the order of the sequence."""
     comm = call.comm
     messages = []
     for share in shares:

@@ -1,4 +1,4 @@
-"""From whole arrays to the ranks' parts, and back."""
+"""Whole arrays become the ranks' parts, and parts become whole arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Any
 
 
 def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
-    """This rank's part of a whole array.
+    """Take this rank's part of a whole array.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
 
 
 def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
-    """The whole array on every rank: the inverse of `shard`.
+    """Undo `shard`: give every rank the whole array.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) 
 
 
 def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The positions in the whole sequence of this rank's rows, which rotary embeddings need.
+    """Return the positions in the whole sequence of this rank's rows, which rotary embeddings need.
 
     Parameters
     ----------

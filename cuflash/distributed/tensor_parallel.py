@@ -1,13 +1,13 @@
 """Attention whose heads are spread over ranks, with the projection behind it, whose results are summed over them.
 
 The queries are cut into blocks: while a block's projected rows are summed over the ranks, the next block's attention is
-computed. Backward, each rank needs nothing of the others: ``y = sum over ranks of out @ w_out``, so that ``dy`` gives
-the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
+computed. A rank needs nothing of the others in the backward pass: ``y = sum over ranks of out @ w_out``, so that ``dy``
+gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from cuflash.distributed.block_sums import BlockSums
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.products import product
+from cuflash.frontend.call import Backward, Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
 from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
@@ -52,7 +51,7 @@ def attention_allreduce(
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Any:
-    """Attention of this rank's heads, projected and summed over all ranks.
+    """Compute attention of this rank's heads, projected and summed over all ranks.
 
     Parameters
     ----------
@@ -119,7 +118,7 @@ def attention_allreduce_vjp(
     y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
 
     def backward(dy: Array) -> Gradients:
-        """Gradients of this rank's inputs."""
+        """Return the gradients of this rank's inputs."""
         return _backward(residuals, dy)
 
     return y, backward
@@ -127,7 +126,7 @@ def attention_allreduce_vjp(
 
 @dataclass(frozen=True)
 class _Call:
-    """One rank's call: checked arrays of NumPy or CuPy, with this rank's heads."""
+    """One rank's call, whose checked arrays of NumPy or CuPy have this rank's heads."""
 
     library: interop.Library
     comm: Communicator
@@ -153,11 +152,11 @@ class _Call:
         return xp.ascontiguousarray(self.w_out).reshape(-1, self.w_out.shape[-1])
 
     def part(self, first: int, stop: int) -> Part:
-        """Queries of all sequences of a padded batch, or packed sequences."""
+        """Return the part of some queries of all sequences of a padded batch, or of some packed sequences."""
         if self.edges is not None:
             return self._packed_part(first, stop)
         seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
-        # Dropout alone asks which heads these are.
+        # Dropout alone depends on which heads these are.
         first_head = self.first_head if self.problem.dropout_p else 0
         place = Place(first_q=first, first_head=first_head, diagonal=seqlen_k - seqlen_q)
         return Part(self.q[:, first:stop], self.k, self.v, self.options, place)
@@ -175,7 +174,7 @@ class _Call:
 
 
 def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Units with so many rows each cut into ranges of units of about as many rows, at most `most` of them."""
+    """Cut units with so many rows each into ranges of units of about as many rows, at most `most` of them."""
     step = max(LEAST_ROWS, -(-sum(num_rows) // most))
     blocks, first, rows = [], 0, 0
     for number, own in enumerate(num_rows):
@@ -187,9 +186,12 @@ def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 
 def _blocks(call: _Call) -> list[tuple[int, int]]:
-    """Ranges of queries, or of packed sequences."""
+    """Return ranges of queries, or of packed sequences."""
+    # ALiBi and dropout depend on a part's place, which the portable kernels alone take (`has_place` of their HANDLES).
+    # On a GPU all rows are therefore computed at once: the kernels for tensor cores run unless the heads themselves
+    # have a place, as those of dropout on every rank but the first do.
     needs_place = call.problem.alibi is not None or call.problem.dropout_p
-    if needs_place and not isinstance(call.q, np.ndarray):  # no kernel computes a part of these yet
+    if needs_place and not isinstance(call.q, np.ndarray):
         count = call.problem.seqlen_q if call.edges is None else len(call.edges) - 1
         return [(0, count)] if count else []
     if call.edges is not None:
@@ -207,7 +209,7 @@ def _forward(
     with telling(comm), interop.on_stream_of(call.library, call.q):
         xp, q, model = interop.namespace_of(call.q), call.q, call.w_out.shape[-1]
         packed = call.edges is not None
-        # Blocks of a padded batch lie one behind the other, each with its queries of all sequences.
+        # The blocks of a padded batch lie one behind the other, each with its queries of all sequences.
         by_block = xp.zeros((int(np.prod(q.shape[:-2])), model), q.dtype)
         out = xp.zeros((*q.shape[:-1], call.v.shape[-1]), q.dtype)
         lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, call.problem.accum_dtype)
@@ -228,7 +230,7 @@ def _forward(
 
 
 def _in_sequences(by_block: Array, blocks: Sequence[tuple[int, int]], batch: int, seqlen: int) -> Array:
-    """Rows in the order (block, batch, query) as (batch, query)."""
+    """Bring rows in the order (block, batch, query) into the order (batch, query)."""
     if len(blocks) <= 1 or batch == 1:
         return by_block.reshape(batch, seqlen, by_block.shape[-1])
     pieces, row = [], 0
@@ -266,7 +268,7 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
 
 
 def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
-    """Of all queries at once: nothing waits for them."""
+    """Return the gradients of all queries, computed at once, because nothing waits for a block of them."""
     wanted = frozenset(("q", "k", "v", *call.extras))
     if call.edges is None:
         whole = call.part(0, call.problem.seqlen_q)
@@ -285,7 +287,7 @@ def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dic
 def _prepared(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
 ) -> _Call:
-    """The call, checked on every rank."""
+    """Return the call, checked on every rank."""
 
     def prepare() -> tuple[_Call, Described]:
         options = check_options(keywords)
@@ -324,7 +326,7 @@ def _prepared(
 
 
 def _describe(name: str, value: Any) -> tuple[str, Any]:
-    """Slopes and sinks of the ranks differ in the number of heads, their last axis."""
+    """Describe an option; slopes and sinks of the ranks may differ in the number of heads, their last axis."""
     if name in ("alibi_slopes", "sink") and hasattr(value, "shape"):
         return name, (tuple(value.shape[:-1]), str(value.dtype))
     return describe(name, value)

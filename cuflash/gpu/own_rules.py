@@ -1,4 +1,4 @@
-"""The gradients of the operands of users' own rules: a pass over the scores, and the sums around it."""
+"""The gradients of the operands of users' own rules take a pass over the scores, and sums around it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Operands(WithoutTiles):
     threads = _THREADS
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (0, as they are no head's, and in all)."""
+        """Return (0, as no thread block is a head's, the number of thread blocks)."""
         written = [x.size for name, x in arrays.items() if name.startswith("doperand_")]
         return 0, math.ceil((written[0] if written else begins_of_operands(problem)[1]) / _THREADS)
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The bits of a term's words."""
+        """Return the bits of a term's words."""
         return {"operand_bits": term_bits(problem)}
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel, which all configurations of the same types share."""
+        """Load the compiled kernel, which all configurations of the same types share."""
         types = {name: getattr(self.config, name) for name in ("element", "accum", "bias_element")}
         constants = {**types, "operand_element": CPP_TYPES[self.dtype], "threads": _THREADS}
         return load(_FILE, self.entry, constants, device)
@@ -49,12 +49,12 @@ class Terms(Tiles):
     """A pass that adds to the gradients of operands."""
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The bits of a term's words."""
+        """Return the bits of a term's words."""
         return {"operand_bits": term_bits(problem)}
 
 
 def term_bits(problem: AttentionProblem) -> int:
-    """Bits of either word of a term, with which the sum of all of a problem's terms fits 64 bits."""
+    """Return the bits of either word of a term with which the sum of all of a problem's terms fits 64 bits."""
     loads = 0 if problem.rules.score is None else len(loads_of(problem.rules.score))
     scores = (1 if problem.packed else problem.batch) * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     return max(1, min(_TERM_BITS, _SUM_BITS - math.ceil(math.log2(max(2, loads * scores)))))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.masks.algebra import combine, everything, is_same
 from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
 from cuflash.masks.on_device import GetKernel, OnDevice, pack_on_device
@@ -92,6 +92,7 @@ class BlockMask(PreparedMask, Patterns):
         return mask
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_dense(cls, mask: Array, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
         """The mask that a bool array says.
 
@@ -114,6 +115,7 @@ class BlockMask(PreparedMask, Patterns):
         return cls._from_cells(library, cells, (1, 1), cells.shape[-2], cells.shape[-1], block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_blocks(
         cls, blocks: Array, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
     ) -> BlockMask:
@@ -148,6 +150,7 @@ class BlockMask(PreparedMask, Patterns):
         return cls._from_cells(library, cells, block_size, seqlen_q, seqlen_k, block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_function(
         cls,
         function: MaskFunction,

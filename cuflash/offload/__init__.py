@@ -1,19 +1,19 @@
 """Exact attention whose keys and values lie in host memory, of which a GPU's memory holds two chunks at a time.
 
 Chunks are copied while the ones before are computed; a share of the keys can be attended by the CPU where it lies, at
-the same time. Backward, dk and dv leave for the host behind the computation.
+the same time. In the backward pass dk and dv leave for the host behind the computation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.frontend.call import check_outs
+from cuflash.frontend.call import Backward, Gradients, check_outs, gradient_function
 from cuflash.offload import in_place
 from cuflash.offload.call import Call, prepare
 from cuflash.offload.devices import device_of
@@ -25,6 +25,7 @@ from cuflash.problem.checks import check_bool
 from cuflash.problem.gradients import check_grads, check_like
 from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import label_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_vjp", "pinned_empty"]
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 
 
 def attention(
@@ -49,7 +48,7 @@ def attention(
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
-    """Attention over keys and values in host memory.
+    """Compute attention over keys and values in host memory.
 
     Parameters
     ----------
@@ -131,26 +130,21 @@ def attention_vjp(
         residual, lse = _forward(call, of_cpu, out)
         result = call.library.release(residual) if out is None else out
 
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
+    def compute(
+        dout: Array, dlse: Array | None, outs: Sequence[Array | None] | None, grads: Sequence[str] | None
     ) -> Gradients:
-        """Gradients of the inputs; see `offload.attention_vjp`."""
         given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
         adopted = interop.adopt_all(call.library, given, reference=call.q)
         residuals = adopted["dout"], residual, lse, adopted.get("dlse")
         with interop.on_stream_of(call.library, call.q):
-            return _backward(call, of_cpu, residuals, out, grads)
+            return _backward(call, of_cpu, residuals, outs, grads)
 
-    return ((result, call.library.release(lse)) if return_lse else result), backward
+    return ((result, call.library.release(lse)) if return_lse else result), gradient_function(compute)
 
 
 @np.errstate(all="ignore")  # casts of the sums may overflow
 def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array, Array]:
-    """Out in q's dtype, in the given memory if there is one, and lse."""
+    """Return out in q's dtype, in the given memory if there is one, and lse."""
     device = device_of(call.q)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
     target = (
@@ -183,8 +177,9 @@ def _backward(
     targets: dict[str, Array] = {}
     for name, x in like.items():
         if given[name] is not None:
-            targets[name] = _target(call, f"out, d{name}", given[name], x.shape, x.dtype.name, inputs)
-            inputs[f"d{name}"] = targets[name]
+            grad = f"d{label_of(name)}"
+            targets[name] = _target(call, f"out, {grad}", given[name], x.shape, x.dtype.name, inputs)
+            inputs[grad] = targets[name]
         elif name in ("k", "v") and name in wanted:
             targets[name] = np.empty(x.shape, x.dtype)
     on_host = {name: x for name, x in targets.items() if name in ("k", "v")}
@@ -196,7 +191,7 @@ def _backward(
 def _result(
     call: Call, name: str, like: Array, found: Mapping[str, Array], targets: Mapping[str, Array], given: Any
 ) -> Any:
-    """A gradient as the caller gets it."""
+    """Return a gradient as the caller gets it."""
     if name not in found:
         return given if given is not None else targets.get(name)
     grad = found[name].reshape(like.shape)
@@ -209,7 +204,7 @@ def _result(
 def _target(
     call: Call, name: str, out: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Array | None]
 ) -> Array:
-    """The caller's memory for a result: dk and dv in NumPy's, others where q lies."""
+    """Return the caller's memory for a result: dk and dv in NumPy's, others where q lies."""
     if name in ("out, dk", "out, dv"):
         if not isinstance(out, np.ndarray):
             raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {type(out)}")

@@ -1,4 +1,4 @@
-"""The two passes: chunks of keys on q's device, the rest on the CPU at the same time, and their sums."""
+"""The two passes compute chunks of keys on q's device and the rest on the CPU at the same time, and their sums."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.frontend.combine import Residuals, gradient_of_sink, merge_into
+from cuflash.frontend.combine import Residuals, gradient_of_sink
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
 from cuflash.offload.device import CHUNK_BYTES, Device
 from cuflash.offload.devices import HostDevice
 from cuflash.offload.share import Measurement, Share
 from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
+from cuflash.problem.merging import merge_into
 from cuflash.problem.operands import to_full_rank
 
 Array = Any
 Grads = dict[str, Array]
-# Results of so many queries are small beside the keys that several threads read for them at once.
+# Results of so many queries are small compared with the keys that several threads read for them at once.
 _FEW_QUERIES = 64
 
 
 def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
-    """Out and lse in the accumulation's dtype, on q's device."""
+    """Return out and lse in the accumulation's dtype, on q's device."""
     with device:
         own, others = _split(call, device, share)
         side = side_of(call, device)
@@ -45,7 +46,7 @@ def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
 def _forward_of(
     side: Side, chunks: Sequence[Chunk], sink: Array | None, measurement: Measurement | None = None
 ) -> tuple[Array, Array]:
-    """One side's results; the sink, whose value is 0, is what they begin with."""
+    """Return one side's results, which begin with the sink, whose value is 0."""
     problem, xp = side.call.problem, side.device.xp
     out = xp.zeros(problem.out_shape, problem.accum_dtype)
     lse = xp.full(problem.lse_shape, -np.inf, problem.accum_dtype)
@@ -64,7 +65,7 @@ def _forward_of(
 
 
 def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[Array, Array] | None]]:
-    """Each chunk with its out and lse, None where no query sees a key, in order."""
+    """Yield each chunk in order with its out and lse, None where no query sees a key."""
 
     @np.errstate(all="ignore")  # the setting holds for one thread only
     def compute(arrived: tuple[Chunk, Array, Array]) -> tuple[Chunk, tuple[Array, Array] | None]:
@@ -76,7 +77,7 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
     if lanes == 1:
         yield from map(compute, arriving)
         return
-    arrived = list(arriving)  # on the host they are views
+    arrived = list(arriving)  # these are views on the host
     with ThreadPoolExecutor(lanes, "cuflash") as threads:
         try:
             begun = [threads.submit(compute, each) for each in arrived]
@@ -89,7 +90,7 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
 
 
 def _lanes(side: Side) -> int:
-    """Chunks that are computed at once: the CPU path gives few queries a thread for each sequence and KV head."""
+    """Return how many chunks are computed at once; one of few queries has a thread for each sequence and KV head."""
     problem = side.call.problem
     if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES:
         return 1
@@ -107,7 +108,7 @@ def backward(
             if name in targets:
                 _zero_unseen(targets[name], (*own, *others))
         found: list[Grads] = []
-        # They are copied by the caller's thread, whose current stream has made them.
+        # The caller's thread copies these, because its current stream has made them.
         dout, out, lse, dlse = ((None if x is None else device.get(x)) if others else x for x in residuals)
 
         def on_cpu(cpu: Side, chunks: Sequence[Chunk]) -> None:
@@ -137,7 +138,7 @@ def _backward_of(
     wanted: frozenset[str],
     measurement: Measurement | None = None,
 ) -> Grads:
-    """One side's sums, apart from the sink's; its dk and dv go to the host."""
+    """Return one side's sums, apart from the sink's; its dk and dv go to the host."""
     call, xp, accum = side.call, side.device.xp, side.call.problem.accum_dtype
     like = {"q": side.q, **{name: to_full_rank(name, x) for name, x in call.extras.items()}}
     grads = {name: xp.zeros(x.shape, accum) for name, x in like.items() if name in wanted and name != "sink"}
@@ -169,12 +170,12 @@ def _backward_of(
 
 
 def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[Chunk]]:
-    """The chunks of q's device, and those of the CPU, which has the last of each sequence's keys that are seen."""
+    """Return the chunks of q's device and those of the CPU, which has the last seen keys of each sequence."""
     own: list[Chunk] = []
     others: list[Chunk] = []
     side = side_of(call, device)
     of_device, of_cpu = device.chunk_bytes, HostDevice.chunk_bytes
-    if call.problem.block_mask:  # its bools of a chunk are memory, too
+    if call.problem.block_mask:  # the mask's bools of a chunk take memory, too
         of_device, of_cpu = (min(size, CHUNK_BYTES) for size in (of_device, of_cpu))
     for piece in call.pieces:
         first, stop = call.seen_keys(piece)
@@ -186,7 +187,7 @@ def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[
 
 
 def _zero_unseen(target: Array, chunks: Sequence[Chunk]) -> None:
-    """Keys of no chunk have the gradient 0."""
+    """Write the gradient 0 to keys that no chunk has."""
     seen = np.zeros(target.shape[:2], bool)
     for chunk in chunks:
         seen[chunk.piece.batches, chunk.keys] = True
@@ -200,7 +201,7 @@ def _zero_unseen(target: Array, chunks: Sequence[Chunk]) -> None:
 def _cpu_work(
     call: Call, device: Device, chunks: Sequence[Chunk], work: Callable[[Side, Sequence[Chunk]], None]
 ) -> Callable[[], None] | None:
-    """The CPU's work; what lies on q's device is copied now, by the caller's thread and its current stream."""
+    """Return the CPU's work; the caller's thread and its current stream copy what lies on q's device now."""
     if not chunks:
         return None
     side = cpu_side_of(call, device)
@@ -208,7 +209,7 @@ def _cpu_work(
 
 
 class _Beside:
-    """Work in a thread of its own within a context; where no thread can be started, once it is waited for."""
+    """Work that a thread of its own does within a context, or `join` where no thread can be started."""
 
     def __init__(self, work: Callable[[], None] | None) -> None:
         self._work = work
@@ -225,7 +226,7 @@ class _Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """No thread reads the caller's arrays behind an error."""
+        """Wait for the thread, so that none reads the caller's arrays behind an error."""
         if self._thread is not None:
             self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Keys and values come in chunks through two buffers of the device; gradients of chunks leave behind them."""
+"""Keys and values come in chunks through two buffers of the device, and gradients of chunks leave behind them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from cuflash.offload.device import Device, Event, Outgoing
 
 Array = Any
-# A chunk is computed while the next one is copied.
+# There are two buffers, as a chunk is computed while the next one is copied.
 NUM_BUFFERS = 2
-# Gradients of so many chunks may be on their way out: dk and dv of two.
+# So many gradients may be on their way out: dk and dv of two chunks.
 _MOST_OUTGOING = 4
 # Chunks of many keys hold whole tiles of the kernels.
 KEYS_OF_TILES = 128
 
 
 class Piece(NamedTuple):
-    """Sequences of a batch with as many queries and keys, of which those of the arrays' beginning count."""
+    """Sequences of a batch with equal numbers of queries and keys, which are the first rows of the arrays."""
 
     batch: int
     batch_stop: int
@@ -27,12 +27,12 @@ class Piece(NamedTuple):
 
     @property
     def batches(self) -> slice:
-        """Their place in the batch."""
+        """The sequences' place in the batch."""
         return slice(self.batch, self.batch_stop)
 
     @property
     def diagonal(self) -> int:
-        """Query i is aligned to key ``i + diagonal``."""
+        """The key that query 0 is aligned to; query i is aligned to key ``i + diagonal``."""
         return self.keys - self.rows
 
 
@@ -45,12 +45,12 @@ class Chunk(NamedTuple):
 
     @property
     def keys(self) -> slice:
-        """Their place in the arrays."""
+        """The keys' place in the arrays."""
         return slice(self.first, self.stop)
 
 
 def chunks_of(piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_bytes: int) -> list[Chunk]:
-    """Keys first to stop - 1 cut into chunks of at most `chunk_bytes`, but of one key at least."""
+    """Cut keys first to stop - 1 into chunks of at most `chunk_bytes`, but of one key at least."""
     step = max(1, chunk_bytes // max(1, bytes_per_key * (piece.batch_stop - piece.batch)))
     if step > KEYS_OF_TILES:
         step -= step % KEYS_OF_TILES
@@ -58,7 +58,7 @@ def chunks_of(piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_byt
 
 
 def is_part_of(v: Array, k: Array) -> bool:
-    """V is a view of k's first columns, which come with them."""
+    """Return True if v is a view of k's first columns, and comes with them."""
     return bool(
         v.ctypes.data == k.ctypes.data
         and v.shape[:-1] == k.shape[:-1]
@@ -77,7 +77,7 @@ class _Buffer:
 
 
 def incoming(device: Device, chunks: Sequence[Chunk], k: Array, v: Array) -> Iterator[tuple[Chunk, Array, Array]]:
-    """Each chunk with its keys and values on the device; what is enqueued until the next one may read them."""
+    """Yield each chunk with its keys and values on the device, which work enqueued before the next one may read."""
     with_keys = is_part_of(v, k)
     sources = [k] if with_keys else [k, v]
 
@@ -106,7 +106,7 @@ def incoming(device: Device, chunks: Sequence[Chunk], k: Array, v: Array) -> Ite
 
 
 class Outbox:
-    """Copies to the host that were begun; few at once, as each holds memory of the device."""
+    """Copies to the host that were begun, of which there are few at once, as each holds memory of the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -119,6 +119,6 @@ class Outbox:
         self._begun.append(self._device.take(target, source))
 
     def finish(self) -> None:
-        """End all."""
+        """End all copies."""
         while self._begun:
             self._begun.popleft().finish()

@@ -16,7 +16,7 @@ def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: st
 
 
 def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
-    """The names of the wanted gradients; all if `grads` is None."""
+    """Return the names of the wanted gradients; all of them if `grads` is None."""
     available = ("q", "k", "v", *problem.extra_grads, *(("operands",) if problem.operands else ()))
     if grads is None:
         return frozenset(problem.grad_names)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
+from cuflash import hints
 from cuflash.problem.attention_problem import Array
 from cuflash.problem.mask_metadata import MaskMetadata
 
 
 @dataclass(slots=True)
 class Options:
-    """The keyword arguments that every public function shares (README, "Options")."""
+    """The keyword arguments that every public function shares; docs/semantics.md says what each means."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -48,7 +49,7 @@ def check_names(keywords: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword that is no option."""
     unknown = keywords.keys() - set(OPTION_NAMES)
     if unknown:
-        raise TypeError(f"{unknown.pop()}: no such option; expected one of {', '.join(OPTION_NAMES)}")
+        raise hints.unknown_keyword(min(unknown), hints.OPTIONS, OPTION_NAMES)
 
 
 class OptionKeywords(TypedDict, total=False):

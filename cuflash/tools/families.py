@@ -7,9 +7,9 @@ from typing import Any
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import KernelConfig
+from cuflash.plan.config import BY_HALVES, KernelConfig, of_half
 from cuflash.plan.portable import key_kernels, plan
-from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
+from cuflash.problem.attention_problem import AttentionProblem
 
 _CARD = ""  # a card of the architecture that is none of those with rules of their own
 
@@ -29,19 +29,14 @@ def _place(arch: str, aligned: bool) -> tuple[bool, tuple[int, int], int]:
 
 def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
     place = _place(arch, aligned)
-    if place[1] == (9, 0):
-        if aligned and not sm90_forward.obstacle(problem):
-            return sm90_forward.reason(problem)
-        if plan_split.forward(problem) is not None:
+    if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
+        return sm90_forward.reason(problem)
+    for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
+        if place[1] == (9, 0) and plan_split.forward(own) is not None:
             return plan_split.reason(problem)
-    if sm80_kinds.pays(problem, _CARD, False):
-        config = sm80_forward.forward(problem, *place) or sm80_wide.forward(problem, *place)
-        if config is not None:
-            return _by_mma(config)
-    half = plan_split.of_half(problem)
-    of_half = (plan_split.forward(half) if place[1] == (9, 0) else None) or sm80_wide.forward(half, *place)
-    if problem.dtype not in HALF_DTYPES and of_half is not None and sm80_kinds.pays(half, _CARD, False):
-        return _in_words("tensor cores, in two runs for half of v's columns each", of_half)
+        config = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
+        if config is not None and sm80_kinds.pays(own, _CARD, False):
+            return _by_mma(config) + words
     return _portable(problem, arch, "forward")
 
 

@@ -17,9 +17,9 @@ from cuflash.cuda import device as cuda_device
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import HEAD_DIM_CLASSES, flags_of, without_window
+from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
-from cuflash.problem.attention_problem import DTYPES, AttentionProblem
+from cuflash.problem.attention_problem import DTYPES, MAX_HEAD_DIM, AttentionProblem
 from cuflash.tools.arguments import architecture, positive
 from cuflash.tools.families import on_architecture
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     problem = parser.add_argument_group("a problem, to see which kernels it takes")
     problem.add_argument("--dtype", choices=DTYPES, default="float32", help="of all arrays (default %(default)s)")
-    dims = f"1 to {HEAD_DIM_CLASSES[-1]}"
+    dims = f"1 to {MAX_HEAD_DIM}"
     problem.add_argument("--head-dim", type=positive, default=64, help=f"of q and k, {dims} (default %(default)s)")
     problem.add_argument("--head-dim-v", type=positive, help=f"of v, {dims} (default: --head-dim)")
     problem.add_argument("--seqlen", type=positive, default=4096, help="of queries and keys (default %(default)s)")
@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0; 2 for a head dimension that there are no kernels for."""
     head_dim_v = args.head_dim_v or args.head_dim
-    if not all(1 <= d <= HEAD_DIM_CLASSES[-1] for d in (args.head_dim, head_dim_v)):
+    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
         print(
-            f"head dimensions: expected 1 to {HEAD_DIM_CLASSES[-1]}, got {args.head_dim} and {head_dim_v}",
+            f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}",
             file=sys.stderr,
         )
         return 2
@@ -189,9 +189,10 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
 
 
 def _portable_reason(config: PortableConfig) -> Any:
+    in_slices = f" for {config.slice_columns} columns of the results at a time" if config.slice_columns else ""
     return (
         f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
-        f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
+        f"{config.block_n} keys{in_slices}, {config.smem_bytes} bytes of shared memory: "
         f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
     )
 

@@ -1,4 +1,4 @@
-"""What docs/measured.md and README.md say of training and of bytes moved, from the records in docs/lab/results.
+"""What docs/measured.md says of training and of bytes moved, from the records in docs/lab/results.
 
 `tables.py` writes it. The files are those of ``train_gpt2 --compare --json``, ``mytorch_client.py --json`` and
 ``paper.py --io``.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +70,6 @@ def gpt2_bars(folder: Path) -> list[list[str]]:
 
 def _tokens(run: Figures) -> str:
     return f"{run['batch']} x {run['context']}"
-
-
-def readme_training(folder: Path) -> str:
-    """README.md's sentences about a step's time."""
-    records = gpt2_records(folder)
-
-    def steps(kind: str, name: str) -> str:
-        chosen = [r for r in records if _products(r.facts["run"]) == kind]
-        return " and ".join(f"{by_attention(r)[name]['step_ms']:.0f}" for r in chosen)
-
-    runs = [r.facts["run"] for r in records]
-    tokens = " and ".join(_tokens(run) for run in runs if not run.get("fp8"))
-    text = f"A step in bfloat16 takes {steps(BFLOAT16, US)} ms on an H200, at {tokens} tokens; with batched cuBLAS "
-    text += f"products and one fused softmax kernel in place of cuflash {steps(BFLOAT16, BASELINE)} ms."
-    if any(run.get("fp8") for run in runs):
-        text += f" With `--fp8`, products with weights in 8 bits, it is {steps(EIGHT_BITS, US)} ms, and "
-        text += f"{steps(EIGHT_BITS, BASELINE)} ms without cuflash."
-    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
 def gpt2(folder: Path) -> str:

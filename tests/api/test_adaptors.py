@@ -1,4 +1,4 @@
-"""Page tables in compressed rows, and logarithms to base 2."""
+"""The adaptors convert page tables in compressed rows, and logarithms to base 2."""
 
 from __future__ import annotations
 

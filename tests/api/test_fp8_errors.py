@@ -1,4 +1,4 @@
-"""What attention says of wrong FP8 arrays, scales and out_dtypes."""
+"""Attention refuses wrong FP8 arrays, scales and out_dtypes by messages that say what is wrong."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ def cache_of(
 
 
 def rows(*shape: int) -> tuple[Array, Array, Array]:
-    """New q, k and v."""
+    """Make new q, k and v."""
     dims = ((HEADS_Q, DIM), (HEADS_KV, DIM), (HEADS_KV, DIM_V))
     q, k, v = (RNG.normal(size=(*shape, *own)).astype(np.float32) for own in dims)
     return q, k, v
 
 
 class Model:
-    """The same sequences in one piece each, by number and layer, and steps that are held against these."""
+    """The sequences of a cache in one piece each, by number and layer, against which its steps are held."""
 
     def __init__(self, device: Device, cache: PagedCache) -> None:
         self.device, self.cache = device, cache
@@ -62,7 +62,7 @@ class Model:
         return len(self.keys[sequence][0][0])
 
     def step(self, sequences: list[int], counts: int | list[int], **options: Any) -> Any:
-        """A step of all layers, whose results are checked."""
+        """Make a step of all layers, whose results are checked."""
         step = self.cache.step(sequences, counts)
         for layer in range(LAYERS):
             self.attend(step, layer, sequences, counts, **options)
@@ -124,7 +124,7 @@ def test_what_a_step_says(device: Device) -> None:
 
 
 def test_options_of_attention(model: Model) -> None:
-    """Causal unless said otherwise; window, softcap, lse and the like go through."""
+    """Attention is causal unless said otherwise; window, softcap, lse and the like go through."""
     a, b = model.add(), model.add()
     model.step([a, b], [6, 3])
     model.step([a, b], 4, causal=False)
@@ -270,7 +270,7 @@ def test_a_freed_sequence_is_unknown_and_its_number_is_not_used_again(model: Mod
 
 
 def test_a_later_step_refills_the_same_arrays(device: Device) -> None:
-    """What stands for a replay here: the first step's own calls, on the same arrays, do what the later step asks."""
+    """The first step's own calls, which stand for a replay, do on the same arrays what the later step asks."""
     model = Model(device, cache_of(device))
     a, b, c = model.add(), model.add(), model.add()
     for counts in (1, [1, 2]):
@@ -382,7 +382,7 @@ def test_wrong_caches() -> None:
 
 
 def test_fp8_holds_codes(device: Device) -> None:
-    """Appended by scales of the new rows; the pools are codes."""
+    """Rows are appended by scales of the new rows, and the pools hold codes."""
     cache = cache_of(device, dtype="float8_e4m3fn")
     assert cache.k.dtype == cache.v.dtype == np.uint8
     step = cache.step([cache.add()], 3)
@@ -400,7 +400,7 @@ def test_fp8_holds_codes(device: Device) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), page_size=st.integers(1, 5), num_pages=st.integers(1, 12))
 def test_any_history(device: Device, data: st.DataObject, page_size: int, num_pages: int) -> None:
-    """Whatever is drawn: results are those of keys in one piece, no page is lost, and what fails changes nothing."""
+    """Drawn histories give the results of keys in one piece, lose no page, and change nothing where they fail."""
     model = Model(device, cache_of(device, num_pages=num_pages, page_size=page_size))
     for _ in range(data.draw(st.integers(1, 8))):
         alive = sorted(model.keys)

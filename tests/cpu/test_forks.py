@@ -1,4 +1,4 @@
-"""Children of `os.fork` compute, whatever the parent's other threads were in the midst of."""
+"""Children of `os.fork` compute, whatever the parent's other threads were doing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash.cpu import threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
-# How a child ended: computed what the parent does with as many threads of BLAS, computed it with others, hung.
+# A child ends in one of these ways: it computed with as many threads of BLAS as the parent, with others, or hung.
 PRELUDE = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -80,7 +80,7 @@ def test_while_threads_compute() -> None:
 
 
 def test_while_a_thread_is_within_a_call() -> None:
-    """Whoever forks then, the child has BLAS's threads back, and the parent's call goes on with one."""
+    """The child has BLAS's threads back, and the parent's call goes on with one, whichever thread forks."""
     if threads._blas_functions() is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     run("""
@@ -115,7 +115,7 @@ def test_while_a_thread_is_within_a_call() -> None:
 
 
 def test_while_another_thread_has_its_first_call() -> None:
-    """What a call imports is whole in the child, or not begun."""
+    """Modules that a call imports are whole in the child, or not begun."""
     run("""
         started = threading.Event()
 
@@ -137,7 +137,7 @@ def test_while_another_thread_has_its_first_call() -> None:
 
 
 def test_in_a_signal_handler() -> None:
-    """The thread that forks may itself hold what it takes to fork."""
+    """The thread that forks may itself hold the lock that it takes to fork."""
     run("""
         from cuflash import forks
 

@@ -1,4 +1,4 @@
-"""Heads over ranks, projected and summed: the results are those of one device with all heads."""
+"""Heads over ranks, projected and summed, give the results of one device with all heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = 6
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call has several blocks."""
+    """Make blocks so small that every call has several."""
     monkeypatch.setattr(tensor_parallel, "LEAST_ROWS", 1)
     monkeypatch.setattr(tensor_parallel, "_ROWS_OF_TILES", 5)
 
@@ -53,7 +53,7 @@ def make(
 
 
 def alone(arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]) -> list[Array]:
-    """y, dq, dk, dv, dw_out and the extras' gradients, on one device with all heads."""
+    """Return y, dq, dk, dv, dw_out and the extras' gradients of one device with all heads."""
     q, k, v, w_out, dy = arrays.values()
     if edges is None:
         out, backward = cuflash.attention_vjp(q, k, v, **options)
@@ -74,7 +74,7 @@ def alone(arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]
 def spread(
     world: int, kv_shares: list[int], arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]
 ) -> list[Array]:
-    """The same over ranks; rank r has `kv_shares[r]` KV heads."""
+    """Return the same results of ranks, of which rank r has `kv_shares[r]` KV heads."""
     group = arrays["q"].shape[-2] // arrays["k"].shape[-2]
     bounds = np.cumsum([0, *kv_shares])
 
@@ -236,7 +236,7 @@ def test_products(device: Any, dtype: str, transposed: str) -> None:
 
 
 def errors_of(work: Any, world: int = 2, **options: Any) -> list[BaseException | None]:
-    """What every rank raised."""
+    """Return what every rank raised."""
 
     def caught(comm: Communicator) -> BaseException | None:
         try:

@@ -1,4 +1,4 @@
-"""The embedding examples: gradients agree with cuflash's own or finite differences, second derivatives are refused."""
+"""Gradients of the embedding examples agree with cuflash's or differences, and second derivatives are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_runs_as_a_script(name: str, library: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["", "--dtype bfloat16 --share 0.4 --keys 2k", "--device cpu --dtype float16"])
 def test_a_long_decode(arguments: str) -> None:
-    """Keys in host memory, on the GPU where there is one; the last step agrees with one call on the CPU."""
+    """Keys lie in host memory, queries on a GPU where there is one; the last step agrees with a call on the CPU."""
     script = [sys.executable, str(EXAMPLES / "long_decode.py"), "--check", "--steps", "2", *arguments.split()]
     done = subprocess.run(script, check=True, timeout=300, capture_output=True, text=True)
     assert "step 1: " in done.stdout

@@ -1,4 +1,4 @@
-"""The script of the paper's tables, on small problems on the CPU."""
+"""The script of the paper's tables runs on small problems on the CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_naive_method_is_right() -> None:
 
 
 def as_ours(x: Any) -> Any:
-    """From (batch * heads, seqlen, dim)."""
+    """Bring (batch * heads, seqlen, dim) into our order."""
     return x.reshape(2, 8, 64, 64).swapaxes(1, 2)
 
 

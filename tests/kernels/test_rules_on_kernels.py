@@ -1,4 +1,4 @@
-"""Users' own rules in the kernels: on the CPU as several architectures, and on the GPU."""
+"""Users' own rules work in the kernels, on the CPU as several architectures, and on the GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ]
 )
 def place(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """Where the library runs."""
+    """Give a device for the library to run on."""
     devices.forget_launches()
     place = device_of(request.param)
     with place.active():

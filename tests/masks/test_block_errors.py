@@ -1,4 +1,4 @@
-"""What a block mask is not made from, and what is no operation on one: each says what was expected and what was met."""
+"""Wrong arguments and operations of block masks raise errors that say what was expected and what was met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mask_cases import dense_of
 from cuflash import BlockMask
 
 BOOLS = np.ones((3, 4), bool)
-Untyped: Any = BlockMask  # what a type checker would refuse
+Untyped: Any = BlockMask  # a type checker would refuse these arguments
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: Untyped.from_dense([[True]]), TypeError, "mask: expected an array .* got list"),
     "ints": (lambda: Untyped.from_dense(np.ones((3, 4), int)), TypeError, "mask: expected dtype bool.* got int64"),
@@ -151,7 +151,7 @@ def test_errors_within_a_rule_are_its_own() -> None:
 
 
 def test_reaches_beyond_every_position() -> None:
-    """A window, a stride or a section that is longer than the sequence is that, however long it is."""
+    """A window, a stride or a section that is longer than the sequence shows the same, however long it is."""
     far = 2**70
     pairs = [
         (BlockMask.strided(9, far, far), BlockMask.strided(9, 20, 20)),

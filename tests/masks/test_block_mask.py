@@ -1,4 +1,4 @@
-"""BlockMask: every constructor against its literal definition, and the store that the kernels read."""
+"""Every constructor of BlockMask agrees with its literal definition, as does the store that the kernels read."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_from_function(seqlen_q: int, seqlen_k: int, batch: int, heads: int, blo
         bm = BlockMask.from_function(rule, seqlen_q, seqlen_k, batch, heads, block_size)
         expected = np.broadcast_to(rule(b, h, i, j), (batch, heads, seqlen_q, seqlen_k))
         np.testing.assert_array_equal(dense_of(bm), expected)
-    # The head is an index of Python's too.
+    # The head is also an index of Python's lists.
     bm = BlockMask.from_function(rules[-1], seqlen_q, seqlen_k, heads=heads)
     assert (dense_of(bm) == (np.arange(heads) == 1)[:, None, None]).all()
 
@@ -150,7 +150,7 @@ def test_a_mask_keeps_what_it_was_made_from() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda bm: pickle.loads(pickle.dumps(bm))])
 def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask]) -> None:
-    """In a process to which one is sent, others may have been made."""
+    """A process to which a mask is sent may have made masks of its own, which a copy must not be taken for."""
     bm = BlockMask.from_dense(np.tri(100, 90, 7, dtype=bool), block_size=(16, 32))
     other = copied(bm)
     assert other.serial != bm.serial
@@ -160,7 +160,7 @@ def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask])
 
 @pytest.mark.parametrize("beside", [{}, {"causal": True}, {"window": (20, None), "dropout_p": 0.3, "dropout_seed": 4}])
 def test_a_window_as_a_block_mask_is_that_window(device: Device, beside: dict[str, Any]) -> None:
-    """The same bits, forward and backward; with lengths, which move a window, the mask stays where it is."""
+    """Both give the same bits in both passes; lengths, which move a window, leave the mask where it is."""
     rng = np.random.default_rng(0)
     sizes = {"q": (2, 90, 2, 16), "k": (2, 150, 2, 16), "v": (2, 150, 2, 16), "dout": (2, 90, 2, 16)}
     x = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
@@ -208,7 +208,7 @@ LARGE: dict[str, Callable[[], BlockMask]] = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_no_dense_array_is_made(name: str) -> None:
-    LARGE[name]()  # what is imported and cached does not count
+    LARGE[name]()  # imports and caches do not count
     tracemalloc.start()
     try:
         bm = LARGE[name]()

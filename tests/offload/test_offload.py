@@ -1,4 +1,4 @@
-"""Attention over keys in host memory: results are those of `attention` on the same arrays, whatever the options."""
+"""Attention over keys in host memory gives the results of `attention` on the same arrays, whatever the options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARES = (0, 0.4, 1.0, "auto")
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[LazyDevice]:
-    """Every pass runs on a lazy device of its own, in chunks of a few keys; the devices, by their passes."""
+    """Run every pass on a lazy device of its own, in chunks of a few keys, and give the devices by their passes."""
     made: list[LazyDevice] = []
 
     def device_of(q: Array) -> LazyDevice:
@@ -70,7 +70,7 @@ def arrays(
 
 
 def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -> dict[str, Array | None]:
-    """Out, lse and every gradient."""
+    """Return out, lse and every gradient."""
     (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
     names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
     operands = enumerate(options.get("operands", ()))
@@ -94,7 +94,7 @@ def assert_same(found: dict[str, Array | None], expected: dict[str, Array | None
 
 
 def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: int = 4) -> dict[str, dict[str, Any]]:
-    """Every option, alone."""
+    """Return every option, alone."""
     sq, sk = seqlens
     mask = RNG.random((batch, 1, sq, sk)) > 0.3
     return {
@@ -238,13 +238,15 @@ def test_gradients_of_operands_by_name(streamed: list[LazyDevice]) -> None:
     target = np.empty_like(table)
     *_, written = backward(given["dout"], out=(None, None, None, target))
     assert written is target
+    with pytest.raises(ValueError, match=r"^out, doperands\[0\]: .* shared with operands\[0\]$"):
+        backward(given["dout"], out=(None, None, None, table))
     expected = cuflash.attention_vjp(given["q"], given["k"], given["v"], **options)[1](given["dout"])[3]
     assert_same({"found": found, "written": written}, {"found": expected, "written": expected})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_partial_results_are_not_rounded(streamed: list[LazyDevice], dtype: str) -> None:
-    """Many chunks cost no accuracy: the error is one rounding of the result, as of one call."""
+    """Many chunks cost no accuracy, as the error is one rounding of the result, as of one call."""
     given = arrays(dtype, seqlens=(5, 300), dims=(16, 16))
     sink = RNG.standard_normal(4).astype(np.float32)
     wide = {name: x.astype(np.float64) for name, x in given.items()}

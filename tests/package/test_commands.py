@@ -1,4 +1,4 @@
-"""The command line as a person and as a program meet it: words, JSON and exit codes."""
+"""The command line gives words to a person, and JSON and exit codes to a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = ("info", "compile", "bench", "demo")
 
 
 def exit_code(*argv: str) -> int:
-    """Also where argparse leaves by SystemExit."""
+    """Return the exit code, also where argparse leaves by SystemExit."""
     try:
         return main(argv)
     except SystemExit as stop:
@@ -43,14 +43,14 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in words for command in COMMANDS)
     for command in COMMANDS:
         assert exit_code(command, "--no-such-option") == 2
-    assert exit_code("info", "--head-dim", "257") == 2
-    assert "257" in capsys.readouterr().err
+    assert exit_code("info", "--head-dim", "1025") == 2
+    assert "1025" in capsys.readouterr().err
     assert exit_code("demo", "--steps", "0") == 2
     assert "expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    """As ``python -m cuflash info | head -1`` does."""
+    """A reader may end early, as ``python -m cuflash info | head -1`` does."""
     with subprocess.Popen(
         [sys.executable, "-m", "cuflash", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -93,11 +93,11 @@ def test_says_how_to_get_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's."""
+    """A stand-in for CuPy's error."""
 
 
 def cupy_with(monkeypatch: pytest.MonkeyPatch, **its: Any) -> None:
-    """A CuPy on a machine with a Hopper GPU, but for what is given."""
+    """Stand in for CuPy on a machine with a Hopper GPU, but for what is given."""
 
     def value(name: str, otherwise: Any) -> Any:
         def call(*_: Any) -> Any:

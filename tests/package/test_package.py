@@ -1,4 +1,4 @@
-"""The package as a user gets it: what the wheel holds, what an import costs, and that CuPy may be absent."""
+"""The package is as a user should get it: the wheel's files, the cost of an import, and no need of CuPy."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def python(code: str) -> str:
 
 
 def sources(folder: str, *suffixes: str) -> set[str]:
-    """Paths below `folder` of the checkout, without those that a run leaves behind."""
+    """Return paths below `folder` of the checkout, without those that a run leaves behind."""
     top = ROOT / folder
     return {path.relative_to(top).as_posix() for path in top.rglob("*") if path.suffix in suffixes}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel that pip builds from a clean copy of the sources."""
+    """Build the wheel by pip from a clean copy of the sources."""
     clean = tmp_path_factory.mktemp("sources")
     for folder in ("cuflash", "cuda_src", "examples"):
         shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -99,7 +99,7 @@ def test_public_names() -> None:
 
 
 def test_import_adds_less_than_50_ms_to_numpy() -> None:
-    # The processor's time: the wall's is that of whatever else the machine does.
+    # The processor's time is measured, as the wall clock counts whatever else the machine does.
     code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(7)) < 0.050
 

@@ -1,4 +1,4 @@
-"""Scripts of examples/benchmarks as modules: their folder is no package."""
+"""Scripts of examples/benchmarks are loaded as modules, as their folder is no package."""
 
 from __future__ import annotations
 

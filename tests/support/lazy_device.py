@@ -23,7 +23,7 @@ class Copy(Outgoing):
     is_done: bool = False
 
     def finish(self) -> None:
-        """Do it now, with what the source holds now."""
+        """Copy now, with what the source holds now."""
         if not self.is_done:
             self.is_done = True
             self.target[...] = self.source
@@ -31,7 +31,7 @@ class Copy(Outgoing):
 
 @dataclass
 class LazyDevice(Device):
-    """Its memory is NumPy's; what was not waited for is NaN.
+    """A device whose memory is NumPy's, with NaN in place of copies that were not waited for.
 
     A copy into a buffer must come after an event behind the last computation that could read the buffer.
     """
@@ -83,7 +83,7 @@ class LazyDevice(Device):
         self.last_read[event.target.ctypes.data] = self.clock
 
     def finish(self) -> None:
-        """Computation is done at once."""
+        """Do nothing, as computation is done at once."""
 
     def put(self, x: Array) -> Array:
         return x.copy()
