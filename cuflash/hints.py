@@ -31,7 +31,7 @@ _QUERIES_IN_USE = "q_lengths="
 _TABLE = "block_table="
 _PACKED = "attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)"
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "query_start_loc", "qo_indptr", "kv_indptr")
-_CSR = "block_table= and kv_lengths= of cuflash.adaptors.from_csr"
+_CSR = "block_table= and kv_lengths= of cuflash.conversions.from_csr"
 _NO_LENGTH = "nothing: cu_seqlens are enough, and no maximum is needed"
 _SHAPES = "nothing: k and v with fewer heads than q say it"
 _DROPOUT = "dropout_p= and dropout_seed="
@@ -75,7 +75,11 @@ OPTIONS: Hints = {
     "rotary_sin": "rotary=(cos, sin) of append_kv",
     "k_cache": "k, and append_kv for the new rows",
     "v_cache": "v, and append_kv for the new rows",
-    **dict.fromkeys(("kernel_options", "implementation", "op"), "nothing: arrays and options choose the kernel"),
+    "input_pos": "nothing: causal=True lets the last query see all keys",
+    "query_group_size": _SHAPES,
+    **dict.fromkeys(
+        ("kernel_options", "implementation", "op", "tile_m", "tile_n"), "nothing: arrays and options choose the kernel"
+    ),
 }
 # Of writing into caches.
 APPEND: Hints = {

@@ -27,8 +27,8 @@ from cuflash.problem.pages import check_cu_seqlens_k
 Gradients = tuple[Any, ...]
 Backward = Callable[..., Gradients]
 
-_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
-_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed", "operands"))
+ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
+_ARRAY_OPTION_SET = frozenset((*ARRAY_OPTIONS, "dropout_seed", "operands"))
 
 
 class _Checked(NamedTuple):
@@ -237,7 +237,7 @@ def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, 
     if _ARRAY_OPTION_SET.isdisjoint(keywords):
         return inputs
     inputs = inputs | own_rules.arrays_of(keywords)
-    arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
+    arrays = inputs | {name: keywords[name] for name in ARRAY_OPTIONS if keywords.get(name) is not None}
     seed = keywords.get("dropout_seed")
     if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
         arrays["dropout_seed"] = seed

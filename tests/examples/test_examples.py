@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,14 @@ def test_mygrad() -> None:
     out.backward(dout)
     assert_same([out, q.grad, k.grad, v.grad], (*qkv, dout), causal=True)
     assert not isinstance(q.grad, mygrad.Tensor)  # no graph, so nobody can ask for a second derivative
+
+
+@pytest.mark.parametrize("name", ["jax_custom_vjp", "hips_autograd"])
+def test_a_table_of_relative_positions_is_learned(name: str) -> None:
+    pytest.importorskip(NEEDS[f"autodiff/{name}"])
+    example: Any = import_module(f"cuflash.examples.autodiff.{name}")
+    first, last = example.learn(steps=60)
+    assert np.all(np.asarray(last) < 0.1 * np.asarray(first))
 
 
 def test_thinc() -> None:

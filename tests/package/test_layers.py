@@ -30,11 +30,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     **dict.fromkeys(("pages", "upload"), ()),
-    "adaptors": BASE,
+    "conversions": BASE,
+    "adaptors": ("conversions",),
     "cache": ("attention", "frontend", "problem", "pages", "upload", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "offload": ("frontend", "merge", "masks", "problem", *BASE),
     "__init__": ("attention", "cache", "fp8", "merge", "masks", "distributed", "offload", *BASE),
+    "adapters": ("__init__", "frontend", "problem", *BASE),  # above the public functions
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
