@@ -7,7 +7,7 @@ from typing import Any
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import KernelConfig, of_half
+from cuflash.plan.config import BY_HALVES, KernelConfig, of_half
 from cuflash.plan.portable import key_kernels, plan
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -29,25 +29,15 @@ def _place(arch: str, aligned: bool) -> tuple[bool, tuple[int, int], int]:
 
 def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
     place = _place(arch, aligned)
-    is_hopper = place[1] == (9, 0)
-    if is_hopper and aligned and not sm90_forward.obstacle(problem):
+    if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
         return sm90_forward.reason(problem)
-    if is_hopper and plan_split.forward(problem) is not None:
-        return plan_split.reason(problem)
-    whole = _mma_forward(problem, place)
-    if whole is not None:
-        return _by_mma(whole)
-    half = of_half(problem)
-    of_each = (plan_split.forward(half) if is_hopper else None) or _mma_forward(half, place)
-    if of_each is not None:
-        return _in_words("tensor cores, in two runs for half of v's columns each", of_each)
+    for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
+        if place[1] == (9, 0) and plan_split.forward(own) is not None:
+            return plan_split.reason(problem)
+        config = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
+        if config is not None and sm80_kinds.pays(own, _CARD, False):
+            return _by_mma(config) + words
     return _portable(problem, arch, "forward")
-
-
-def _mma_forward(problem: AttentionProblem, place: tuple[bool, tuple[int, int], int]) -> KernelConfig | None:
-    if not sm80_kinds.pays(problem, _CARD, False):
-        return None
-    return sm80_forward.forward(problem, *place) or sm80_wide.forward(problem, *place)
 
 
 def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
