@@ -65,9 +65,8 @@ def attention(
 ) -> Any:
     """Exact attention ``softmax(softmax_scale * q k^T) v`` without forming the score matrix.
 
-    FlashAttention: Dao et al. 2022, Algorithm 1; the online softmax of FlashAttention-2 (Dao 2023), section 3.1. What
-    every option means exactly, alone and together, is in the README, "What everything means" (the page "readme" of the
-    documentation).
+    FlashAttention: Dao et al. 2022, Algorithm 1; the online softmax of FlashAttention-2 (Dao 2023), section 3.1. The
+    page "Semantics" of the documentation (docs/semantics.md) says what every option means exactly, alone and together.
 
     Parameters
     ----------

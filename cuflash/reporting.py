@@ -67,10 +67,12 @@ def progress(callback: Callback) -> AbstractContextManager[None]:
 
     Examples
     --------
-    >>> x = np.ones((1, 2048, 4, 64), np.float32)
-    >>> with cuflash.progress(lambda done, total: print(f"{done / total:.0%}")):
-    ...     out, backward = cuflash.attention_vjp(x, x, x, causal=True)  # doctest: +ELLIPSIS
-    ...100%
+    >>> import numpy as np, cuflash
+    >>> x, shares = np.ones((1, 512, 4, 64), np.float32), []
+    >>> with cuflash.progress(lambda done, total: shares.append(done / total)):
+    ...     out, backward = cuflash.attention_vjp(x, x, x, causal=True)
+    >>> all(0 < share <= 1 for share in shares)
+    True
     """
     if not callable(callback):
         raise TypeError(f"callback: expected a callable (done, total), got {type(callback).__name__}")
