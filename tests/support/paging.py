@@ -52,7 +52,7 @@ def as_paged(case: Case, page_size: int, rng: np.random.Generator, num_spare: in
     pools = {
         name: gaussian(rng, (num_pages, page_size, *getattr(case, name).shape[-2:]), case.dtype) for name in ("k", "v")
     }
-    extras = {name: _as_wide(case.options[name], capacity, rng) for name in _MATRICES if name in case.options}
+    extras = {name: _as_wide(name, case.options[name], capacity, rng) for name in _MATRICES if name in case.options}
     cu_seqlens: Any = None if case.cu_seqlens is None else (case.cu_seqlens[0], None)
     paged = replace(case, k=pools["k"], v=pools["v"], cu_seqlens=cu_seqlens)
     return paged.with_options(block_table=table, kv_lengths=lengths, **extras)
@@ -77,9 +77,9 @@ def _columns(case: Case) -> int:
     return max(*np.diff(case.cu_seqlens[1]), *widths, 0, 0)
 
 
-def _as_wide(x: Array, capacity: int, rng: np.random.Generator) -> Array:
-    """Give an extra a column for each key of a sequence, unless it is the same for all."""
-    if np.ndim(x) == 0 or x.shape[-1] == capacity or (x.shape[-1] == 1 and capacity != 1):
+def _as_wide(name: str, x: Array, capacity: int, rng: np.random.Generator) -> Array:
+    """Give an extra a column for each key of a sequence, unless one column stands for all, which no BlockMask has."""
+    if np.ndim(x) == 0 or x.shape[-1] == capacity or (x.shape[-1] == 1 and name != "block_mask"):
         return x
     more = rng.random((*x.shape[:-1], capacity)) < 0.5
     wide = np.where(more, 1, 0).astype(x.dtype)
