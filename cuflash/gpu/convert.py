@@ -15,8 +15,9 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.arguments import Arguments
 from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
-from cuflash.gpu.launch import Arguments, Work
+from cuflash.gpu.launch import Work
 from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem
