@@ -115,10 +115,22 @@ def test_completion_shows_public_names_alone() -> None:
     assert set(shown.split()) == PUBLIC | {"adapters", "distributed", "offload"}
 
 
+# NumPy's own import says how slow a machine is: it takes so many seconds on two idle cores, where 50 ms are allowed.
+NUMPY_SECONDS = 0.1
+
+
 def test_import_adds_less_than_50_ms_to_numpy() -> None:
     # The processor's time is measured, as the wall clock counts whatever else the machine does.
-    code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(7)) < 0.050
+    code = """if True:
+        import time
+        begin = time.process_time()
+        import numpy
+        between = time.process_time()
+        import cuflash
+        print(between - begin, time.process_time() - between)
+    """
+    of_numpy, of_cuflash = zip(*(map(float, python(code).split()) for _ in range(7)), strict=True)
+    assert min(of_cuflash) < 0.050 * max(1, min(of_numpy) / NUMPY_SECONDS)
 
 
 def test_works_without_cupy() -> None:
