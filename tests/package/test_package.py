@@ -115,7 +115,7 @@ def test_completion_shows_public_names_alone() -> None:
     assert set(shown.split()) == PUBLIC | {"adapters", "distributed", "offload"}
 
 
-# NumPy's own import says how slow a machine is: it takes so many seconds on two idle cores, where 50 ms are allowed.
+# NumPy's own import says how slow a machine is; it takes about so many seconds where cuflash's may take 50 ms.
 NUMPY_SECONDS = 0.1
 
 
