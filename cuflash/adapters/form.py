@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cuflash
-from cuflash import interop
 from cuflash.frontend.call import ARRAY_OPTIONS
 from cuflash.problem.attention_problem import EXTRA_GRADS, Array, operand_name
 from cuflash.problem.options import check_names
-from cuflash.problem.own_rules import check_operands, is_operand, label_of
+from cuflash.problem.own_rules import check_operands, is_differentiable, is_operand, label_of
 from cuflash.problem.pages import check_cu_seqlens_k
 
 # A library records no second derivative; each says so where one would follow.
@@ -58,7 +57,7 @@ class Form:
         """Names of the arrays that have a gradient, in the order in which cuflash gives these."""
         given = dict(zip(self.names, arrays, strict=True))
         extras = [name for name in EXTRA_GRADS if name in given]
-        operands = [name for name in self.names if is_operand(name) and _is_float(given[name])]
+        operands = [name for name in self.names if is_operand(name) and is_differentiable(given[name])]
         return ("q", "k", "v", *extras, *operands)
 
     def forward(self, arrays: Sequence[Array], out: Array | None = None) -> tuple[Array, Array]:
@@ -107,7 +106,3 @@ def form_of(inputs: Sequence[Array], options: Mapping[str, Any]) -> tuple[Form, 
     if isinstance(rest.get("window"), list):
         rest["window"] = tuple(rest["window"])
     return Form(tuple(arrays), tuple(sorted(rest.items()))), list(arrays.values())
-
-
-def _is_float(x: Array) -> bool:
-    return "float" in interop.dtype_name(x.dtype)

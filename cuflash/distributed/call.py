@@ -14,9 +14,9 @@ from cuflash.distributed.checks import check_edges, check_problem, check_residua
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
 from cuflash.frontend.call import Backward, Gradients
-from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
+from cuflash.problem.attention_problem import accum_of
 from cuflash.problem.checks import check_bool
-from cuflash.problem.gradients import check_grads
+from cuflash.problem.gradients import check_grads, extras_of
 from cuflash.problem.options import Options
 from cuflash.problem.own_rules import check_operands
 
@@ -50,9 +50,7 @@ class Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands or ()) if "float" in x.dtype.name}
-        return {name: x for name, x in {**given, **operands}.items() if x is not None}
+        return extras_of(self.options)
 
 
 @dataclass(frozen=True)
