@@ -126,6 +126,20 @@ class Scheme:
         return ((out, lse) if return_lse else out), backward
 
 
+def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> tuple[dict[str, Array], Options]:
+    """Return a call's arrays and its options, whose arrays are of the same library."""
+    extras = {
+        name: getattr(options, name)
+        for name in ("alibi_slopes", "sink", "dropout_seed")
+        if hasattr(getattr(options, name), "shape")
+    }
+    operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
+    adopted = interop.adopt_all(library, {**given, **extras, **operands})
+    its: dict[str, Any] = {name: adopted[name] for name in extras}
+    its["operands"] = tuple([adopted[name] for name in operands])
+    return adopted, replace(options, **its)
+
+
 def _prepared(
     what: str,
     arrays: dict[str, Array],
@@ -140,16 +154,8 @@ def _prepared(
     def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays["q"])
-        extras = {
-            name: getattr(options, name)
-            for name in ("alibi_slopes", "sink", "dropout_seed")
-            if hasattr(getattr(options, name), "shape")
-        }
-        operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
-        given = {name: x for name, x in {**arrays, **extras}.items() if x is not None}
-        adopted = interop.adopt_all(library, {**given, **operands})
-        options = replace(options, **{name: adopted[name] for name in extras})
-        options = replace(options, operands=tuple([adopted[name] for name in operands]))
+        given = {name: x for name, x in arrays.items() if x is not None}
+        adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v = (adopted[name] for name in ("q", "k", "v"))
         problem = check_problem(q, k, v, options, edges)
