@@ -20,7 +20,7 @@ _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 
 @dataclass(frozen=True)
 class Form:
-    """What a call's arrays are, in order, and the options that are no arrays."""
+    """The names of a call's arrays, in order, and the options that are no arrays."""
 
     names: tuple[str, ...]  # of the arrays: q, k, v, of packed calls cu_seqlens_q and cu_seqlens_k, options, operands
     constants: tuple[tuple[str, Any], ...]  # sorted by name
@@ -61,7 +61,7 @@ class Form:
         return ("q", "k", "v", *extras, *operands)
 
     def forward(self, arrays: Sequence[Array], out: Array | None = None) -> tuple[Array, Array]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         inputs, options = self.arguments(arrays)
         function: Callable[..., Any] = cuflash.attention_varlen if self.is_packed else cuflash.attention
         result: tuple[Array, Array] = function(*inputs, out=out, return_lse=True, **options)
@@ -75,7 +75,7 @@ class Form:
         arrays: Sequence[Array],
         targets: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """The gradients of the arrays `wanted`, by name; written into `targets` where these are given."""
+        """Return the gradients of the arrays `wanted`, by name; written into `targets` where these are given."""
         (q, k, v, *cu_seqlens), options = self.arguments(arrays)
         names = self.gradient_names(arrays)
         out = None if targets is None else tuple([targets.get(name) for name in names])
@@ -89,7 +89,7 @@ class Form:
 
 
 def form_of(inputs: Sequence[Array], options: Mapping[str, Any]) -> tuple[Form, list[Array]]:
-    """The form of a call, and its arrays.
+    """Return the form of a call, and its arrays.
 
     `inputs` are q, k, v and, of packed calls, cu_seqlens_q and cu_seqlens_k.
     """

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of k and v, all heads of one sequence."""
+        """The bytes of one key and its value, of all heads of one sequence."""
         return int(self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * self.k.dtype.itemsize)
 
 
