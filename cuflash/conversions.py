@@ -1,4 +1,4 @@
-"""What other libraries of attention pass around, as the arrays that cuflash takes."""
+"""Conversions of arrays that other libraries of attention pass around to those that cuflash takes, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keywords of other libraries are called here, for the TypeError of a call that uses one.
+"""The TypeError for a keyword of another library says what that is called here.
 
 A call with known keywords pays for it by one frame (`with_hints`), or by an empty dict where it takes few microseconds
 (`NoOthers`).
@@ -36,7 +36,7 @@ _NO_LENGTH = "nothing: cu_seqlens are enough, and no maximum is needed"
 _SHAPES = "nothing: k and v with fewer heads than q say it"
 _DROPOUT = "dropout_p= and dropout_seed="
 
-# Of attention in all its forms.
+# Attention in all its forms has these.
 OPTIONS: Hints = {
     **dict.fromkeys(("window_size", "local_window_size", "sliding_window_size"), _WINDOW),
     **dict.fromkeys(("window_size_left", "window_left", "left_window_size"), "window=(left, right)"),
@@ -59,9 +59,7 @@ OPTIONS: Hints = {
     **dict.fromkeys(("key_value_seq_lengths", "context_lens"), _KEYS_IN_USE),
     **dict.fromkeys(("query_seq_lengths", "seqused_q", "seq_len_q"), _QUERIES_IN_USE),
     **dict.fromkeys(("page_table", "block_tables", "page_table_k", "page_table_v"), _TABLE),
-    **dict.fromkeys(
-        ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "query_start_loc", "qo_indptr", "kv_indptr"), _PACKED
-    ),
+    **dict.fromkeys(_CU_SEQLENS, _PACKED),
     **dict.fromkeys(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), _CSR),
     **dict.fromkeys(("dropout", "dropout_rate", "p"), _DROPOUT),
     **dict.fromkeys(("q_descale", "descale_q"), "q_scale="),
@@ -81,7 +79,7 @@ OPTIONS: Hints = {
         ("kernel_options", "implementation", "op", "tile_m", "tile_n"), "nothing: arrays and options choose the kernel"
     ),
 }
-# Of writing into caches.
+# Functions that write into caches have these.
 APPEND: Hints = {
     **dict.fromkeys(("key", "k_new"), "k"),
     **dict.fromkeys(("value", "v_new"), "v"),
@@ -99,7 +97,7 @@ APPEND: Hints = {
     "v_descale": "v_scale=",
     "kv_cache_dtype": "the caches' own dtype",
 }
-# Of a cache of pages.
+# A cache of pages has these.
 CACHE: Hints = {
     **dict.fromkeys(("num_blocks", "max_num_pages"), "num_pages="),
     **dict.fromkeys(("block_size", "page_len"), "page_size="),
@@ -111,7 +109,7 @@ CACHE: Hints = {
     "device": "xp=cupy, on the current device",
     **dict.fromkeys(("max_num_blocks_per_seq", "max_blocks_per_seq"), "max_pages_per_sequence="),
 }
-# Of masks of blocks.
+# The constructors of masks of blocks have these.
 MASKS: Hints = {
     "mask_mod": "function, the first argument of from_function",
     "B": "batch=",
@@ -124,7 +122,7 @@ MASKS: Hints = {
     "window_size": "left and right of sliding_window",
     "is_causal": "causal=True of the patterns",
 }
-# Of partial results.
+# Functions on partial results have these.
 PARTS: Hints = {
     **dict.fromkeys(("prefix_output", "suffix_output", "v_a", "v_b"), "outs, a list of the parts' results"),
     **dict.fromkeys(("prefix_lse", "suffix_lse", "s_a", "s_b"), "lses, a list of the parts' lse"),
@@ -136,11 +134,11 @@ QUANTIZE: Hints = {
 
 
 class NoOthers(TypedDict):
-    """What ``**others`` of a function holds whose keywords are all named: type checkers refuse every other one."""
+    """The ``**others`` of a function whose keywords are all named, so that type checkers refuse every other one."""
 
 
 def describe(name: str, hints: Hints) -> str:
-    """What to write in place of a keyword; nothing if no library that we know has it."""
+    """Return what to write in place of a keyword; nothing if no library that we know has it."""
     if name not in hints:
         return ""
     verb = "needs" if hints[name].startswith("nothing") else "calls it"
@@ -148,7 +146,7 @@ def describe(name: str, hints: Hints) -> str:
 
 
 def unknown_keyword(name: str, hints: Hints, known: Iterable[str], what: str = "option") -> TypeError:
-    """The error for a keyword that a function does not have."""
+    """Return the error for a keyword that a function does not have."""
     return TypeError(f"{name}: no such {what}; {describe(name, hints) or 'expected one of ' + ', '.join(known)}")
 
 
@@ -174,7 +172,7 @@ def with_hints(hints: Hints) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def without_others(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose signature does not show the ``**others`` that it refuses."""
+    """Let the signature of a function not show the ``**others`` that it refuses."""
     signature = inspect.signature(function)
     named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     vars(function)["__signature__"] = signature.replace(parameters=named)
@@ -182,5 +180,5 @@ def without_others(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_others(function: Callable[..., object], others: Mapping[str, object], hints: Hints) -> None:
-    """TypeError for a keyword that a function of `without_others` does not have."""
+    """Raise the TypeError for a keyword that a function of `without_others` does not have."""
     raise unknown_keyword(min(others), hints, inspect.signature(function).parameters, "argument")

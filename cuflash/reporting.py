@@ -19,7 +19,7 @@ class Reporter:
         self._last = float("-inf")
 
     def is_due(self, begin: float = float("-inf")) -> bool:
-        """Whether the last report, and a time by the monotonic clock, are long enough ago."""
+        """Return True if the last report, and a time by the monotonic clock, are long enough ago."""
         return time.monotonic() - max(self._last, begin) >= INTERVAL
 
     def tell(self, done: int, total: int) -> None:
@@ -37,12 +37,12 @@ _current: ContextVar[Reporter | None] = ContextVar("cuflash.progress", default=N
 
 
 def current() -> Reporter | None:
-    """Who is told of work that begins now."""
+    """Return who is told of work that begins now."""
     return _current.get()
 
 
 def progress(callback: Callback) -> AbstractContextManager[None]:
-    """Within, calls on NumPy arrays report how far they are.
+    """Let calls on NumPy arrays within a ``with`` block report how far they are.
 
     Each pass of attention, forward or backward, that computes on the CPU calls ``callback(done, total)`` from the
     thread that made the call: some 20 times a second at most, and once more when the pass is complete. Passes that take

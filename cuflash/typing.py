@@ -27,7 +27,7 @@ ArrayT = TypeVar("ArrayT", bound=AnyArray)
 
 
 class Backward(Protocol[ArrayT]):
-    """What `cuflash.attention_vjp` returns beside the result."""
+    """The gradient function that `cuflash.attention_vjp` returns."""
 
     @overload
     def __call__(
@@ -50,7 +50,7 @@ class Backward(Protocol[ArrayT]):
 
 
 class RankBackward(Protocol[ArrayT]):
-    """What the functions over ranks return beside the result: every rank calls it as often as the others do."""
+    """The gradient function that vjps over ranks return; every rank calls it as often as the others do."""
 
     @overload
     def __call__(self, dout: ArrayT, dlse: AnyArray | None = None, *, grads: None = None) -> tuple[ArrayT, ...]: ...

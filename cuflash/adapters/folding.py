@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from cuflash.adapters.form import Form
+from cuflash.frontend.combine import shares_of_sink
 from cuflash.frontend.own_rules import FUNCTIONS
 from cuflash.problem.attention_problem import HALF_DTYPES, Array, AttentionProblem
 from cuflash.problem.own_rules import is_operand
@@ -159,14 +160,10 @@ def add_sink(folded: Folded, problem: AttentionProblem, out: Array, lse: Array) 
 
 
 def gradient_of_sink(folded: Folded, cotangents: tuple[Array, Array | None], results: tuple[Array, Array]) -> Array:
-    """The gradient of every example's sink (size, heads): in a row ``-p (rowsum(dout * out) - dlse)``, p its weight."""
-    xp, (dout, dlse), (out, lse) = folded.xp, cotangents, results
+    """Return the gradient of every example's sink, (size, heads)."""
     assert folded.sink is not None
-    delta = xp.swapaxes((dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1), 1, 2)
-    is_empty = lse == -xp.inf
-    weight = xp.where(is_empty, xp.zeros_like(lse), xp.exp(folded.sink[:, :, None] - lse))
-    share = xp.where(is_empty, xp.zeros_like(lse), -delta if dlse is None else dlse - delta)
-    return folded.unfold((weight * share).sum(axis=-1)).sum(axis=1)
+    shares = shares_of_sink(folded.xp, folded.sink[:, :, None], (cotangents[0], *results, cotangents[1]))
+    return folded.unfold(shares.sum(axis=-1)).sum(axis=1)
 
 
 def gradient_by_example(folded: Folded, name: str, x: Array, shape: tuple[int, ...]) -> Array:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cuflash
-from cuflash import interop
 from cuflash.frontend.call import ARRAY_OPTIONS
 from cuflash.problem.attention_problem import EXTRA_GRADS, Array, operand_name
 from cuflash.problem.options import check_names
-from cuflash.problem.own_rules import check_operands, is_operand, label_of
+from cuflash.problem.own_rules import check_operands, is_differentiable, is_operand, label_of
 from cuflash.problem.pages import check_cu_seqlens_k
 
 # A library records no second derivative; each says so where one would follow.
@@ -21,7 +20,7 @@ _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 
 @dataclass(frozen=True)
 class Form:
-    """What a call's arrays are, in order, and the options that are no arrays."""
+    """The names of a call's arrays, in order, and the options that are no arrays."""
 
     names: tuple[str, ...]  # of the arrays: q, k, v, of packed calls cu_seqlens_q and cu_seqlens_k, options, operands
     constants: tuple[tuple[str, Any], ...]  # sorted by name
@@ -58,11 +57,11 @@ class Form:
         """Names of the arrays that have a gradient, in the order in which cuflash gives these."""
         given = dict(zip(self.names, arrays, strict=True))
         extras = [name for name in EXTRA_GRADS if name in given]
-        operands = [name for name in self.names if is_operand(name) and _is_float(given[name])]
+        operands = [name for name in self.names if is_operand(name) and is_differentiable(given[name])]
         return ("q", "k", "v", *extras, *operands)
 
     def forward(self, arrays: Sequence[Array], out: Array | None = None) -> tuple[Array, Array]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         inputs, options = self.arguments(arrays)
         function: Callable[..., Any] = cuflash.attention_varlen if self.is_packed else cuflash.attention
         result: tuple[Array, Array] = function(*inputs, out=out, return_lse=True, **options)
@@ -76,7 +75,7 @@ class Form:
         arrays: Sequence[Array],
         targets: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """The gradients of the arrays `wanted`, by name; written into `targets` where these are given."""
+        """Return the gradients of the arrays `wanted`, by name; written into `targets` where these are given."""
         (q, k, v, *cu_seqlens), options = self.arguments(arrays)
         names = self.gradient_names(arrays)
         out = None if targets is None else tuple([targets.get(name) for name in names])
@@ -90,7 +89,7 @@ class Form:
 
 
 def form_of(inputs: Sequence[Array], options: Mapping[str, Any]) -> tuple[Form, list[Array]]:
-    """The form of a call, and its arrays.
+    """Return the form of a call, and its arrays.
 
     `inputs` are q, k, v and, of packed calls, cu_seqlens_q and cu_seqlens_k.
     """
@@ -107,7 +106,3 @@ def form_of(inputs: Sequence[Array], options: Mapping[str, Any]) -> tuple[Form, 
     if isinstance(rest.get("window"), list):
         rest["window"] = tuple(rest["window"])
     return Form(tuple(arrays), tuple(sorted(rest.items()))), list(arrays.values())
-
-
-def _is_float(x: Array) -> bool:
-    return "float" in interop.dtype_name(x.dtype)

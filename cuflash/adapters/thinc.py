@@ -16,6 +16,7 @@ except ImportError as error:
 from cuflash.adapters.form import Form, form_of
 from cuflash.problem.attention_problem import EXTRA_GRADS, operand_name
 from cuflash.problem.checks import check_bool
+from cuflash.problem.own_rules import is_differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,7 +135,7 @@ def _layer(name: str, num_inputs: int, learned: Sequence[str], return_lse: bool,
     arrays = dict(zip(names, operands or (), strict=True))
     params = {each: given.pop(each) for each in learned if each != "operands"}
     if "operands" in learned:
-        params |= {each: x for each, x in arrays.items() if "float" in x.dtype.name}
+        params |= {each: x for each, x in arrays.items() if is_differentiable(x)}
     constants = {each: x for each, x in arrays.items() if each not in params}
     attrs: dict[str, Any] = {"options": given, "constants": constants, "operands": names}
     attrs |= {"num_inputs": num_inputs, "return_lse": return_lse}

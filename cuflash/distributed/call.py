@@ -14,9 +14,9 @@ from cuflash.distributed.checks import check_edges, check_problem, check_residua
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
 from cuflash.frontend.call import Backward, Gradients
-from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
+from cuflash.problem.attention_problem import accum_of
 from cuflash.problem.checks import check_bool
-from cuflash.problem.gradients import check_grads
+from cuflash.problem.gradients import check_grads, extras_of
 from cuflash.problem.options import Options
 from cuflash.problem.own_rules import check_operands
 
@@ -50,9 +50,7 @@ class Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands or ()) if "float" in x.dtype.name}
-        return {name: x for name, x in {**given, **operands}.items() if x is not None}
+        return extras_of(self.options)
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,20 @@ class Scheme:
         return ((out, lse) if return_lse else out), backward
 
 
+def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> tuple[dict[str, Array], Options]:
+    """Return a call's arrays and its options, whose arrays are of the same library."""
+    extras = {
+        name: getattr(options, name)
+        for name in ("alibi_slopes", "sink", "dropout_seed")
+        if hasattr(getattr(options, name), "shape")
+    }
+    operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
+    adopted = interop.adopt_all(library, {**given, **extras, **operands})
+    its: dict[str, Any] = {name: adopted[name] for name in extras}
+    its["operands"] = tuple([adopted[name] for name in operands])
+    return adopted, replace(options, **its)
+
+
 def _prepared(
     what: str,
     arrays: dict[str, Array],
@@ -142,16 +154,8 @@ def _prepared(
     def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays["q"])
-        extras = {
-            name: getattr(options, name)
-            for name in ("alibi_slopes", "sink", "dropout_seed")
-            if hasattr(getattr(options, name), "shape")
-        }
-        operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
-        given = {name: x for name, x in {**arrays, **extras}.items() if x is not None}
-        adopted = interop.adopt_all(library, {**given, **operands})
-        options = replace(options, **{name: adopted[name] for name in extras})
-        options = replace(options, operands=tuple([adopted[name] for name in operands]))
+        given = {name: x for name, x in arrays.items() if x is not None}
+        adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v = (adopted[name] for name in ("q", "k", "v"))
         problem = check_problem(q, k, v, options, edges)

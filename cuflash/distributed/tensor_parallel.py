@@ -16,16 +16,18 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.block_sums import BlockSums
+from cuflash.distributed.call import adopt
 from cuflash.distributed.checks import check_edges, check_problem
 from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
 from cuflash.frontend.call import Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
-from cuflash.problem.gradients import check_like
+from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.gradients import check_like, extras_of
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
+from cuflash.problem.own_rules import is_operand
 from cuflash.typing import ArrayT
 
 if TYPE_CHECKING:
@@ -66,8 +68,9 @@ def attention_allreduce(
     cu_seqlens : NumPy int32 array (num_sequences + 1,), optional
         Where packed sequences begin and end.
     **options
-        causal, window, softmax_scale, softcap, alibi_slopes, sink, dropout_p, dropout_seed, deterministic and
-        precision, as of `attention`; slopes and sinks are those of this rank's heads.
+        causal, window, softmax_scale, softcap, alibi_slopes, sink, dropout_p, dropout_seed, deterministic, precision,
+        score_mod, mask_mod and operands, as of `attention`. Slopes and sinks are those of this rank's heads; rules
+        number the heads of all ranks, and every rank has the same operands.
 
     Returns
     -------
@@ -109,7 +112,8 @@ def attention_allreduce_vjp(
     y : array
     backward : callable
         ``backward(dy)`` returns dq, dk, dv and dw_out of this rank's heads, then dsink and dalibi_slopes where those
-        were given; `dy` is the same on every rank. Every rank calls it as often as the others do.
+        were given, and the operands' gradients, summed over all ranks; `dy` is the same on every rank. Every rank calls
+        it as often as the others do.
 
     Raises
     ------
@@ -143,8 +147,13 @@ class _Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        return {name: x for name, x in given.items() if x is not None}
+        return extras_of(self.options)
+
+    @property
+    def _knows_heads(self) -> bool:
+        """Dropout and rules of users' own depend on which of all ranks' heads, and which sequences, these are."""
+        options = self.options
+        return bool(options.dropout_p) or options.score_mod is not None or options.mask_mod is not None
 
     @property
     def projection(self) -> Array:
@@ -157,8 +166,7 @@ class _Call:
         if self.edges is not None:
             return self._packed_part(first, stop)
         seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
-        # Dropout alone depends on which heads these are.
-        first_head = self.first_head if self.problem.dropout_p else 0
+        first_head = self.first_head if self._knows_heads else 0
         place = Place(first_q=first, first_head=first_head, diagonal=seqlen_k - seqlen_q)
         return Part(self.q[:, first:stop], self.k, self.v, self.options, place)
 
@@ -170,7 +178,7 @@ class _Call:
         if slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
             options = replace(options, alibi_slopes=slopes[first:stop])
         cu_seqlens = interop.namespace_of(self.q).asarray(np.subtract(edges, edges[0]), np.int32)
-        place = Place(first_head=self.first_head, first_batch=first) if self.problem.dropout_p else Place()
+        place = Place(first_head=self.first_head, first_batch=first) if self._knows_heads else Place()
         return Part(self.q[rows], self.k[rows], self.v[rows], options, place, cu_seqlens)
 
 
@@ -263,6 +271,9 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
         dw_out = product(flat_out, of_rows, transposed="a").astype(call.w_out.dtype, copy=False)
         dout = product(of_rows, projection, transposed="b").astype(call.q.dtype, copy=False)
         found = _gradients_of_heads(call, dout, out, lse)
+        for name in found:
+            if is_operand(name):  # which every rank has
+                found[name] = call.comm.sum(found[name].astype(call.problem.accum_dtype, copy=False))
         extras = [found[name].reshape(x.shape).astype(x.dtype, copy=False) for name, x in call.extras.items()]
         results = (found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras)
         call.comm.barrier()
@@ -295,13 +306,7 @@ def _prepared(
         options = check_options(keywords)
         library = interop.library_of("q", arrays[0])
         given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
-        extras = {
-            name: getattr(options, name)
-            for name in ("alibi_slopes", "sink", "dropout_seed")
-            if hasattr(getattr(options, name), "shape")
-        }
-        adopted = interop.adopt_all(library, {**given, **extras})
-        options = replace(options, **{name: adopted[name] for name in extras})
+        adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v, w_out = (adopted[name] for name in given)
         if edges is None:

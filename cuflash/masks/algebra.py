@@ -10,12 +10,12 @@ _BLOCKS_AT_ONCE = 1 << 10  # their bits stay in a core's cache
 
 
 def everything(seqlen_q: int, seqlen_k: int) -> Store:
-    """The store of one batch entry and head whose elements are all visible."""
+    """Return the store of one batch entry and head whose elements are all visible."""
     return make_store(np.full((1, 1, num_blocks(seqlen_q), num_blocks(seqlen_k)), VISIBLE, np.int32), [])
 
 
 def combine(operation: np.ufunc, a: Store, b: Store, seqlen_q: int, seqlen_k: int) -> Store:
-    """The store of ``operation(a, b)``, a ufunc of bits; batch and heads broadcast.
+    """Return the store of ``operation(a, b)``, a ufunc of bits; batch and heads broadcast.
 
     Each pair of blocks that occurs is computed once for each of the places where it occurs: inside of the array, and at
     its lower and right edges, where a block is visible as a whole if its elements in the array are.
@@ -47,7 +47,7 @@ def combine(operation: np.ufunc, a: Store, b: Store, seqlen_q: int, seqlen_k: in
 
 
 def _in_array(seqlen_q: int, seqlen_k: int) -> Words:
-    """The elements in the array of a block inside of it, at its right edge, at the lower one, and in the corner."""
+    """Return the elements in the array of a block inside, at the right edge, at the lower edge, and in the corner."""
     last_row, last_column = ((seqlen - 1) % CANONICAL + 1 for seqlen in (seqlen_q, seqlen_k))
     words = np.zeros((4, CANONICAL), np.uint64)
     for place, (rows, columns) in enumerate((r, c) for r in (CANONICAL, last_row) for c in (CANONICAL, last_column)):
@@ -56,7 +56,7 @@ def _in_array(seqlen_q: int, seqlen_k: int) -> Words:
 
 
 def is_same(a: Store, b: Store) -> bool:
-    """Whether two stores of one shape have the same visible elements."""
+    """Return True if two stores of one shape have the same visible elements."""
     if a is b:
         return True
     is_partial = a.slots >= 0

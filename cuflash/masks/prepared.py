@@ -1,4 +1,4 @@
-"""What backends ask a block mask for: its store, on the host or a device, and the tiles that a kernel visits."""
+"""The members of a block mask for backends: its store, on the host or a device, and the tiles that a kernel visits."""
 
 from __future__ import annotations
 

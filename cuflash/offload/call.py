@@ -17,7 +17,8 @@ from cuflash.offload.devices import HostDevice
 from cuflash.offload.host_keys import HostKeys, PooledKeys
 from cuflash.offload.stream import Chunk, Piece
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place, operand_name
+from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.gradients import extras_of
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import to_full_rank
 from cuflash.problem.options import Options, check_names
@@ -53,9 +54,7 @@ class Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands) if "float" in x.dtype.name}
-        return {name: x for name, x in {**given, **operands}.items() if x is not None}
+        return extras_of(self.options)
 
     def seen_keys(self, piece: Piece) -> tuple[int, int]:
         """The first key of a piece that causal and the window show to some query, and the one after the last."""
@@ -66,7 +65,7 @@ class Call:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of k and v, all heads of one sequence."""
+        """The bytes of one key and its value, of all heads of one sequence."""
         return int(self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * self.k.dtype.itemsize)
 
 

@@ -41,16 +41,16 @@ def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
         for cpu_out, cpu_lse in found:
             merge_into(out, lse, device.put(cpu_out), device.put(cpu_lse))
         share.end(own, others, cpu.seconds)
-    return out, lse
+    return out, lse.astype(call.problem.accum_dtype, copy=False)
 
 
 def _forward_of(
     side: Side, chunks: Sequence[Chunk], sink: Array | None, measurement: Measurement | None = None
 ) -> tuple[Array, Array]:
-    """Return one side's results, which begin with the sink, whose value is 0."""
+    """Return one side's results, which begin with the sink, whose value is 0; lse is float64 until all is merged."""
     problem, xp = side.call.problem, side.device.xp
     out = xp.zeros(problem.out_shape, problem.accum_dtype)
-    lse = xp.full(problem.lse_shape, -np.inf, problem.accum_dtype)
+    lse = xp.full(problem.lse_shape, -np.inf, np.float64)
     if sink is not None:
         for piece in side.call.pieces:
             lse[piece.batches, :, : piece.rows] = sink[:, None]

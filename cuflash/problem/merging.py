@@ -34,8 +34,12 @@ def weighted(out: Array, lse: Array, weight: Array) -> Array:
 
 
 def merge_into(out: Array, lse: Array, part_out: Array, part_lse: Array) -> None:
-    """Merge a part into the results over other keys, in place; these have out 0 where lse is -inf."""
-    (own, others), total = weights_of((lse, part_lse))
+    """Merge a part into the results over other keys, in place; these have out 0 where lse is -inf.
+
+    lse may be of a wider dtype than the rest, so that it is not rounded for each of many parts.
+    """
+    weights, total = weights_of((lse, part_lse))
+    own, others = (weight.astype(out.dtype, copy=False) for weight in weights)
     with np.errstate(all="ignore"):
         out *= by_row(own)
         out += weighted(part_out, part_lse, others)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import interop
 from cuflash.problem.attention_problem import DTYPES, operand_name
 from cuflash.rules.form import OperandType
 
@@ -22,6 +23,11 @@ def is_operand(name: str) -> bool:
 def label_of(name: str) -> str:
     """Return the name of a call's array in messages."""
     return f"operands[{name.removeprefix(_OPERAND)}]" if is_operand(name) else name
+
+
+def is_differentiable(operand: Any) -> bool:
+    """Return True for an operand with a gradient: floats have one, integers and bools have none."""
+    return "float" in interop.dtype_name(operand.dtype)
 
 
 def check_operands(operands: object) -> tuple[Any, ...]:

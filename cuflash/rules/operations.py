@@ -94,7 +94,7 @@ def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
 
 
 def is_no_bound(function: str, x: Operand, bound: Operand) -> bool:
-    """Whether all numbers of an integer's dtype are within a bound of Python: NumPy's clip leaves such a one out."""
+    """Return True if an integer's whole dtype is within a bound of Python, which NumPy's clip then leaves out."""
     if not isinstance(x, Node) or not _is_integer(x.dtype) or not isinstance(bound, int) or isinstance(bound, bool):
         return False
     info = np.iinfo(x.dtype)

@@ -96,7 +96,11 @@ def spread(
     by_name = list(zip(*results, strict=True))
     y, dq, dk, dv, dw_out, *extras = by_name
     joined = [np.concatenate(x, axis=-2) for x in (dq, dk, dv)]
-    return [y[0], *joined, np.concatenate(dw_out), *(np.concatenate(x, axis=-1) for x in extras)]
+    of_heads = sum(name in options for name in ("sink", "alibi_slopes"))
+    for of_operand in extras[of_heads:]:  # a sum over the ranks, which every rank has
+        np.testing.assert_array_equal(of_operand, [of_operand[0]] * world)
+    joined_extras = [np.concatenate(x, axis=-1) for x in extras[:of_heads]]
+    return [y[0], *joined, np.concatenate(dw_out), *joined_extras, *(x[0] for x in extras[of_heads:])]
 
 
 def assert_same(found: list[Array], expected: list[Array], rounding: float) -> None:
@@ -108,6 +112,15 @@ def assert_same(found: list[Array], expected: list[Array], rounding: float) -> N
         )
 
 
+def scored(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    """Compute a rule that depends on the sequence, on the head among those of all ranks, and on places."""
+    return s * 0.5 + table[b, h, (j - i) % 7] * np.tanh(s)
+
+
+def shown(b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return (i - j + b) % 4 != kind[h]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -117,6 +130,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": np.linspace(0.05, 0.4, 6)},
     "sink": {"sink": np.linspace(-1, 1, 6)},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 11},
+    "rules": {
+        "score_mod": scored,
+        "mask_mod": shown,
+        "operands": (np.random.default_rng(3).standard_normal((4, 6, 7)), np.arange(6) % 5),
+        "causal": True,
+        "sink": np.linspace(-1, 1, 6),
+    },
     "all": {
         "window": (20, 3),
         "softcap": 3.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
+import os
 import shutil
 import subprocess
 import sys
@@ -35,10 +36,12 @@ PUBLIC = {
 }
 
 
-def python(code: str) -> str:
+def python(code: str, env: dict[str, str] | None = None) -> str:
     """Run `code` in a fresh interpreter, away from the checkout, and return what it prints."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(sys.executable).parent, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(sys.executable).parent, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -115,10 +118,14 @@ def test_completion_shows_public_names_alone() -> None:
     assert set(shown.split()) == PUBLIC | {"adapters", "distributed", "offload"}
 
 
-def test_import_adds_less_than_50_ms_to_numpy() -> None:
+def test_import_adds_less_than_50_ms_to_numpy(tmp_path: Path) -> None:
     # The processor's time is measured, as the wall clock counts whatever else the machine does.
     code = "import numpy, time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(7)) < 0.050
+    # An installed package has its bytecode, which pip compiles; here the first run does, as a checkout may have none.
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+    python(code, env)
+    assert min(float(python(code, env)) for _ in range(7)) < 0.050
 
 
 def test_works_without_cupy() -> None:

@@ -42,6 +42,7 @@ _TOLD_APART = (
 )
 _OF_BIAS = (sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
+SLICED_HEAD_DIM = 536  # results are computed in slices, and v is too wide for a forward pass by halves
 
 Table = Iterator[tuple[Any, str]]
 Kernels = list[tuple[Any, str]]
@@ -163,6 +164,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if config.entry in OPERAND_ENTRIES:
         chosen["deterministic"] = config.entry != OPERAND_ENTRIES[0]
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
+    if of.get("slice_columns"):
+        dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
     if isinstance(config, sm80_forward.Sm80QueryConfig):
         case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
