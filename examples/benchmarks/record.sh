@@ -5,10 +5,10 @@
 #     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
 #
 # PART is one of the names below. COMMIT where this is no checkout with git. The part window comes first, while the card
-# is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch, whose
-# path is in MYTORCH, the part random_shapes draws CELLS problems from SEED, the parts paper_io and counters need ncu, and counters the records of the dense and the float32 parts.
-# The parts mma... take the kernels of other GPUs, the parts ring
-# and ring_processes four GPUs.
+# is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch,
+# whose path is in MYTORCH. The part random_shapes draws CELLS problems from SEED. The parts paper_io and counters need
+# ncu, and counters the records of the dense and the float32 parts. The parts mma... take the kernels of other GPUs, the
+# parts ring and ring_processes four GPUs.
 set -eu
 part=$1 folder=${2:-docs/lab/results} commit=${3:-}
 
