@@ -9,6 +9,7 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu import query_splits
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Persistent
@@ -17,6 +18,7 @@ from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
+from cuflash.plan.sm90_query_splits import num_query_splits
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
@@ -151,6 +153,7 @@ class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
     config: sm90_backward.Sm90BackwardConfig
+    splits: int = 1  # of the queries of a tile of keys
 
     @property
     def smem_bytes(self) -> int:
@@ -163,8 +166,9 @@ class _OfQueries(WithoutTiles):
         return self.config.ping_pong and self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out."""
-        return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+        """The number of query tiles, by which sums of dq are laid out, and of splits of the queries."""
+        tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m)
+        return {"num_query_tiles": tiles, "splits": self.splits}
 
 
 @dataclass(frozen=True)
@@ -197,13 +201,13 @@ class Gradients(_OfQueries):
     visits_tiles = of_keys = True
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out, and of heads whose tiles are mixed."""
+        """The numbers of query tiles and splits, and of heads whose tiles are mixed."""
         return super().numbers(problem) | {"num_grouped_heads": sm90_backward.last_heads(problem, self.config)}
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (of one head, in all); those of a pair of thread blocks count as one."""
+        """Numbers of tiles: (of one head, in all, each split as one); those of a pair of thread blocks count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * batch_heads(problem, problem.num_heads_kv)
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -246,11 +250,17 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
         # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
-    key_grads = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    work.run(Gradients(config.entry, config), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
+    key_grads = results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    splits = 1 if is_wide or adds or not results else num_query_splits(problem, config, work.device.num_sms)
+    if splits > 1:
+        config = sm90_backward.with_query_splits(config)
+        key_grads = query_splits.shares_of(work, results, splits)
+    work.run(Gradients(config.entry, config, splits), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
-        work.run(Dq(sm90_backward.DQ, config.of_rows), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+        work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
+    if splits > 1:
+        query_splits.add(work, key_grads, results, splits)
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
 
