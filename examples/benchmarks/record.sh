@@ -31,6 +31,7 @@ mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash effic
 errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.jsonl" ;;
 truth) python3 examples/benchmarks/truth.py ${commit:+--commit "$commit"} --json "$folder/truth.jsonl" ;;
 small_grids) python3 examples/benchmarks/small_grids.py ${commit:+--commit "$commit"} --json "$folder/small_grids.jsonl" ;;
+few_queries) python3 examples/benchmarks/few_queries.py --splits ${commit:+--commit "$commit"} --json "$folder/few_queries.jsonl" ;;
 dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.jsonl" ;;
 counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;
