@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,22 +173,18 @@ class Arrays:
 def calls_of(arrays: Arrays) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What is timed, by name, contiguous keys first."""
     q, k, v = arrays.q, arrays.k, arrays.v
-    yield "contiguous", lambda: cuflash.attention(q, k, v, causal=True)
-    mask = arrays.tree_mask()
-    yield "tree mask", lambda: cuflash.attention(q, k, v, mask=mask)
+    yield "contiguous", partial(cuflash.attention, q, k, v, causal=True)
+    yield "tree mask", partial(cuflash.attention, q, k, v, mask=arrays.tree_mask())
     for page_size in PAGE_SIZES:
-        given = arrays.paged(page_size)
-        yield f"page {page_size}", lambda given=given: cuflash.attention(q, causal=True, **given)
+        yield f"page {page_size}", partial(cuflash.attention, q, causal=True, **arrays.paged(page_size))
 
 
 def calls_of_splits(arrays: Arrays) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Fixed numbers of splits of contiguous keys."""
     for number in SPLITS:
         if number * 128 <= arrays.cell.keys:
-            yield (
-                f"splits {number}",
-                lambda n=number: cuflash.attention(arrays.q, arrays.k, arrays.v, causal=True, num_splits=n),
-            )
+            given = arrays.q, arrays.k, arrays.v
+            yield f"splits {number}", partial(cuflash.attention, *given, causal=True, num_splits=number)
 
 
 def check(arrays: Arrays) -> float:

@@ -83,7 +83,7 @@ def drawn(seed: int, paged: bool) -> Case:
     begins = [np.sort(rng.integers(0, batch * n + 1, batch + 1)).astype(np.int32) for n in (queries, keys)]
     names = ("q", "dout") if paged else ("q", "k", "v", "dout")
     flat = {name: getattr(case, name).reshape(-1, *getattr(case, name).shape[2:]) for name in names}
-    packed = case.with_inputs(**flat, dlse=None)
+    packed = case.with_inputs(**flat)
     packed.cu_seqlens = begins[0], None if paged else begins[1]  # type: ignore[assignment]
     return packed
 

@@ -204,8 +204,7 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 def small_grid(config: KernelConfig) -> Iterator[None]:
     """Problems are small, so which tile and how many parts of keys they take is said here."""
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
-    is_forward = isinstance(config, sm90_forward.Sm90ForwardConfig)
-    if not (is_forward and (plain or config.packs_heads or config.has_pages)):
+    if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and (plain or config.packs_heads or config.has_pages)):
         yield
         return
     launches = sm90_grid.Launches(replace(config, splits_keys=False), 3 if config.splits_keys else 1)

@@ -122,10 +122,12 @@ DEVICE void hide_by_mask_tile(float (&x)[BLOCK_N / 2], u32 tile, int warp_row) {
 }
 
 // unaligned_mask_word() is Mask::mask_word() for rows that begin anywhere: it reads the aligned words that hold the 32
-// columns, as long as the last of them ends within the row.
+// columns, as long as the last of them ends within the row. Beside other options there are no registers for these
+// words.
 DEVICE u32 unaligned_mask_word(const Mask& mask, int i, int j) {
   constexpr int BYTES = sizeof(u32), NUM_WORDS = WORD / BYTES;
-  if (mask.mask_column_stride != 1 || j + WORD + BYTES - 1 > mask.mask_last_column) return mask.mask_word(i, j);
+  const bool in_words = mask.mask_column_stride == 1 && j + WORD + BYTES - 1 <= mask.mask_last_column;
+  if (NUM_OPTIONS > 1 || !in_words) return mask.mask_word(i, j);
   const u64 address = reinterpret_cast<u64>(mask.mask_row(i) + j);
   const u32* aligned = reinterpret_cast<const u32*>(address - address % BYTES);
   const u32 shift = address % BYTES * 8;
@@ -394,11 +396,12 @@ struct UnitFragment : ScoreFragment {
 
   // add_alibi_by_rows() does what add_alibi() does for rows of different heads.
   DEVICE void add_alibi_by_rows(float (&x)[BLOCK_N / 2], int first_key) const {
+    const float column = static_cast<float>(fragment_column());
 #pragma unroll
     for (int e = 0; e < BLOCK_N / 2; e++) {
       const int r = PACKS_HEADS ? row_offset(e) / 8 : 0;
-      const float distance = static_cast<float>(own.query(0, r) + s.diagonal() - first_key - fragment_column());
-      x[e] -= slopes[r] * fabsf(distance - static_cast<float>(column_offset(e)));
+      const float distance = static_cast<float>(own.query(0, r) + s.diagonal() - first_key);
+      x[e] -= slopes[r] * fabsf(distance - (column + static_cast<float>(column_offset(e))));
     }
   }
 
