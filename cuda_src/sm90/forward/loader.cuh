@@ -290,9 +290,12 @@ struct Loader {
     bool last = blocks.done();
     if (HAS_BLOCK_MASK && !last) {
       const Mask mask(p, s, work.head);
-      if constexpr (HAS_PAGES) __syncwarp();  // all lanes have read the list
-      shared.lists[rings.work.stage].list =
-          mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
+      if constexpr (HAS_PAGES) __syncwarp();  // all lanes have read the list that one of them replaces
+      if (leads()) {
+        shared.lists[rings.work.stage].list =
+            mask.slots + static_cast<i64>(work.tile) * WARPGROUPS_PER_TILE * p.slot_columns;
+      }
+      if constexpr (HAS_PAGES) __syncwarp();
       prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
