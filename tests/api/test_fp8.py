@@ -1,4 +1,4 @@
-"""Attention with FP8 arrays and out_dtype: every clause of their meaning, on every device."""
+"""Attention with FP8 arrays and out_dtype keeps every clause of their meaning, on every device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: bool = False) -> list[Quantized]:
-    """q, k, v in FP8: two sequences, four query heads on two."""
+    """Make q, k, v in FP8, of two sequences and four query heads on two."""
     shapes = [
         (2, n, h, d) for n, h, d in zip((seqlens[0], seqlens[1], seqlens[1]), (4, 2, 2), (24, 24, 40), strict=True)
     ]
@@ -35,14 +35,14 @@ def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: boo
 
 
 def attend(device: Device, arrays: list[Quantized], **options: Any) -> Any:
-    """Attention on the codes and scales of q, k, v."""
+    """Compute attention on the codes and scales of q, k, v."""
     scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
     inputs = [x.codes for x in arrays]
     return device.get(cuflash.attention(*device.put(inputs), **device.put(scales | options)))
 
 
 def assert_near(actual: Array, expected: Array) -> None:
-    """Within rounding to the result's dtype, and float32's arithmetic."""
+    """Assert equality within rounding to the result's dtype and float32's arithmetic."""
     eps = EPS[actual.dtype.name]
     np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=eps, atol=2e-6 * np.abs(expected).max())
 
@@ -60,7 +60,7 @@ def test_it_is_attention_on_the_dequantised_inputs(device: Device, per: str, out
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """A forward option, or several, for problems of `problem`."""
+    """Return a forward option, or several, for problems of `problem`."""
     lengths = {"q_lengths": np.array([37, 20], np.int32), "kv_lengths": np.array([53, 31], np.int32)}
     options: dict[str, dict[str, Any]] = {
         "window": {"window": (9, 3)},
@@ -177,7 +177,7 @@ def test_strides_of_codes(device: Device, strides: str) -> None:
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 1e30])
 @pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16"])
 def test_unused_places_never_matter(device: Device, scale: float, queries: str) -> None:
-    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody."""
+    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody, never matter."""
     arrays = problem()
     mask = np.ones((53,), bool)
     mask[3] = False
@@ -300,7 +300,7 @@ def test_gradients_of_other_results(device: Device, dtype: str, out_dtype: str, 
 
 
 def test_float32_gradients_are_not_rounded_through_16_bits(device: Device) -> None:
-    """A float32 dout whose parts below 16 bits decide, because the values of a key add up to 0."""
+    """The parts of dout below 16 bits decide here, because the values of a key add up to 0."""
     q, k, v = (gaussian(RNG, (1, 6, 1, 16), "float16") for _ in range(3))
     v[..., 8:] = -v[..., :8]
     dout = (1 + RNG.uniform(-1, 1, v.shape) * 2.0**-14).astype(np.float32)

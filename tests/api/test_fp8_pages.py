@@ -1,4 +1,4 @@
-"""FP8 and out_dtype over pools of pages: codes and scales have the pools' shape."""
+"""FP8 and out_dtype work over pools of pages, where codes and scales have the pools' shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = np.array([11, 9], np.int32)
 
 
 def rows_of(pool: Array) -> Array:
-    """The logical keys of each sequence, unused ones 0."""
+    """Return the logical keys of each sequence, unused ones 0."""
     pages = pool[np.clip(TABLE, 0, NUM_PAGES - 1)]
     rows = pages.reshape(len(TABLE), -1, *pool.shape[2:]).copy()
     rows[np.arange(rows.shape[1]) >= LENGTHS[:, None]] = 0
@@ -33,7 +33,7 @@ def rows_of(pool: Array) -> Array:
 
 
 def pools() -> list[Quantized]:
-    """k and v; codes and scales of unused places are NaN."""
+    """Return k and v, whose codes and scales of unused places are NaN."""
     used = np.zeros((NUM_PAGES, PAGE_SIZE), bool)
     for pages, length in zip(np.clip(TABLE, 0, NUM_PAGES - 1), LENGTHS, strict=True):
         for key in range(length):

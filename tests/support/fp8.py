@@ -1,4 +1,4 @@
-"""What tests of FP8 share: codes as numbers, plain attention with rounded weights, and inputs by their names."""
+"""Helpers of the tests of FP8: codes as numbers, plain attention with rounded weights, and inputs by their names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import cuflash
 
 Array = NDArray[Any]
 
-# A kernel's keys of a tile; the scales of one tile share a largest.
+# A kernel's tile has so many keys, whose scales share a largest.
 KEY_TILE = 128
 WEIGHT_FACTOR = 2.0**8
-# The rms error may be so many times that of plain attention whose weights are rounded (DESIGN's error rule of FP8).
+# The rms error may be so many times that of plain attention whose weights are rounded.
 RMS_FACTOR = 1.01
 
 
@@ -29,19 +29,19 @@ class Quantized(NamedTuple):
 
 
 def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
-    """What e4m3 codes are, by ml_dtypes."""
+    """Return the numbers of e4m3 codes, by ml_dtypes."""
     wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     return wide * (np.asarray(scale, np.float64)[..., None] if np.ndim(scale) else scale)
 
 
 def quantized(x: Array, per: str) -> Quantized:
-    """An array by `cuflash.quantize_fp8`."""
+    """Quantise an array by `cuflash.quantize_fp8`."""
     codes, scale = cuflash.quantize_fp8(x, per)
     return Quantized(codes, scale, numbers_of(codes, scale))
 
 
 def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: tuple[int, int] = (4, 2)) -> list[Array]:
-    """Float32 q, k, v (1, seqlen, heads, 64) of a kind.
+    """Draw float32 q, k, v (1, seqlen, heads, 64) of a kind.
 
     "gaussian", "outliers" (one element in a thousand N(0, 100) on top) or "sharp" (q and k N(0, 9)).
     """
@@ -60,7 +60,7 @@ def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: t
 
 
 def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Array:
-    """Plain attention on dequantised inputs, key tile by key tile, with rounded weights.
+    """Compute plain attention on dequantised inputs, key tile by key tile, with rounded weights.
 
     `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
     running maximum; a 16-bit dtype: p alone. The denominator sums the weights before they are rounded.
@@ -88,5 +88,5 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Arr
 
 
 def rms(x: Array) -> float:
-    """The root of the mean square."""
+    """Return the root of the mean square."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
