@@ -6,7 +6,8 @@ Times are of the device alone, in a CUDA graph, and speeds are those of reading 
 measured before the query heads of a group were rows of a tile; the others are drawn in log scale with a seed that
 changes. Each cell's paged and masked results are held against those of contiguous keys. ``--splits`` also times fixed
 numbers of splits of the keys, by which the predictions of ``cuflash/plan/sm90_few_queries.py`` can be fitted. It needs
-a Hopper GPU; torch and FlashAttention-3 are optional.
+a Hopper GPU; torch and FlashAttention-3 are optional. ``few_queries_quick.py`` is a first look, with a check of drawn
+problems against float64.
 """
 
 from __future__ import annotations
@@ -138,11 +139,11 @@ def torch_microseconds(call: Callable[[], Any], xp: Any) -> float:
 class Arrays:
     """The arrays of a cell: padded ones, and pools whose pages are shuffled."""
 
-    def __init__(self, cell: Cell, xp: Any, seed: int) -> None:
+    def __init__(self, cell: Cell, xp: Any, seed: int, kind: type[Inputs] = Inputs) -> None:
         self.cell, self.xp = cell, xp
         self._rng = np.random.default_rng(seed)
         sizes = cell.batch, cell.queries, cell.keys, cell.heads, cell.heads_kv, cell.head_dim, cell.head_dim
-        self.inputs = Inputs(bench_cells.Cell(cell.name, "bfloat16", *sizes, causal=True), xp)
+        self.inputs = kind(bench_cells.Cell(cell.name, "bfloat16", *sizes, causal=True), xp)
         self.q, self.k, self.v = (self.inputs[name] for name in "qkv")
 
     def tree_mask(self) -> Any:
@@ -194,7 +195,7 @@ def check(arrays: Arrays) -> float:
     causal = np.tril(np.ones((cell.queries, cell.keys), bool), cell.keys - cell.queries)
     others = [cuflash.attention(arrays.q, arrays.k, arrays.v, mask=arrays.xp.asarray(causal))]
     others += [cuflash.attention(arrays.q, causal=True, **arrays.paged(size)) for size in PAGE_SIZES]
-    return max(float(np.abs(as_float64(x) - expected).max()) for x in others)
+    return float(np.max([np.abs(as_float64(x) - expected).max() for x in others]))  # NaN where any is
 
 
 def fa3_call(arrays: Arrays) -> Callable[[], Any] | None:
@@ -240,7 +241,7 @@ def main() -> None:
         if len(ratios):
             mean = np.exp(np.log(ratios).mean())
             print(f"{ours} of {theirs}: mean {mean:.3f}, least {ratios.min():.3f} over {len(ratios)} cells")
-    if any(row["difference"] > LARGEST_DIFFERENCE for row in measured):
+    if not all(row["difference"] <= LARGEST_DIFFERENCE for row in measured):
         raise SystemExit("some results differ")
 
 
