@@ -174,7 +174,9 @@ def forward_config(
     bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and without_window(flags) == {"has_softcap"}
     of_tile = bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, has_pages
     tile = _tile_for(row, flags, plain_scores, *of_tile)
-    if has_pages or packs_heads:
+    if packs_heads:
+        tile = row.of_heads(tile, has_pages, bool(without_window(flags)))
+    elif has_pages:
         tile = row.with_spare_registers(tile)
     chosen = plain_scores, bias_tiles, mask_tiles, splits_keys, bounded_scores, packs_heads, has_pages
     return config_of(row, tile, dtype, bias_dtype, flags, *chosen)
@@ -420,14 +422,17 @@ def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     yield tiles(_KNOWN_TO_ROWS, few_queries=True)
     for flags in ((), ("has_window",), ("has_window", "has_bias"), _KNOWN_TO_ROWS):
         yield tiles(flags, few_queries=True, packs_heads=True)
+    yield tiles(("has_window", "has_softcap"), few_queries=True, packs_heads=True, bounded_scores=True)
     in_tiles = {"bias_tiles": True, "mask_tiles": True}
     yield tiles(_KNOWN_TO_ROWS, few_queries=True, packs_heads=True, splits_keys=True, **in_tiles)
     yield tiles(("has_window",), packs_heads=True, splits_keys=True)
 
 
 def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
-    """Kernels of pages: many queries, and few."""
+    """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
+    for flags in (("has_window",), ("has_window", "has_dropout")):
+        yield tiles(flags, packs_heads=True)
     for flags in (("has_window",), ("has_window", "has_softcap"), HANDLES):
         yield tiles(flags)
     yield tiles(("has_window", "has_mask"), few_queries=True, packs_heads=True, mask_tiles=True)

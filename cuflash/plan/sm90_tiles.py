@@ -53,6 +53,7 @@ class Sm90Row:
     with_mask_tiles: Sm90Tile | None = None  # tile with a mask that TMA loads, before `with_mask`
     few_with_bias: Sm90Tile | None = None  # tile of few queries with a bias that TMA does not load
     spare: Sm90Tile | None = None  # tile in place of those that leave no register: see `with_spare_registers`
+    paged_heads: Sm90Tile | None = None  # tile of many rows of several heads with pages, before `spare`
     bounded: Sm90Tile | None = None  # tile with a softcap whose bound replaces maxima
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
@@ -61,6 +62,17 @@ class Sm90Row:
         """The tile that takes the place of this one with pages, and where a tile has the rows of several heads."""
         fills_registers = tile.query_steps_in_registers or tile.block_m > MOST_PLAIN_ROWS
         return replace(self.spare if self.spare and fills_registers else tile, pair=1)
+
+    def of_heads(self, tile: Sm90Tile, has_pages: bool, has_options: bool) -> Sm90Tile:
+        """The tile that takes the place of this one where it has the rows of several heads.
+
+        Each option, but a window, asks for registers for each of a thread's rows, which many rows do not leave.
+        """
+        if tile.block_m > self.few_queries.block_m and has_options:
+            return self.with_more
+        if tile.block_m > self.few_queries.block_m and has_pages and self.paged_heads:
+            return self.paged_heads
+        return self.with_spare_registers(tile)
 
     def of_few_queries(self, biases_one_by_one: bool) -> Sm90Tile:
         """The tile for few queries; `biases_one_by_one` says that TMA does not load their bias."""
@@ -154,6 +166,7 @@ FORWARD = (
         Sm90Tile(128, 32),
         few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         few_with_bias=Sm90Tile(64, 32, ping_pong=False, stages=3),
+        paged_heads=Sm90Tile(128, 64),
         with_mask_tiles=Sm90Tile(128, 80),
         bounded=Sm90Tile(128, 96, ping_pong=False),
     ),
@@ -171,6 +184,7 @@ FORWARD = (
         many_windowed=Sm90Tile(128, 64, early_eighths=2, keys_in_reverse=True, query_steps_in_registers=6, pair=2),
         few_queries=Sm90Tile(64, 32, ping_pong=False, stages=3),
         spare=Sm90Tile(128, 64),
+        paged_heads=Sm90Tile(128, 32),
         with_blocks=Sm90Tile(128, 64),
         with_mask_tiles=Sm90Tile(128, 64),
         exact_again=4096,

@@ -182,12 +182,28 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, queries: int) -> None:
     assert tiles * num_splits >= 64 or num_splits * 128 > 32768 // 2
 
 
-def test_the_table_of_few_queries_covers_every_row() -> None:
-    """A page's keys are counted by what its pool can hold, not by the table's width."""
+def test_every_row_has_a_tile_of_few_queries() -> None:
     for row in sm90_tiles.FORWARD:
         assert row.few_queries.block_m == 64
+
+
+def test_keys_in_pages_are_as_many_as_the_pool_can_hold() -> None:
+    """Splits are chosen for these, not for a table's width."""
     wide = problem(1, 1 << 20, batch=8, pages=Pages(512, 16, 1 << 16))
     assert chosen(wide).num_splits == chosen(problem(1, 1024, batch=8)).num_splits
+
+
+@pytest.mark.parametrize("heads", [71, 128])
+def test_many_rows_of_several_heads_leave_registers_to_options_and_pages(heads: int) -> None:
+    """Such tiles are smaller: with those of many queries of one head the kernels spilled."""
+    pages = Pages(512, 16, 512)
+    for row in sm90_tiles.FORWARD:
+        sizes = (1, 2, 8192, heads, 1, row.head_dim, row.head_dim_v, "bfloat16")
+        plain = sm90_forward.config_for(AttentionProblem(*sizes, pages=pages))
+        assert row.paged_heads is None or plain.block_n == row.paged_heads.block_n
+        with_option = sm90_forward.config_for(AttentionProblem(*sizes, dropout_p=0.5))
+        assert (with_option.block_m, with_option.block_n) == (row.with_more.block_m, row.with_more.block_n)
+        assert with_option.packs_heads == (heads <= row.with_more.block_m)
 
 
 def test_no_warpgroup_waits_for_registers_that_a_launch_does_not_have() -> None:
