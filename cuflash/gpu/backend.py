@@ -55,6 +55,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
 def _forward(work: Work) -> None:
     """Run the first family that takes a problem whose arrays have one dtype."""
     problem = work.problem
+    if problem.pages is not None and problem.split_size is None and gpu_sm90.paged_forward(work):
+        return
     if problem.pages is not None and not fits(work):
         with_first_keys(work)
         next(filter(None, (family(work) for family in _PAGED_FORWARD)))

@@ -302,8 +302,11 @@ def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RU
 
 
 def num_key_splits(problem: AttentionProblem, arrays: Arrays) -> int:
-    """The number of splits of the keys; packed sequences have one."""
-    return 1 if problem.packed or "out_splits" not in arrays else len(arrays["out_splits"]) // problem.batch
+    """The number of splits of the keys; those of packed sequences are a leading axis, where there are several."""
+    x = arrays.get("out_splits")
+    if x is None or (problem.packed and x.ndim == 3):
+        return 1
+    return len(x) if problem.packed else len(x) // problem.batch
 
 
 def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
@@ -369,7 +372,8 @@ def _batch_stride(slopes: Array | None) -> int:
 def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     """Strides (batch, row, head) in elements; 0 on axes of size 1."""
     strides = [0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
-    packed = packed and len(strides) < 4  # a pool of pages has all axes
     if name in _PER_ROW:
+        packed = packed and len(strides) < 3  # splits are an axis of their own
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
+    packed = packed and len(strides) < 4  # so they are here, and a pool of pages has all axes
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
