@@ -16,7 +16,7 @@ from cuflash.cuda import compile as cuda_compile
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load_kernel, source_of
 from cuflash.hardware import capability_of, smem_limit
-from cuflash.plan import sm80_backward, sm80_forward, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import table
@@ -66,7 +66,7 @@ def configs(
 ) -> Iterator[KernelConfig]:
     """The kernels that the arguments select; a thread block has `limit` bytes."""
     tables: list[Iterator[tuple[KernelConfig, str]]] = [table(limit)]
-    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_backward, sm80_wide)]
+    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_backward, sm80_wide)]
     if has_wgmma:
         tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
     for config, dtype in chain(*tables):

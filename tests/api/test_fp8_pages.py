@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, numbers_of, quantized
+from fp8 import Quantized, most_rounding, numbers_of, quantized
 from numpy.typing import NDArray
 from tolerance import EPS
 
@@ -68,7 +68,8 @@ def test_codes_in_pages(device: Device, queries: str, out_dtype: str, splits: di
     else:
         out = device.get(cuflash.attention(*device.put((given, k.codes, v.codes)), **on_device))
     assert out.dtype.name == out_dtype
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=EPS[out_dtype], atol=2e-6)
+    atol = 2e-6 + most_rounding(device.name, queries, rows_of(v.numbers))
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=EPS[out_dtype], atol=atol)
 
 
 def test_a_scale_has_the_pool_s_axes(device: Device) -> None:

@@ -18,6 +18,17 @@ KEY_TILE = 128
 WEIGHT_FACTOR = 2.0**8
 # The rms error may be so many times that of plain attention whose weights are rounded (DESIGN's error rule of FP8).
 RMS_FACTOR = 1.01
+# The most by which kernels that round weights move one, in parts of itself, by the queries' dtype.
+WEIGHT_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4}
+
+
+def most_rounding(device: str, queries: str, v: Array, rescale: float = 1.0) -> float:
+    """How far rounded weights may move a result on a device of `devices`; kept weights are multiplied by `rescale`.
+
+    NumPy's path and GPUs without such kernels compute weights in float32.
+    """
+    rounds = device not in ("numpy", "sm_75")
+    return 1.01 * WEIGHT_ROUNDING[queries] * rescale * float(np.abs(v).max()) if rounds else 0.0
 
 
 class Quantized(NamedTuple):
@@ -59,7 +70,7 @@ def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: t
     return [x.astype(np.float32) for x in arrays]
 
 
-def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Array:
+def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_tile: int = KEY_TILE) -> Array:
     """Plain attention on dequantised inputs, key tile by key tile, with rounded weights.
 
     `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
@@ -72,8 +83,8 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str) -> Arr
     scores = by_head[0] @ by_head[1].swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     top = np.full((*scores.shape[:-1], 1), -np.inf)
     total, sums = np.zeros(top.shape), np.zeros((*top.shape[:-1], v.codes.shape[-1]))
-    for begin in range(0, scores.shape[-1], KEY_TILE):
-        keys = slice(begin, begin + KEY_TILE)
+    for begin in range(0, scores.shape[-1], key_tile):
+        keys = slice(begin, begin + key_tile)
         new_top = np.maximum(top, scores[..., keys].max(axis=-1, keepdims=True))
         p = np.exp(scores[..., keys] - new_top)
         own_scale = scale[:, :, None, keys] if weights == "float8_e4m3fn" else np.ones((1, 1, 1, 1))
