@@ -18,13 +18,16 @@ from cuflash.attention import (
     attention_vjp,
 )
 from cuflash.merge import merge, merge_backward
+from cuflash.reporting import progress
 
 if TYPE_CHECKING:
+    from cuflash import distributed as distributed
+    from cuflash import offload as offload
     from cuflash.cache import PagedCache, append_kv
     from cuflash.fp8 import hadamard, quantize_fp8
     from cuflash.masks.block_mask import BlockMask
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockMask",
@@ -40,20 +43,26 @@ __all__ = [
     "hadamard",
     "merge",
     "merge_backward",
+    "progress",
     "quantize_fp8",
 ]
+
+# These need no import of their own.
+_SUBPACKAGES = {
+    "adapters": "cuflash.adapters",
+    "distributed": "cuflash.distributed",
+    "offload": "cuflash.offload",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is first asked for now: together it would take longer than all that every program needs."""
-    if name not in ("BlockMask", "PagedCache", "append_kv", "distributed", "hadamard", "offload", "quantize_fp8"):
+    if name not in (*_SUBPACKAGES, "BlockMask", "PagedCache", "append_kv", "hadamard", "quantize_fp8"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: Any
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
-        if name == "distributed":
-            found = import_module("cuflash.distributed")
-        elif name == "offload":
-            found = import_module("cuflash.offload")
+        if name in _SUBPACKAGES:
+            found = import_module(_SUBPACKAGES[name])
         elif name in ("PagedCache", "append_kv"):
             from cuflash import cache
 
@@ -71,4 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names alone, so that completion shows nothing else."""
+    return sorted((*__all__, *_SUBPACKAGES))

@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="one of those below")
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     name = parser.parse_args(argv[:1]).command
 
     module_name, summary = _COMMANDS[name]

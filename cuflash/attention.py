@@ -1,44 +1,77 @@
-"""The public functions: attention, its gradient, and both for packed sequences."""
+"""The public functions: attention, its gradient, and both together; those for packed sequences are in `varlen`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash.frontend.call import Call, Gradients
-from cuflash.frontend.metadata import metadata_of, repeated
-from cuflash.problem.attention_problem import Array
-from cuflash.problem.checks import check_bool
-from cuflash.problem.fp8 import refuse_gradients
-from cuflash.problem.options import Options
+from cuflash.frontend.run import backward_from, forward, show_options, vjp
+from cuflash.typing import AnyArray, ArrayT, Backward
+from cuflash.varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
+    "attention_vjp",
+]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.problem.options import OptionKeywords
 
-Backward = Callable[..., Gradients]
-Inputs = tuple[Array, ...]  # q, k, v, and of packed sequences cu_seqlens_q and cu_seqlens_k
 
-
+@overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    out: Array | None = None,
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def attention(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
     """Exact attention ``softmax(softmax_scale * q k^T) v`` without forming the score matrix.
 
-    FlashAttention: Dao et al. 2022, Algorithm 1; the online softmax of FlashAttention-2 (Dao 2023), section 3.1.
+    FlashAttention: Dao et al. 2022, Algorithm 1; the online softmax of FlashAttention-2 (Dao 2023), section 3.1. The
+    page "Semantics" of the documentation (docs/semantics.md) says what every option means exactly, alone and together.
 
     Parameters
     ----------
     q : array (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024, on a GPU to 256. Or FP8: e4m3 codes,
+        float16, bfloat16, float32 or float64; any strides. head_dim 1 to 1024. Or FP8: e4m3 codes,
         as uint8 or float8_e4m3fn.
     k : array (batch, seqlen_k, num_heads_kv, head_dim)
         Of q's dtype, or k and v FP8 under float16 or bfloat16 queries. ``num_heads_q % num_heads_kv == 0``:
@@ -116,24 +149,61 @@ def attention(
     ValueError
         For a wrong shape, stride, device or value.
     NotImplementedError
-        For a head dimension above 1024, on a GPU above 256; in functions that give gradients for FP8 arrays.
+        For a head dimension above 1024; in functions that give gradients for FP8 arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((2, 6, 4, 8), np.float32)  # (batch, seqlen, num_heads, head_dim)
+    >>> k = v = np.ones((2, 9, 2, 8), np.float32)  # two query heads share a KV head
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 6, 4, 8), (2, 4, 6))
     """
-    return _forward((q, k, v), options, out, return_lse)
+    return forward((q, k, v), options, out, return_lse)
 
 
+@overload
 def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    forward_out: Array,
-    lse: Array,
+    dout: ArrayT,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    forward_out: ArrayT,
+    lse: ArrayT,
     *,
-    dlse: Array | None = None,
-    out: Sequence[Array | None] | None = None,
+    dlse: ArrayT | None = None,
+    out: Sequence[AnyArray | None] | None = None,
+    grads: None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ...]: ...
+@overload
+def attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    forward_out: ArrayT,
+    lse: ArrayT,
+    *,
+    dlse: ArrayT | None = None,
+    out: Sequence[AnyArray | None] | None = None,
+    grads: Sequence[str],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | None, ...]: ...
+def attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    forward_out: ArrayT,
+    lse: ArrayT,
+    *,
+    dlse: ArrayT | None = None,
+    out: Sequence[AnyArray | None] | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Gradients:
+) -> tuple[ArrayT | None, ...]:
     """Gradients of `attention` from its inputs and results alone; nothing is kept between the calls.
 
     FlashAttention-2 (Dao 2023), Algorithm 2: the weights are recomputed from `lse`, so a result and lse that were
@@ -169,19 +239,59 @@ def attention_backward(
     ------
     TypeError, ValueError, NotImplementedError
         As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 6, 2, 8), np.float32)
+    >>> sink = np.zeros(2, np.float32)
+    >>> out, lse = cuflash.attention(q, q, q, sink=sink, return_lse=True)
+    >>> dq, dk, dv, dsink = cuflash.attention_backward(out, q, q, q, out, lse, sink=sink)
+    >>> dsink.shape
+    (2,)
     """
-    return _backward((dout, forward_out, lse, dlse), (q, k, v), options, out, grads)
+    return backward_from((dout, forward_out, lse, dlse), (q, k, v), options, out, grads)
 
 
+@overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    out: Array | None = None,
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+def attention_vjp(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, Backward[ArrayT]]:
     """`attention` and the function that maps gradients of its results to gradients of its inputs.
 
     Parameters
@@ -201,196 +311,17 @@ def attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError
         As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 6, 2, 8), np.float32)
+    >>> out, backward = cuflash.attention_vjp(q, q, q, causal=True)
+    >>> dq, dk, dv = backward(np.ones_like(out))
+    >>> backward(out, grads=("v",))[0] is None
+    True
     """
-    return _vjp((q, k, v), options, out, return_lse)
+    return vjp((q, k, v), options, out, return_lse)
 
 
-def attention_varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
-    *,
-    out: Array | None = None,
-    return_lse: bool = False,
-    **options: Unpack[OptionKeywords],
-) -> Any:
-    """Attention within each of several packed sequences.
-
-    Parameters
-    ----------
-    q : array (total_q, num_heads_q, head_dim)
-        The sequences' rows, one sequence after the other.
-    k : array (total_k, num_heads_kv, head_dim)
-    v : array (total_k, num_heads_kv, head_dim_v)
-    cu_seqlens_q, cu_seqlens_k : int32 array (batch + 1,)
-        Sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``; rows beyond the last are padding.
-        On q's device; never read by the host.
-        With `block_table`, of which k and v are the pools, cu_seqlens_k is None.
-    out, return_lse, **options
-        As in `attention`. bias, mask and block_mask are indexed (batch, num_heads_q, i, j) local to each sequence and
-        cover the longest one; q_lengths and kv_lengths are used lengths inside each sequence.
-
-    Returns
-    -------
-    out : array (total_q, num_heads_q, head_dim_v)
-    lse : array (num_heads_q, total_q)
-        Only if `return_lse`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As `attention`.
-    """
-    return _forward((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
-
-
-def attention_varlen_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    forward_out: Array,
-    lse: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
-    *,
-    dlse: Array | None = None,
-    out: Sequence[Array | None] | None = None,
-    grads: Sequence[str] | None = None,
-    **options: Unpack[OptionKeywords],
-) -> Gradients:
-    """Gradients of `attention_varlen`: `attention_backward` for packed sequences.
-
-    Parameters
-    ----------
-    dout, forward_out : array (total_q, num_heads_q, head_dim_v)
-    lse, dlse : array (num_heads_q, total_q)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, **options
-        As given to `attention_varlen`.
-    out, grads
-        As in `attention_backward`.
-
-    Returns
-    -------
-    tuple of arrays
-        As from `attention_backward`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As `attention`.
-    """
-    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _backward((dout, forward_out, lse, dlse), inputs, options, out, grads)
-
-
-def attention_varlen_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
-    *,
-    out: Array | None = None,
-    return_lse: bool = False,
-    **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
-    """`attention_varlen` and its gradient function: `attention_vjp` for packed sequences.
-
-    Parameters
-    ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, out, return_lse, **options
-        As in `attention_varlen`.
-
-    Returns
-    -------
-    out, backward
-        As from `attention_vjp`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As `attention`.
-    """
-    return _vjp((q, k, v, cu_seqlens_q, cu_seqlens_k), options, out, return_lse)
-
-
-def _call(inputs: Inputs, options: Mapping[str, Any]) -> Call:
-    q, k, v, *cu_seqlens = inputs
-    return Call(q, k, v, options, (cu_seqlens[0], cu_seqlens[1]) if cu_seqlens else None)
-
-
-def _forward(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> Any:
-    return_lse = check_bool("return_lse", return_lse)
-    metadata = metadata_of("forward, lse" if return_lse else "forward", inputs, options, (out,))
-    results = repeated(metadata)
-    if results is not None:
-        return tuple(results) if return_lse else results[0]
-    call = _call(inputs, options)
-    result, lse = call.forward(out, return_lse, metadata)
-    return result if lse is None else (result, call.release(lse))
-
-
-def _backward(
-    further: tuple[Array, Array, Array, Array | None],
-    inputs: Inputs,
-    options: Mapping[str, Any],
-    out: Sequence[Array | None] | None,
-    grads: Sequence[str] | None,
-) -> Gradients:
-    metadata = None
-    if out is None or (isinstance(out, (tuple, list)) and out):
-        metadata = metadata_of(f"backward, {grads!r}", (*further, *inputs), options, out or ())
-    results = repeated(metadata)
-    if results is not None:
-        return tuple(results)
-    call = _call(inputs, options)
-    dout, result, lse, dlse = further
-    residuals = call.adopt("out", result), call.adopt("lse", lse)
-    return call.backward(call.adopt("dout", dout), *residuals, call.adopt("dlse", dlse), out, grads, metadata)
-
-
-def _vjp(inputs: Inputs, options: Mapping[str, Any], out: Array | None, return_lse: bool) -> tuple[Any, Backward]:
-    return_lse = check_bool("return_lse", return_lse)
-    metadata = metadata_of("forward, lse", inputs, options, (out,))
-    if metadata is not None:  # then these are arrays, and the same forward pass may be known
-        refuse_gradients(*inputs[:3])
-    results = repeated(metadata)
-    if results is not None:
-        result, lse = results
-        call = None
-    else:
-        call = _call(inputs, options)
-        call.refuse_gradients()
-        result, lse = call.forward(out, True, metadata)
-        residual = call.adopt("out", result)
-
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
-    ) -> Gradients:
-        """Gradients of the inputs; see `attention_backward`."""
-        if call is None:
-            return _backward((dout, result, lse, dlse), inputs, options, out, grads)
-        return call.backward(call.adopt("dout", dout), residual, lse, call.adopt("dlse", dlse), out, grads)
-
-    return ((result, lse if call is None else call.release(lse)) if return_lse else result), backward
-
-
-# `help` and editors show every option.
-_options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
-for _function in (
-    attention,
-    attention_backward,
-    attention_vjp,
-    attention_varlen,
-    attention_varlen_backward,
-    attention_varlen_vjp,
-):
-    *_named, _ = inspect.signature(_function).parameters.values()
-    vars(_function)["__signature__"] = inspect.Signature((*_named, *_options))
+show_options(attention, attention_backward, attention_vjp)

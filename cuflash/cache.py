@@ -4,35 +4,75 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.attention import attention, attention_varlen
 from cuflash.frontend.append import append
 from cuflash.pages import Pages
 from cuflash.problem.append import FP8_DTYPES
 from cuflash.problem.attention_problem import DTYPES, Array
 from cuflash.problem.checks import check_bool, check_int
+from cuflash.typing import AnyArray, ArrayT
 from cuflash.upload import Refilled, table_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from cuflash.problem.options import OptionKeywords
+
+
+@overload
 def append_kv(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    kv_lengths: Array,
+    k: AnyArray,
+    v: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    kv_lengths: AnyArray,
     *,
-    block_table: Array | None = None,
-    cu_seqlens: Array | None = None,
-    rotary: tuple[Array, Array] | None = None,
+    block_table: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
+    rotary: tuple[AnyArray, AnyArray] | None = None,
     interleaved: bool = False,
-    q: Array | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
+    q: None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+) -> None: ...
+@overload
+def append_kv(
+    k: AnyArray,
+    v: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    kv_lengths: AnyArray,
+    *,
+    block_table: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
+    rotary: tuple[AnyArray, AnyArray] | None = None,
+    interleaved: bool = False,
+    q: ArrayT,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+) -> ArrayT: ...
+@hints.without_others
+def append_kv(
+    k: AnyArray,
+    v: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    kv_lengths: AnyArray,
+    *,
+    block_table: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
+    rotary: tuple[AnyArray, AnyArray] | None = None,
+    interleaved: bool = False,
+    q: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+    **others: Unpack[hints.NoOthers],
 ) -> Any:
     """Write new keys and values behind those that a cache has, in place, and rotate k and q by their positions.
 
@@ -79,7 +119,19 @@ def append_kv(
         For a wrong kind of thing or dtype, and for caches of a library whose arrays are immutable, as JAX's are.
     ValueError
         For a wrong shape, device or value, a cache that overlaps another argument, and a scale without an FP8 cache.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> k_cache, v_cache = np.zeros((2, 1, 16, 2, 8), np.float32)
+    >>> new, lengths = np.ones((1, 1, 2, 8), np.float32), np.array([5], np.int32)
+    >>> cuflash.append_kv(new, new, k_cache, v_cache, lengths)
+    >>> out = cuflash.attention(new, k_cache, v_cache, kv_lengths=lengths + 1)
+    >>> float(k_cache[0, 5, 0, 0])
+    1.0
     """
+    if others:
+        hints.refuse_others(append_kv, others, hints.APPEND)
     interleaved = check_bool("interleaved", interleaved)
     given = {
         "k": k,
@@ -133,8 +185,20 @@ class PagedCache:
     ----------
     k, v : array (num_layers, num_pages, page_size, num_heads_kv, head_dim and head_dim_v)
         The pools.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> cache = cuflash.PagedCache(1, 8, 4, num_heads_kv=2, head_dim=8, dtype="float32", xp=np)
+    >>> sequence = cache.add()
+    >>> step = cache.step([sequence], 5)  # a prompt of five tokens
+    >>> k = v = q = np.ones((1, 5, 2, 8), np.float32)
+    >>> q = step.append(0, q, k, v)
+    >>> step.attend(0, q).shape, cache.length(sequence), cache.num_free_pages
+    ((1, 5, 2, 8), 5, 6)
     """
 
+    @hints.with_hints(hints.CACHE)
     def __init__(
         self,
         num_layers: int,
@@ -296,17 +360,45 @@ class Step:
         values = {"starts": starts, "kv_lengths": lengths, "block_table": table, "cu_seqlens": self._begins}
         self._arrays.refill(values)
 
+    @overload
     def append(
         self,
         layer: int,
-        q: Array | None,
-        k: Array,
-        v: Array,
+        q: None,
+        k: AnyArray,
+        v: AnyArray,
         *,
-        rotary: tuple[Array, Array] | None = None,
+        rotary: tuple[AnyArray, AnyArray] | None = None,
         interleaved: bool = False,
-        k_scale: Array | None = None,
-        v_scale: Array | None = None,
+        k_scale: AnyArray | None = None,
+        v_scale: AnyArray | None = None,
+    ) -> None: ...
+    @overload
+    def append(
+        self,
+        layer: int,
+        q: ArrayT,
+        k: AnyArray,
+        v: AnyArray,
+        *,
+        rotary: tuple[AnyArray, AnyArray] | None = None,
+        interleaved: bool = False,
+        k_scale: AnyArray | None = None,
+        v_scale: AnyArray | None = None,
+    ) -> ArrayT: ...
+    @hints.without_others
+    def append(
+        self,
+        layer: int,
+        q: Any,
+        k: AnyArray,
+        v: AnyArray,
+        *,
+        rotary: tuple[AnyArray, AnyArray] | None = None,
+        interleaved: bool = False,
+        k_scale: AnyArray | None = None,
+        v_scale: AnyArray | None = None,
+        **others: Unpack[hints.NoOthers],
     ) -> Any:
         """Write the new rows of a layer, and return q, rotated if `rotary` is given, as a new array: `append_kv`.
 
@@ -315,6 +407,8 @@ class Step:
         TypeError, ValueError
             As `append_kv`, and for a layer or a number of rows that is not the step's.
         """
+        if others:
+            hints.refuse_others(Step.append, others, hints.APPEND)
         self._check_rows("k", k)
         k_pool, v_pool = self._pools(layer)
         return append_kv(
@@ -332,7 +426,15 @@ class Step:
             v_scale=v_scale,
         )
 
-    def attend(self, layer: int, q: Array, **options: Any) -> Any:
+    @overload
+    def attend(
+        self, layer: int, q: ArrayT, *, return_lse: Literal[False] = False, **options: Unpack[OptionKeywords]
+    ) -> ArrayT: ...
+    @overload
+    def attend(
+        self, layer: int, q: ArrayT, *, return_lse: Literal[True], **options: Unpack[OptionKeywords]
+    ) -> tuple[ArrayT, ArrayT]: ...
+    def attend(self, layer: int, q: Any, **options: Any) -> Any:
         """Attention of the new rows' queries over all positions of their sequences in a layer.
 
         Parameters
@@ -351,7 +453,8 @@ class Step:
         k_pool, v_pool = self._pools(layer)
         options = {"causal": True, "block_table": self.block_table, "kv_lengths": self.kv_lengths, **options}
         if self._is_packed:
-            return attention_varlen(q, k_pool, v_pool, self.cu_seqlens, None, **options)
+            cu_seqlens: Any = self.cu_seqlens
+            return attention_varlen(q, k_pool, v_pool, cu_seqlens, None, **options)
         return attention(q, k_pool, v_pool, **options)
 
     def _pools(self, layer: int) -> tuple[Array, Array]:
@@ -361,7 +464,8 @@ class Step:
         return cache.k[layer], cache.v[layer]
 
     def _check_rows(self, name: str, x: Any) -> None:
-        shape = getattr(x, "shape", self._rows)
+        # A bare exporter of DLPack has no shape of its own.
+        shape = x.shape if hasattr(x, "shape") else interop.library_of(name, x).adopt(name, x).shape
         if tuple(shape[: len(self._rows)]) != self._rows or len(shape) != len(self._rows) + 2:
             axes = "(total, heads, dim)" if self._is_packed else "(batch, count, heads, dim)"
             wanted = ", ".join(map(str, self._rows))

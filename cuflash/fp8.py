@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import e4m3, interop
+from cuflash import e4m3, hints, interop
 from cuflash.problem.attention_problem import DTYPES, accum_of
 from cuflash.problem.checks import MAX_SEED
+from cuflash.typing import ArrayT
 
 Array = Any
 
@@ -25,7 +26,8 @@ _SHARED_AXES = {"tensor": (0, 1, 2), "head": (1,), "token": ()}
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def quantize_fp8(x: Array, per: str = "tensor") -> tuple[Array, Array]:
+@hints.with_hints(hints.QUANTIZE)
+def quantize_fp8(x: ArrayT, per: str = "tensor") -> tuple[ArrayT, ArrayT]:
     """Quantise an array for attention in FP8: ``x`` is about ``codes * scale``.
 
     Parameters
@@ -52,27 +54,37 @@ def quantize_fp8(x: Array, per: str = "tensor") -> tuple[Array, Array]:
         For a wrong kind of thing or dtype.
     ValueError
         For a wrong shape or `per`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(1, 6, 2, 8)
+    >>> codes, scale = cuflash.quantize_fp8(x, per="head")
+    >>> codes.dtype.name, scale.shape
+    ('uint8', (1, 1, 2))
+    >>> out = cuflash.attention(codes, codes, codes, q_scale=scale, k_scale=scale, v_scale=scale, out_dtype="float32")
     """
     library = interop.library_of("x", x)
-    x = library.adopt("x", x)
-    _check_dtype(x)
-    if x.ndim not in (3, 4):
+    array = library.adopt("x", x)
+    _check_dtype(array)
+    if array.ndim not in (3, 4):
         raise ValueError(
             "x: expected (batch, seqlen, num_heads, head_dim) or (total, num_heads, head_dim), "
-            f"got shape {tuple(x.shape)}"
+            f"got shape {tuple(array.shape)}"
         )
     if not isinstance(per, str):
         raise TypeError(f'per: expected "tensor", "head" or "token", got {type(per).__name__}')
     if per not in _SHARED_AXES:
         raise ValueError(f'per: expected "tensor", "head" or "token", got {per!r}')
-    full = x if x.ndim == 4 else x[None]
-    with interop.on_stream_of(library, x):
-        quantize = _quantized_by_numpy if isinstance(x, np.ndarray) else _kernels().quantize
+    full = array if array.ndim == 4 else array[None]
+    with interop.on_stream_of(library, array):
+        quantize = _quantized_by_numpy if isinstance(array, np.ndarray) else _kernels().quantize
         codes, scale = quantize(full, _SHARED_AXES[per])
-        return library.release(codes.reshape(x.shape)), library.release(scale.reshape(scale.shape[4 - x.ndim :]))
+        scale = scale.reshape(scale.shape[4 - array.ndim :])
+        return library.release(codes.reshape(array.shape)), library.release(scale)
 
 
-def hadamard(x: Array, seed: int) -> Array:
+def hadamard(x: ArrayT, seed: int) -> ArrayT:
     """Multiply the last axis by random signs and an orthonormal Hadamard matrix.
 
     Queries and keys that are transformed with one seed have the products that they had, and no outliers in single
@@ -97,21 +109,28 @@ def hadamard(x: Array, seed: int) -> Array:
         For a wrong kind of thing or dtype.
     ValueError
         For a seed out of its range, or an array without axes.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 2, 8))
+    >>> np.allclose(np.sum(cuflash.hadamard(q, seed=7) * cuflash.hadamard(k, seed=7), -1), np.sum(q * k, -1))
+    True
     """
     library = interop.library_of("x", x)
-    x = library.adopt("x", x)
-    _check_dtype(x)
-    if not x.ndim:
+    array = library.adopt("x", x)
+    _check_dtype(array)
+    if not array.ndim:
         raise ValueError("x: expected (..., head_dim), got an array without axes")
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
         raise TypeError(f"seed: expected an int in [0, 2**64), got {type(seed).__name__}")
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed: expected an int in [0, 2**64), got {seed}")
-    with interop.on_stream_of(library, x):
-        size = x.shape[-1] & -x.shape[-1]
-        if isinstance(x, np.ndarray) or size > _kernels().MOST_COLUMNS:
-            return library.release(_transformed(interop.namespace_of(x), x, int(seed), size))
-        return library.release(_kernels().transform(x, int(seed), size))
+    with interop.on_stream_of(library, array):
+        size = array.shape[-1] & -array.shape[-1]
+        if isinstance(array, np.ndarray) or size > _kernels().MOST_COLUMNS:
+            return library.release(_transformed(interop.namespace_of(array), array, int(seed), size))
+        return library.release(_kernels().transform(array, int(seed), size))
 
 
 @cache

@@ -231,8 +231,9 @@ def _adopt_torch(name: str, x: Any) -> Array:
 
     if x.requires_grad and torch.is_grad_enabled():
         raise TypeError(
-            f"{name}: expected a tensor that does not require grad, as cuflash records no graph: see "
-            "examples/autodiff/torch_autograd.py, an autograd.Function around attention_vjp, or pass tensor.detach()"
+            f"{name}: expected a tensor that does not require grad, as cuflash records no graph: use the "
+            "autograd.Function of cuflash.adapters.torch, as examples/autodiff/torch_autograd.py does, or pass "
+            "tensor.detach()"
         )
     if x.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense torch tensor, got layout {x.layout}")
@@ -278,8 +279,8 @@ def _adopt_jax(name: str, x: Any) -> Array:
 
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name}: expected a concrete JAX array, got a tracer: inside jit or grad use the custom_vjp of "
-            "examples/autodiff/jax_custom_vjp.py"
+            f"{name}: expected a concrete JAX array, got a tracer: inside jit, grad or vmap use attention of "
+            "cuflash.adapters.jax"
         )
     return np.asarray(x) if x.__dlpack_device__()[0] == 1 else _from_dlpack(name, x)
 

@@ -5,20 +5,22 @@ With the weight ``w_i = exp(lse_i - lse)`` of each part, ``out = sum_i w_i out_i
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import hints, interop
 from cuflash.problem.attention_problem import DTYPES
+from cuflash.problem.merging import by_row, weighted, weights_of
+from cuflash.typing import ArrayT
 
 Array = Any
 
 _LSE_DTYPES = ("float32", "float64")
 
 
-def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -> tuple[Array, Array]:
+@hints.with_hints(hints.PARTS)
+def merge(outs: Sequence[ArrayT], lses: Sequence[ArrayT], out_dtype: Any = None) -> tuple[ArrayT, ArrayT]:
     """Merge the results of attention over disjoint keys into that over all of them.
 
     Parameters
@@ -42,25 +44,31 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], out_dtype: Any = None) -
         For things that are no arrays, or a wrong dtype.
     ValueError
         For shapes or devices that do not fit, or no parts.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 8))
+    >>> parts = [cuflash.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 2), slice(2, 6))]
+    >>> out, lse = cuflash.merge(*zip(*parts))
+    >>> np.allclose(out, cuflash.attention(q, k, v))
+    True
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     dtype = _common_dtype(parts) if out_dtype is None else _dtype_of(out_dtype)
     xp = interop.namespace_of(parts[0])
     with interop.on_stream_of(library, parts[0]), np.errstate(all="ignore"):
-        top = reduce(xp.maximum, part_lses)
-        top = xp.where(top == -np.inf, 0, top).astype(top.dtype)
-        weights = [xp.exp(lse - top) for lse in part_lses]
-        total = reduce(xp.add, weights)
-        divisor = xp.where(total == 0, 1, total)
+        weights, lse = weights_of(part_lses)
         merged = xp.zeros(parts[0].shape, _work_dtype(*parts, part_lses[0]))
-        for out, lse, weight in zip(parts, part_lses, weights, strict=True):
-            merged += xp.where(_by_row(lse) == -np.inf, 0, _by_row(weight / divisor) * out.astype(merged.dtype))
-        return library.release(merged.astype(dtype)), library.release(top + xp.log(total))
+        for part, part_lse, weight in zip(parts, part_lses, weights, strict=True):
+            merged += weighted(part.astype(merged.dtype), part_lse, weight)
+        return library.release(merged.astype(dtype)), library.release(lse)
 
 
+@hints.with_hints(hints.PARTS)
 def merge_backward(
-    dout: Array, dlse: Array | None, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array
-) -> tuple[list[Array], list[Array]]:
+    dout: ArrayT, dlse: ArrayT | None, outs: Sequence[ArrayT], lses: Sequence[ArrayT], out: ArrayT, lse: ArrayT
+) -> tuple[list[ArrayT], list[ArrayT]]:
     """The gradient of `merge`.
 
     Parameters
@@ -82,6 +90,17 @@ def merge_backward(
     ------
     TypeError, ValueError
         As for `merge`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 6, 2, 8))
+    >>> part, part_lse = cuflash.attention(q, q, q, return_lse=True)
+    >>> outs, lses = [part, part], [part_lse, part_lse]
+    >>> out, lse = cuflash.merge(outs, lses)
+    >>> douts, dlses = cuflash.merge_backward(np.ones_like(out), None, outs, lses, out, lse)
+    >>> round(float(douts[0][0, 0, 0, 0]), 6)  # each part has half of the weight
+    0.5
     """
     library, parts, part_lses = _adopt_parts(outs, lses)
     given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
@@ -99,7 +118,7 @@ def merge_backward(
         for part, part_lse in zip(parts, part_lses, strict=True):
             empty = (part_lse == -np.inf) | (adopted["lse"] == -np.inf)
             weight = xp.where(empty, 0, xp.exp(part_lse - adopted["lse"]))
-            part_dout = xp.where(_by_row(empty), 0, _by_row(weight) * wide_dout)
+            part_dout = xp.where(by_row(empty), 0, by_row(weight) * wide_dout)
             inner = (wide_dout * (part.astype(work) - wide_out)).sum(axis=-1).swapaxes(-1, -2)
             if dlse is not None:
                 inner = inner + adopted["dlse"]
@@ -158,8 +177,3 @@ def _common_dtype(arrays: list[Array]) -> Any:
 
 def _work_dtype(*arrays: Array) -> str:
     return "float64" if any(x.dtype.name == "float64" for x in arrays) else "float32"
-
-
-def _by_row(x: Array) -> Array:
-    """(..., heads, rows) to (..., rows, heads, 1)."""
-    return x.swapaxes(-1, -2)[..., None]

@@ -1,9 +1,5 @@
 """Sphinx: ``sphinx-build -W docs docs/_build``."""
 
-import re
-from pathlib import Path
-from typing import Any
-
 import cuflash
 
 project = "cuflash"
@@ -19,8 +15,9 @@ html_theme = "alabaster"
 html_static_path = ["_static"]
 html_theme_options = {
     "description": "Exact attention for CuPy, NumPy and DLPack",
-    "page_width": "1100px",
+    "page_width": "1060px",  # in a narrower window the sidebar stands below the text
     "body_max_width": "none",
+    "sidebar_width": "190px",
 }
 html_show_copyright = False
 myst_heading_anchors = 3
@@ -28,20 +25,3 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
-
-
-_OTHER_FILE = r"\((?!\w+://|#|docs/)([^)]*)\)"
-
-
-def _put_readme(app: Any, page: str, source: list[str]) -> None:
-    """Give the page `readme` the README's text; of files that are no pages it names the place in a checkout."""
-    if page == "readme":
-        text = (Path(app.srcdir).parent / "README.md").read_text(encoding="utf-8")
-        text = re.sub(rf"!(\[[^\]]*\]){_OTHER_FILE}", r"!\1(../\2)", text)
-        text = re.sub(rf"(?<!!)\[([^\]]*)\]{_OTHER_FILE}", r"\1 (`\2`)", text)
-        source[0] = text.replace("](docs/", "](")
-
-
-def setup(app: Any) -> None:
-    """Sphinx's hook."""
-    app.connect("source-read", _put_readme)

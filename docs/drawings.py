@@ -1,13 +1,15 @@
-"""The drawings of kernels.md and offload.md: ``python docs/drawings.py`` writes them into docs/pictures."""
+"""The drawings of kernels.md, minimal.md and offload.md: ``python docs/drawings.py`` writes them into docs/pictures."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent / "pictures"
-INK, GREY = "#24292f", "#8c959f"
-QUERY, KEY, VALUE, OUT, HIDDEN = "#54aeff", "#ffb77c", "#6fdd8b", "#c297ff", "#eaeef2"
+INK, GREY = "#24292f", "#59636e"
+# Tints of the colours of Okabe and Ito (2008), which people with any kind of colour vision tell apart.
+QUERY, KEY, VALUE, OUT, HIDDEN = "#9ad1f2", "#f5c766", "#7fd0b5", "#e0adc8", "#eaeef2"
 
 
 class Drawing:
@@ -16,6 +18,7 @@ class Drawing:
     def __init__(self, width: int, height: int) -> None:
         self.size = width, height
         self.shapes: list[str] = []
+        self.texts: list[str] = []  # which stand above all shapes
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, label: str = "", size: int = 13) -> None:
         """A rectangle with its label in the middle, which may have several lines."""
@@ -24,12 +27,17 @@ class Drawing:
         )
         lines = label.split("\n") if label else []
         for i, line in enumerate(lines):
-            self.text(x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * 1.25 * size, line, size)
+            self._write(x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * 1.25 * size, line, size)
 
     def text(self, x: float, y: float, text: str, size: int = 13, anchor: str = "middle", fill: str = INK) -> None:
-        """One line around (x, y)."""
-        self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
+        """One line around (x, y), with a rim of paper, so that no line runs into it."""
+        self._write(x, y, text, size, anchor, fill, ' stroke="white" stroke-width="4" paint-order="stroke"')
+
+    def _write(
+        self, x: float, y: float, text: str, size: int, anchor: str = "middle", fill: str = INK, rim: str = ""
+    ) -> None:
+        self.texts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rim} '
             f'dominant-baseline="central">{escape(text)}</text>'
         )
 
@@ -51,7 +59,7 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>\n'
-            + "\n".join([head, *self.shapes])
+            + "\n".join([head, *self.shapes, *self.texts])
             + "\n</svg>\n"
         )
 
@@ -65,7 +73,7 @@ def tiles() -> Drawing:
         d.box(left + j * side, 36, side, 18, KEY, f"K{j}", 11)
         d.box(left + j * side, 56, side, 18, VALUE, f"V{j}", 11)
     for i in range(count):
-        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#0969da", f"Q{i}")
+        d.box(left - 62, top + i * side, 52, side, QUERY if i != 3 else "#56b4e9", f"Q{i}")
         for j in range(count):
             fill = HIDDEN if j > i else "#fff8c5" if j == i else "#ffffff"
             d.box(left + j * side, top + i * side, side, side, fill)
@@ -150,7 +158,7 @@ def backward() -> Drawing:
             d.box(left + j * side, 46, side, 26, KEY if not owned else "#fb8f44", f"K{j} V{j}", 10)
         for i in range(count):
             owned = panel == 0 and i == 3
-            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#0969da", f"Q{i}", 11)
+            d.box(left - 46, top + i * side, 38, side, QUERY if not owned else "#56b4e9", f"Q{i}", 11)
             for j in range(count):
                 mine = (panel == 0 and i == 3) or (panel == 1 and j == 1)
                 fill = HIDDEN if j > i else "#fff8c5" if mine else "#ffffff"
@@ -189,7 +197,54 @@ def offload() -> Drawing:
     return d
 
 
-DRAWINGS = {"tiles": tiles, "hopper": hopper, "turns": turns, "backward": backward, "offload": offload}
+def online_softmax() -> Drawing:
+    """One row of scores in three tiles: the maximum, the sum and the rescaling, with the numbers that they have."""
+    d = Drawing(760, 330)
+    row = ((1.0, 0.5, 2.0, 0.0), (1.5, 3.0, 0.5, 1.0), (2.5, 1.0, 2.0, 0.5))
+    side, left, gap = 46, 90, 26
+    m, l = -math.inf, 0.0  # noqa: E741
+    d.text(left - 12, 66, "scores", 12, "end")
+    d.text(left - 12, 106, "exp(s - m)", 12, "end")
+    for n, scores in enumerate(row):
+        x = left + n * (len(scores) * side + gap)
+        middle = x + len(scores) * side / 2
+        d.text(middle, 24, f"tile {n} of the keys", 13)
+        larger = max(m, *scores)
+        rescale = math.exp(m - larger)
+        weights = [math.exp(s - larger) for s in scores]
+        for i, (score, weight) in enumerate(zip(scores, weights, strict=True)):
+            is_largest = score == larger
+            d.box(x + i * side, 50, side, 32, "#fb8f44" if is_largest else KEY, f"{score:g}", 12)
+            d.box(x + i * side, 90, side, 32, "#fff8c5", f"{weight:.2f}", 12)
+        total = rescale * l + sum(weights)
+        d.box(x + 4, 160, len(scores) * side - 8, 92, "#f6f8fa")
+        d.text(middle, 176, f"m = max({'-inf' if n == 0 else f'{m:g}'}, {max(scores):g}) = {larger:g}", 12)
+        d.text(middle, 202, f"rescale = exp({'-inf' if n == 0 else f'{m:g} - {larger:g}'}) = {rescale:.2f}", 12)
+        d.text(middle, 228, f"l = {rescale:.2f} * {l:.2f} + {sum(weights):.2f} = {total:.2f}", 12)
+        d.arrow(middle, 124, middle, 158)
+        if n:
+            d.arrow(x - gap - 4, 206, x + 2, 206)
+        m, l = larger, total  # noqa: E741
+    d.text(380, 276, "O goes the same way as l:  O = rescale * O + exp(S - m) V.  At the end the row is O / l.", 13)
+    whole = math.log(sum(math.exp(s) for scores in row for s in scores))
+    d.text(
+        380,
+        302,
+        f"lse = m + log(l) = {m + math.log(l):.2f}, and of all scores at once it is {whole:.2f}",
+        12,
+        fill=GREY,
+    )
+    return d
+
+
+DRAWINGS = {
+    "tiles": tiles,
+    "hopper": hopper,
+    "turns": turns,
+    "backward": backward,
+    "offload": offload,
+    "online_softmax": online_softmax,
+}
 
 
 def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every test module uses: the devices of this machine, the tier that runs, why a GPU test is skipped."""
+"""Fixtures and hooks of every test module: devices of this machine, the tier that runs, skipped GPU tests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import tiers
 
-# Of the items of this process, or of xdist's workers: how many the quick tier leaves out, and of how many.
+# The quick tier leaves out so many of so many items, of this process or of xdist's workers.
 _LEFT_OUT: pytest.StashKey[tuple[int, int]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The flag that runs the whole suite."""
+    """Add the flag that runs the whole suite."""
     parser.addoption(tiers.FLAG, action="store_true", help="run the whole suite (tests/README.md), not the quick tier")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Modules that are imported later know their tier; who names a test or a case gets the whole of it."""
+    """Tell the tier to modules that are imported later; a test or case that is named runs as a whole."""
     tiers.choose(config.getoption(tiers.FLAG) or any("::" in arg for arg in config.args))
 
 
@@ -34,14 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ],
 )
 def device(request: pytest.FixtureRequest) -> devices.Device:
-    """Each device of this machine in turn: NumPy always, CuPy where there is a GPU."""
+    """Give each device of this machine in its order: NumPy always, CuPy where there is a GPU."""
     chosen: devices.Device = request.param
     return chosen
 
 
 @pytest.fixture(autouse=True)
 def _numbers_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module's `RNG` begins anew for every test: its numbers are the same whichever tests ran before, and where."""
+    """Begin a module's `RNG` anew for every test, so that its numbers do not depend on the tests that ran before."""
     rng = getattr(request.module, "RNG", None)
     if isinstance(rng, np.random.Generator):
         seed = rng.bit_generator.seed_seq
@@ -51,19 +51,19 @@ def _numbers_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A test of a device runs within the device's context, the tests between do not."""
+    """Run a test of a device within the device's context, and the tests between without one."""
     chosen = getattr(item, "funcargs", {}).get("device")
     with chosen.active() if isinstance(chosen, devices.Device) else nullcontext():
         return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the tier does not have, skip what is marked ``gpu`` where there is no GPU.
+    """Leave out items that the tier does not have, and skip items marked ``gpu`` where there is no GPU.
 
-    Where there is one, begin with what takes long there.
+    Items that take long on a GPU come first where there is one.
 
     Workers that take few tests at a time (``-n 16 --maxschedchunk 1``, which is two) then all end at about the same
-    time: long and short ones stand in turns.
+    time, as long and short ones alternate.
     """
     _leave_out(config, items)
     if devices.has_gpu():
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the quick tier does not have."""
+    """Deselect items that the quick tier does not have."""
     if tiers.is_whole():
         return
     kept = tiers.quick(items)
@@ -89,14 +89,14 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist tells the process that reports what it left out; all leave out the same."""
+    """Tell the process that reports what this worker of xdist left out; all workers leave out the same."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The process that reports hears of it."""
+    """Take in, as the process that reports, what the workers left out."""
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[_LEFT_OUT] = tuple(left_out)
 
@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _takes_long(item: pytest.Item) -> bool:
-    """Whether a test on a GPU has many kernels to compile or starts processes: those of drawn problems and of tools."""
+    """Return True if a test on a GPU compiles many kernels or starts processes, as with drawn problems and tools."""
     is_drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     return item.get_closest_marker("gpu") is not None and (
         is_drawn or item.path.stem in ("test_sanitizer", "test_examples")

@@ -35,7 +35,7 @@ struct alignas(sizeof(T) * N) Pack {
   T e[N];
 };
 
-// Division is of a number that is not negative; where it fits 32 bits, that takes a fifth of the instructions.
+// Division divides a number that is not negative. One that fits 32 bits takes a fifth of the instructions.
 struct Division {
   i64 quotient;
   int rest;
@@ -151,15 +151,15 @@ DEVICE void rotate(Accum (&x)[UNIT], const AppendParams& p, const Unit& unit, i6
   }
 }
 
-// append_unit() copies one unit of a head into a cache, or of q into q_out. What is rotated or converted is computed in
-// Accum, all else keeps its bits. An FP8 cache's numbers are divided by their row's `scale`.
+// append_unit() copies one unit of a head into a cache, or of q into q_out. Numbers that are rotated or converted are
+// computed in Accum, all others keep their bits. An FP8 cache's numbers are divided by their row's `scale`.
 template <bool INTO_CACHE, bool ROTATES, class T>
 DEVICE void append_unit(const AppendParams& p, i64 index, int head, const Unit& unit, const Cells<const Element>& from,
                         const Cells<T>& to, const Tensor<const float>& scale) {
   using Source = Pack<Element, WIDTH>;
   using Target = Pack<T, WIDTH>;
   const NewRow r(p, index);
-  // The elements are under way before the row's place is known, for which two or three reads wait for each other.
+  // The elements are read before the row's place is known, because finding it takes two or three dependent reads.
   const Element* columns = from.at(r.outer, r.row, head);
   Source source[2] = {};
   source[0] = *reinterpret_cast<const Source*>(columns + unit.first * from.column_stride);
@@ -188,7 +188,7 @@ DEVICE void append_unit(const AppendParams& p, i64 index, int head, const Unit& 
   if (unit.has_second) *reinterpret_cast<Target*>(row + unit.second * to.column_stride) = target[1];
 }
 
-// append_kv: the units of a row are those of the heads of k, then of v, then of q. One thread copies one unit.
+// append_kv has a thread for each unit; a row has the units of the heads of k, then of v, then of q.
 extern "C" __global__ void __launch_bounds__(THREADS) append_kv(const AppendParams p) {
   const Division by_row(static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, p.units_of_row);
   const i64 row = by_row.quotient;

@@ -1,4 +1,4 @@
-// This kernel writes an array (three axes of rows, columns) as one of another type, of e4m3 codes the numbers times
+// This kernel converts an array (three axes of rows, columns) to another type; e4m3 codes become their numbers times
 // their rows' scales. Rows beyond a length are left as they are, as nobody reads them. It serves problems of mixed
 // types, whose attention is computed by kernels that know one type. The host writes the types `Source` and `Target` in
 // front of this text.

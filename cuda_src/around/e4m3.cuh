@@ -1,4 +1,5 @@
-// Numbers of e4m3 and back, as cuflash/e4m3.py has them, by bits and integers: float32 arithmetic flushes subnormals.
+// This header converts numbers to e4m3 and back, as cuflash/e4m3.py does, by bits and integers, because float32
+// arithmetic flushes subnormals.
 
 constexpr int E4M3_SHIFT = 23 - 3;                // from float32's mantissa to e4m3's
 constexpr unsigned E4M3_REBIAS = (127 - 7) << 3;  // between the exponents' biases, in units of codes
@@ -13,7 +14,7 @@ DEVICE float decoded(unsigned char code) {
   return __uint_as_float(__float_as_uint(x) | sign);
 }
 
-// encoded() rounds to nearest even; beyond the largest number it is that number's code, and of NaN that of NaN.
+// encoded() rounds to nearest even; a number beyond the largest gets the code of that one, and NaN the code of NaN.
 DEVICE unsigned char encoded(float x) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, rest = bits & 0x7fffffffu;
   const float size = __uint_as_float(rest);

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_parts(const MergePar
   const OwnRow own(p);
   if (!own.exists) return;
   const int lane = threadIdx.x % WARP;
-  Accum own_lse = -infinity();  // that of the part whose number is the lane's
+  Accum own_lse = -infinity();  // the lse of the part whose number is the lane's
   if (lane < p.num_parts) {
     const PartialResult& part = p.parts.of[lane];
     const i64 row = own.in(part);

@@ -1,5 +1,5 @@
-// Small kernels around the pass for the gradients of a rule's operands: they clear its sums, and write a gradient in
-// its own dtype and strides.
+// These small kernels stand around the pass for the gradients of a rule's operands: they clear its sums, and write a
+// gradient in its own dtype and strides.
 #include "../rules/fixed_point.cuh"
 
 DEVICE i64 thread_index() { return static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; }

@@ -1,4 +1,4 @@
-// Where the keys of one sequence lie in pools of pages.
+// This header finds the keys of one sequence in pools of pages.
 
 struct PageTable {
   const int* entries;

@@ -1,6 +1,6 @@
-// Small kernels around the passes over tiles: delta before backward, the gradients of sink, slopes and bias behind it,
-// and the merge of attentions over splits of the keys (Flash-Decoding's reduction). Every sum has a fixed order, so
-// results repeat their bits. They serve all families and every GPU.
+// These small kernels stand around the passes over tiles: they compute delta before the backward pass, the gradients of
+// sink, slopes and bias behind it, and merge attentions over splits of the keys (Flash-Decoding's reduction). Every sum
+// has a fixed order, so results repeat their bits. They serve all families and every GPU.
 #include "../fragment/softmax.cuh"
 
 constexpr int WARPS = THREADS / WARP;  // rows that a thread block computes, where each warp has a row of one head
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_sink(const Attentio
 // reduce_slopes sums the gradient of the slopes over its rows. One block computes one (slope batch, head).
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_slopes(const AttentionParams p) {
   const int head = blockIdx.x % p.num_heads_q, batch = blockIdx.x / p.num_heads_q;
-  // A stride of 0 in the slopes themselves would not tell: they may still have one gradient for each sequence.
+  // The gradient's stride tells, because slopes whose own stride is 0 may have one gradient for each sequence.
   const bool shared_slopes = p.dalibi_batch_stride == 0;
   const SequenceRows all(p);
   i64 begin = all.begin, end = all.end, first_batch = shared_slopes ? 0 : batch, batches = shared_slopes ? p.batch : 1;
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_splits(const Attenti
   if (column == 0) *p.lse.at(batch, row, head) = top + log_e(total);
 }
 
-// merge_rows does the same where rows are many and their splits at most 32: one warp computes one row, and each lane
+// merge_rows merges splits where rows are many and their splits at most 32: one warp computes one row, and each lane
 // has every 32nd column.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const AttentionParams p) {
   constexpr int AT_ONCE = 4;  // columns that a lane sums at a time

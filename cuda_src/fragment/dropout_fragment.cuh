@@ -1,6 +1,6 @@
-// Dropout's random bits in the order of a warp's fragment: word w decides on elements 2 w and 2 w + 1. Where rows are
-// queries a thread owns all eight weights of a call; where they are keys, two lanes make a call each and exchange
-// halves, so that no call is made twice.
+// This header draws dropout's random bits in the order of a warp's fragment: word w decides on elements 2 w and 2 w +
+// 1. Where rows are queries a thread owns all eight weights of a call; where they are keys, two lanes make a call each
+// and exchange halves, so that no call is made twice.
 #include "fragment.cuh"
 #include "../rules/dropout.cuh"
 
@@ -12,9 +12,9 @@ DEVICE void draw_by_queries(u32 (&bits)[4], const Dropout& dropout, int i, int j
   bits[0] = words.x, bits[1] = words.z, bits[2] = words.y, bits[3] = words.w;
 }
 
-// draw_by_keys() draws them where rows are keys and columns are queries; row j and column i are the thread's first. Its
-// two queries have a call each, which decides on its own key and that of lane ^ 4, key j ^ 1, too. The lane of the even
-// key makes the first call, the other lane the second, and they exchange the halves.
+// draw_by_keys() draws the bits where rows are keys and columns are queries; row j and column i are the thread's first.
+// Its two queries have a call each, which decides on its own key and that of lane ^ 4, key j ^ 1, too. The lane of the
+// even key makes the first call, the other lane the second, and they exchange the halves.
 DEVICE void draw_by_keys(u32 (&bits)[4], const Dropout& dropout, int j, int i) {
   constexpr u32 LOW_HALVES = 0x5410, HIGH_HALVES = 0x7632;
   const int odd = j & 1;

@@ -1,7 +1,7 @@
-// Weights and gradients of scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, for the gradient kernels
-// that compute scores transposed (S^T = K Q^T): sm90/backward/backward.cu, sm90/backward/wide.cu and sm80/backward.cu.
-// Transposed, P^T and dS^T are already the left factors of dV = P^T dO and dK = dS^T Q in the registers where they
-// arise. The mathematics is FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
+// This header computes weights and gradients of scores on a warp's fragment of 16 keys x FRAGMENT_QUERIES queries, for
+// the gradient kernels that compute scores transposed (S^T = K Q^T): sm90/backward/backward.cu, sm90/backward/wide.cu
+// and sm80/backward.cu. P^T and dS^T are then already left factors of dV = P^T dO and dK = dS^T Q in the registers
+// where they arise. The mathematics is FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"
@@ -62,7 +62,7 @@ struct GradientFragment {
   }
 
   // to_weights() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x
-  // holds scores already, in this unit. OTHER_BITS: what masks hide is left to the caller, or to `bits`.
+  // holds scores already, in this unit. OTHER_BITS: the caller, or `bits`, hides what masks hide.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
   DEVICE void to_weights(float (&x)[FRAGMENT], const Values& lse, bool masked, float unit = 1,
                          const Bits& bits = {}) const {
@@ -82,7 +82,8 @@ struct GradientFragment {
       }
     }
     if constexpr (Bits::HIDES) {
-      // Hiding comes before the powers: a branch behind them would keep the compiler from packing weights between them.
+      // Scores are hidden before the powers, as a branch behind these would keep the compiler from packing weights
+      // early.
       if (masked) {
         if (bits.ranged()) hide<!OTHER_BITS>(x);
         bits.hide(x);

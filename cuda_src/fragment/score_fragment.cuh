@@ -1,7 +1,7 @@
-// Score, mask and dropout on a warp's fragment of 16 queries and N * 2 keys: all BLOCK_N keys of a tile, or a part of
-// them. The forward kernels of sm80/ use it as it is, and sm90/forward/scores.cuh extends it for Hopper. `row` is
-// always the thread's first query. fragment/score_gradient.cuh and fragment/gradient_fragment.cuh are its counterparts
-// for gradients.
+// This header applies score, mask and dropout to a warp's fragment of 16 queries and N * 2 keys: all BLOCK_N keys of a
+// tile, or a part of them. The forward kernels of sm80/ use it as it is, and sm90/forward/scores.cuh extends it for
+// Hopper. `row` is always the thread's first query. fragment/score_gradient.cuh and fragment/gradient_fragment.cuh are
+// its counterparts for gradients.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"

@@ -1,7 +1,7 @@
-// Scores and their gradients on a warp's fragment, for sm80/gradients.cuh, sm80/bias.cuh and split/sm90_backward.cu:
-// the fragment is queries x keys or, if OF_KEYS, keys x queries. fragment/gradient_fragment.cuh is the counterpart for
-// the 16-bit kernels whose fragments are always keys x queries. The mathematics is FlashAttention-2 (Dao 2023),
-// Algorithm 2, lines 10 to 14.
+// This header computes scores and their gradients on a warp's fragment for sm80/gradients.cuh, sm80/bias.cuh and
+// split/sm90_backward.cu. The fragment is queries x keys or, if OF_KEYS, keys x queries. fragment/gradient_fragment.cuh
+// is the counterpart for the 16-bit kernels whose fragments are always keys x queries. The mathematics is
+// FlashAttention-2 (Dao 2023), Algorithm 2, lines 10 to 14.
 #include "../rules/mask.cuh"
 #include "fragment.cuh"
 #include "../rules/score.cuh"
@@ -74,7 +74,7 @@ struct ScoreGradient {
     }
   }
 
-  // add_slopes() adds what the fragment contributes to the gradient of ALiBi's slope, for each of the thread's rows.
+  // add_slopes() adds the fragment's terms to the gradient of ALiBi's slope, for each of the thread's rows.
   DEVICE void add_slopes(Accum (&dslope)[2], const Accum (&ds)[FRAGMENT], int row, int first_column) const {
     const int column = first_column + fragment_column();
 #pragma unroll

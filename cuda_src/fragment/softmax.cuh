@@ -1,7 +1,7 @@
-// The online softmax of FlashAttention-2 (Dao 2023, section 3.1), for the portable kernels: a running maximum and a
-// running sum for each row, and the row reductions that other kernels use too. Scores stay in natural units until the
-// maximum is subtracted: with a bias of finfo.min, s - m must not overflow before it is scaled to base 2.
-// fragment/softmax_fragment.cuh has the form for tensor cores.
+// This header has the online softmax of FlashAttention-2 (Dao 2023, section 3.1) for the portable kernels, with a
+// running maximum and a running sum for each row, and the row reductions that other kernels use too. Scores stay in
+// natural units until the maximum is subtracted: with a bias of finfo.min, s - m must not overflow before it is scaled
+// to base 2. fragment/softmax_fragment.cuh has the form for tensor cores.
 #include "../params.cuh"
 
 // reduce_row() combines x over groups of THREADS neighbouring lanes; each lane gets the result.

@@ -1,8 +1,8 @@
-// The online softmax on a warp's fragment of 16 queries, for the kernels with tensor cores: a thread has two rows, each
-// shared by the four lanes of a quad. It follows FlashAttention-2 (Dao 2023, section 3.1) with the lazy rescaling of
-// FlashAttention-4 (2026), except in rows where one key may take much of the weight: there every maximum is followed,
-// because 16-bit weights are exact only at the maximum. sm90/forward/bounded_softmax.cuh is the variant for scores
-// under a softcap.
+// This header has the online softmax on a warp's fragment of 16 queries for the kernels with tensor cores. A thread has
+// two rows, each shared by the four lanes of a quad. It follows FlashAttention-2 (Dao 2023, section 3.1) with the lazy
+// rescaling of FlashAttention-4 (2026), except in rows where one key may take much of the weight: there every maximum
+// is followed, because 16-bit weights are exact only at the maximum. sm90/forward/bounded_softmax.cuh is the variant
+// for scores under a softcap.
 #include "fragment.cuh"
 #include "softmax.cuh"
 
@@ -11,14 +11,14 @@
 // less the reference.
 constexpr float MAX_GROWTH = 8;
 // FLAT and LARGE_SHARE predict from a row's first tile whether it may skip maxima. A weight of 16 bits is exact only
-// where its score is the reference. So whatever may become a large weight of the row becomes the reference, or its
-// rounding is the largest error of the row. The prediction: where the sum of the first tile is at least FLAT of its
-// largest weights, no key has much of it, and the root of all squared weights will be about the sum times the root of
-// the number of tiles. A weight counts as large from LARGE_SHARE of that on. Few rows of N(0, 1) inputs ever meet such
-// a weight. Any other row, and one that has met it, follows every maximum. Errors on inputs with large weights are 1.01
-// to 1.02 of those of following always (1.10 to 1.20 without). The mma.sync kernels' tiles have half as many keys,
-// whose sum predicts less well: half the share keeps their errors there (1.01 in place of 1.03 on inputs with
-// outliers).
+// where its score is the reference. A score that may become a large weight of the row must therefore become the
+// reference, or its rounding is the largest error of the row. Where the sum of the first tile is at least FLAT of its
+// largest weights, no key has much of it, and the root of all squared weights is predicted to be about the sum times
+// the root of the number of tiles. A weight counts as large from LARGE_SHARE of that on. Few rows of N(0, 1) inputs
+// ever meet such a weight. Any other row, and one that has met it, follows every maximum. Errors on inputs with large
+// weights are 1.01 to 1.02 of those of following always (1.10 to 1.20 without). The mma.sync kernels' tiles have half
+// as many keys, whose sum predicts less well: half the share keeps their errors there (1.01 in place of 1.03 on inputs
+// with outliers).
 constexpr float FLAT = 3, LARGE_SHARE = 0.12f, LARGE_SHARE_OF_SMALL_TILES = LARGE_SHARE / 2;
 
 // quotient() is a / b; for 16-bit inputs it is within two units in the last place, and natural_log() within 2^-22.

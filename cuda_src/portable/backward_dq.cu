@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) backward_dq(const A
   }
 
   // 4. The epilogue writes the rows' shares of the slopes' gradient, and dq times the scale.
-  if (HAS_ALIBI && p.dslope_rows.data != nullptr) {
+  if (HAS_ALIBI && p.dslope_rows.data != nullptr && slice_begin() == 0) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       const Accum sum = sum_of_row<SIDE>(dslope[r]);

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) forward(const Atten
   for (int r = 0; r < ROWS; r++) {
     if constexpr (HAS_DROPOUT) inverse[r] *= static_cast<Accum>(p.dropout_rescale);
     const int row = first_row + owned_index<ROWS>(thread_row(), r);
-    if (thread_column() == 0 && row < s.rows_q)
+    if (thread_column() == 0 && slice_begin() == 0 && row < s.rows_q)
       *p.lse.at(batch, s.row_q + row, head) = row < s.len_q ? lse[r] : -infinity();
   }
   write_rows(p.out.at(batch, s.row_q, head), p.out.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out,

@@ -14,6 +14,10 @@ constexpr int PAD = ALIGNMENT / sizeof(Accum);
 // the number of terms of a sum.
 constexpr bool SUMS_TILES = SUM_COLUMNS > 0;
 
+// slice_begin() is the first column of the results that the thread block computes. Of results that are wider than the
+// widest kernel it has one slice, for which it computes the scores anew; blockIdx.y numbers the slices.
+DEVICE int slice_begin() { return SLICE_COLUMNS == 0 ? 0 : blockIdx.y * SLICE_COLUMNS; }
+
 DEVICE int thread_row() { return threadIdx.x / SIDE; }
 DEVICE int thread_column() { return threadIdx.x % SIDE; }
 
@@ -115,9 +119,10 @@ struct TransposedChunk {
   }
 };
 
-// Chunk is a chunk of rows of N columns, which lies in shared memory as it does in global memory: BLOCK_K rows, or as
-// many elements of those columns that are summed at once. Its rows come in the order in which write_transposed leaves
-// the other factor: row k of the tile's product is the key (or query) with owned_index(k % 16, k / 16).
+// Chunk is a chunk of rows of N columns, those of the slice, which lies in shared memory as it does in global memory:
+// BLOCK_K rows, or as many elements of those columns that are summed at once. Its rows come in the order in which
+// write_transposed leaves the other factor: row k of the tile's product is the key (or query) with
+// owned_index(k % 16, k / 16).
 template <int N, int DEPTH>
 struct Chunk {
   static constexpr int COLUMNS = SUMS_TILES && N > SUM_COLUMNS ? SUM_COLUMNS : N;
@@ -135,7 +140,8 @@ struct Chunk {
     for (int i = 0; i < PER_THREAD; i++) {
       const int v = threadIdx.x + i * NUM_THREADS;
       if (VECTORS % NUM_THREADS == 0 || v < VECTORS) {
-        in_registers[i] = rows.read(first_row + row_in_tile(k + v / PER_ROW), column + v % PER_ROW * VECTOR);
+        in_registers[i] =
+            rows.read(first_row + row_in_tile(k + v / PER_ROW), slice_begin() + column + v % PER_ROW * VECTOR);
       }
     }
   }
@@ -258,8 +264,8 @@ DEVICE void multiply_rows(Accum (&x)[ROWS][COLUMNS], Buffers<SIZE>& buffers, con
   }
 }
 
-// write_rows() writes x * factor as rows [first, first + 16 * ROWS) of `data` (limit, num_columns); rows from `used` to
-// `limit` become 0.
+// write_rows() writes x * factor, the columns of the slice, as rows [first, first + 16 * ROWS) of `data` (limit,
+// num_columns); rows from `used` to `limit` become 0.
 template <int ROWS, int COLUMNS>
 DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit, int num_columns,
                        const Accum (&x)[ROWS][COLUMNS], const Accum (&factor)[ROWS]) {
@@ -276,7 +282,7 @@ DEVICE void write_rows(Element* data, i64 stride, int first, int used, int limit
 #pragma unroll
     for (int g = 0; g < COLUMNS / GROUP; g++) {
       // Columns are owned in the order in which Chunk stores them.
-      const int column = stored_at<COLUMNS>(thread_column(), g * GROUP);
+      const int column = slice_begin() + stored_at<COLUMNS>(thread_column(), g * GROUP);
       Store values;
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {

@@ -51,7 +51,7 @@ DEVICE void cp_async_wait_group() {
 }
 
 // ---- Matrix products of a warp: d += a b, a is 16 x k by rows, b is k x 8 by columns.
-// With g = lane / 4 and t = lane % 4: d[0], d[1] are row g, columns 2 t and 2 t + 1; d[2], d[3] the same of row g + 8.
+// Let g = lane / 4 and t = lane % 4. d[0], d[1] are row g, columns 2 t and 2 t + 1; d[2], d[3] are those of row g + 8.
 
 // mma_m16n8k16() multiplies 16-bit elements, two in a register. a[0] is row g, columns 2 t and + 1; a[1] is row g + 8;
 // a[2] and a[3] are the same at columns + 8. b[0] is rows 2 t and + 1 of column g; b[1] is rows + 8.

@@ -11,9 +11,9 @@ struct alignas(64) TensorMap {
 };
 
 // wgmma_descriptor() describes a matrix in shared memory in rows of 128 bytes with the 128-byte swizzle, in atoms of 8
-// rows (1024 bytes, so aligned). K contiguous: `leading` is unused, and `stride` is the bytes from 8 rows to the next;
-// a step of 16 in k adds 32 bytes. M or N contiguous (the transposing products): `leading` is the bytes from 64 columns
-// to the next, `stride` those from 8 rows of k to the next.
+// rows (1024 bytes, so aligned). Where K is contiguous, `leading` is unused and `stride` is the bytes from 8 rows to
+// the next; a step of 16 in k adds 32 bytes. Where M or N is (the transposing products), `leading` is the bytes from 64
+// columns to the next, and `stride` those from 8 rows of k to the next.
 DEVICE unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
   return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
          static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
@@ -179,7 +179,7 @@ DEVICE void set_registers_more() {
 }
 
 // ---- Matrix products of a warpgroup: d = (accumulate ? d : 0) + a b, a 64 x 16, b 16 x N, 16-bit elements.
-// Asynchronous: d, the registers of a and the shared memory of both stay untouched from the wgmma to the wait.
+// They are asynchronous: d, the registers of a and the shared memory of both stay untouched from the wgmma to the wait.
 
 // wgmma_fence() orders earlier accesses to d and to the registers of a before the wgmma that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,6 +1,6 @@
-// This header says how sums of integers stand for sums of numbers, so that they repeat their bits in any order: each
-// number is a whole multiple of the unit 2^(exponent - bits) of the largest one, and what is left likewise by 2^bits
-// more. Where a number is not finite, the first word says which ones there were.
+// This header says how sums of integers stand for sums of numbers, so that they repeat their bits in any order. A
+// number becomes two words: whole multiples of the unit 2^(exponent - bits) of the largest number, and multiples of a
+// unit smaller by 2^bits for the rest. Where a number is not finite, the first word says which ones there were.
 #include "../params.cuh"
 
 constexpr u64 HAS_INFINITY = 1, HAS_MINUS_INFINITY = 2, HAS_NAN = 4;

@@ -12,7 +12,7 @@ constexpr bool HIDES_ANYWHERE = HAS_MASK || HAS_BIAS || HAS_BLOCK_MASK || HAS_SC
 constexpr int NUM_OPTIONS =
     HAS_SOFTCAP + HAS_BIAS + HAS_MASK + HAS_ALIBI + HAS_DROPOUT + HAS_BLOCK_MASK + HAS_SCORE_MOD + HAS_MASK_MOD;
 constexpr bool HAS_OPTIONS = NUM_OPTIONS > 0;
-// 32-bit words in one row of a block of the canonical store of a BlockMask
+// WORDS_OF_ROW is the number of 32-bit words in a row of a block of a BlockMask's canonical store.
 constexpr int WORDS_OF_ROW = CANONICAL / 32;
 constexpr int HIDDEN_SLOT = HIDDEN, VISIBLE_SLOT = VISIBLE;
 

@@ -6,8 +6,8 @@
 #include "../ptx/sm80.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
-// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. Together with other options it is not
-// used, because there it spills registers.
+// QUICK_TANH takes the tanh instruction, whose error is 2^-11, for 16-bit inputs. It is not used together with other
+// options, which leave it too few registers.
 constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HAS_ALIBI || HAS_DROPOUT ||
                                                       HAS_BLOCK_MASK || HAS_SCORE_MOD || HAS_MASK_MOD);
 #else
@@ -76,7 +76,8 @@ struct Score {
   // NaN; otherwise the result is NaN where the product is.
   template <bool STRICT = true>
   DEVICE Accum value(Accum product, int i, int j, const Accum* own_bias = nullptr) const {
-    // Without a rule nothing is named between: a kernel at the limit of its registers spilled eight bytes for it.
+    // Without a rule the value is returned as it is: a variable that holds it costs registers, of which the largest
+    // tiles have none left.
     if constexpr (!HAS_SCORE_MOD) return before_rule<STRICT>(product, i, j, own_bias);
     const Accum s = before_rule<STRICT>(product, i, j, own_bias);
     if constexpr (HAS_BIAS) {

@@ -8,8 +8,8 @@ constexpr int FRAGMENT_QUERIES = BLOCK_M / (QUERY_WARPS * QUERY_PASSES);
 #include "../fragment/gradient_fragment.cuh"
 #include "gradient_rows.cuh"
 
-// DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands in for what is not computed, because arrays must
-// have a size.
+// DK_COLUMNS and DV_COLUMNS are the columns that a warp has; 32 stands for a result that is not computed, because
+// arrays must have a size.
 constexpr int KEY_WARPS = NUM_WARPS / QUERY_WARPS, FRAGMENTS = BLOCK_N / (KEY_WARPS * 16);
 constexpr int DK_COLUMNS = COMPUTES_DK ? HEAD_DIM / QUERY_WARPS : 32,
               DV_COLUMNS = COMPUTES_DV ? HEAD_DIM_V / QUERY_WARPS : 32;
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const KeyTile keys{ptx::shared_address(shared.k)}, own_keys = keys.from_row(warp_key);
   const ValueTile values{ptx::shared_address(shared.v)}, own_values = values.from_row(warp_key);
   const ScoreTile shared_weights{ptx::shared_address(shared.weights)};
-  // The warp's keys x its columns.
+  // These sums are of the warp's keys x its columns.
   float dk[COMPUTES_DK ? FRAGMENTS : 1][DK_COLUMNS / 2], dv[COMPUTES_DV ? FRAGMENTS : 1][DV_COLUMNS / 2];
 #pragma unroll
   for (auto& x : dk) clear(x);
@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
         multiply_weights(dv, weights, douts.from_row(query), query_warp * DV_COLUMNS);
       }
     }
-    // 5. The same with the queries of the warps that have the same keys.
+    // 5. The sums take the queries of the other warps that have the same keys.
     if constexpr (QUERY_WARPS > 1) ptx::barrier_sync(1 + warp / QUERY_WARPS, QUERY_WARPS * WARP);
 #pragma unroll 1
     for (int other = 1; other < QUERY_WARPS; other++) {

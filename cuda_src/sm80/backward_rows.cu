@@ -1,4 +1,4 @@
-// The kernels before and behind sm80/backward.cu, for 16-bit inputs. backward_sm80_rows computes delta
+// These kernels run before and behind sm80/backward.cu, for 16-bit inputs. backward_sm80_rows computes delta
 // (FlashAttention-2, Dao 2023, Algorithm 2, line 4) and makes the sums of dq 0; backward_sm80_dq converts dq from its
 // float32 sums.
 #include "gradient_rows.cuh"

@@ -1,14 +1,14 @@
-// The gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasGradient computes dS of one tile
-// of scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one tile of the bias was added
-// to. A warp has FRAGMENTS * 16 queries of each tile. The text before this file (half_tile.cuh, wide_tile.cuh or
-// split/sm80_tile.cuh) says how to multiply.
+// This header computes the gradient of a bias by mma.sync, for every dtype that tensor cores multiply. BiasGradient
+// computes dS of one tile of scores and sums it; around/bias_range.cuh has the kernel, and visits the tiles that one
+// tile of the bias was added to. A warp has FRAGMENTS * 16 queries of each tile. The text before this file
+// (half_tile.cuh, wide_tile.cuh or split/sm80_tile.cuh) says how to multiply.
 #include "../fragment/score_gradient.cuh"
 #include "../fragment/softmax.cuh"
 
 constexpr int FRAGMENTS = BLOCK_M / (NUM_WARPS * 16);
 static_assert(BLOCK_M == FRAGMENTS * NUM_WARPS * 16, "whole fragments");
-// IN_CHUNKS: with more than one stage the operands come in chunks of columns: those of q and k, and in their place
-// those of dout and v. So wide elements and wide heads fit shared memory.
+// IN_CHUNKS: with more than one stage the operands come in chunks of columns, those of q and k and then in their place
+// those of dout and v, so that wide elements and wide heads fit shared memory.
 constexpr bool IN_CHUNKS = STAGES > 1;
 constexpr int KEYED_CHUNKS = IN_CHUNKS ? HEAD_DIM / CHUNK : 1, VALUED_CHUNKS = IN_CHUNKS ? HEAD_DIM_V / CHUNK : 1;
 using QueryTile = KeyedTile<BLOCK_M, HEAD_DIM / KEYED_CHUNKS>;
@@ -26,7 +26,7 @@ struct SharedStorage {
   Factors<BLOCK_N, 1> factors;
 };
 
-// Loaded is which rows are in shared memory, so that rows that stay are not loaded again.
+// Loaded tells which rows are in shared memory, so that rows that stay are not loaded again.
 struct Loaded {
   int batch = -1, head = 0, first = 0;
 

@@ -1,6 +1,6 @@
-// Where sm80/backward.cu adds up dq: a float32 sum for each tile of BLOCK_M queries, in the order of the fragments that
-// are added to it, and the order of additions where results must repeat their bits. backward_rows.cu clears the sums
-// and converts them in the end.
+// This header has the sums in which sm80/backward.cu adds up dq: a float32 sum for each tile of BLOCK_M queries, in the
+// order of the fragments that are added to it, and the order of additions where results must repeat their bits.
+// backward_rows.cu clears the sums and converts them in the end.
 #include "../ptx/sm90.cuh"
 #include "tile.cuh"
 

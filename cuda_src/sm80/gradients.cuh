@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
 
-  // 4 stands in for what is not computed, because arrays must have a size.
+  // 4 stands for a result that is not computed, because arrays must have a size.
   Accum gradient[FRAGMENTS][NEEDS_GRADIENTS ? OWN_DIM / 2 : 4],
       gradient_v[FRAGMENTS][COMPUTES_DV ? HEAD_DIM_V / KEY_WARPS / 2 : 4];
   Accum dslope[FRAGMENTS][2];

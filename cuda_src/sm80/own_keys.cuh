@@ -1,5 +1,5 @@
-// Keys and values that lie in arrays of their own. It stands between the header that says how to multiply and
-// forward.cuh; paged_keys.cuh is its counterpart for pools of pages.
+// This header has keys and values that lie in arrays of their own. It stands between the header that says how to
+// multiply and forward.cuh; paged_keys.cuh is its counterpart for pools of pages.
 
 using KeyRows = OperandRows;
 

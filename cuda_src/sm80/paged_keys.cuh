@@ -1,5 +1,5 @@
-// Keys and values that lie in pools of pages, where each row is found by the sequence's table. It stands behind
-// half_tile.cuh in place of own_keys.cuh.
+// This header has keys and values that lie in pools of pages, where each row is found by the sequence's table. It
+// stands behind half_tile.cuh in place of own_keys.cuh.
 #include "../around/pages.cuh"
 
 struct KeyRows {

@@ -1,7 +1,7 @@
-// Tiles in shared memory for the mma.sync kernels: how they are loaded (cp.async), how a warp reads them as factors
-// (ldmatrix), the warp's products, and the iterator over tiles of queries. forward.cuh, gradients.cuh, backward.cu and
-// bias.cuh build on it. The plan puts half_tile.cuh (16 bits), wide_tile.cuh (float64) or split/sm80_tile.cuh (float32
-// in parts) before them, which say how the elements are multiplied.
+// This header has tiles in shared memory for the mma.sync kernels: their loads (cp.async), a warp's reads of them as
+// factors (ldmatrix), the warp's products, and the iterator over tiles of queries. forward.cuh, gradients.cuh,
+// backward.cu and bias.cuh build on it. The plan puts half_tile.cuh (16 bits), wide_tile.cuh (float64) or
+// split/sm80_tile.cuh (float32 in parts) before them, which say how the elements are multiplied.
 #include "../fragment/fragment.cuh"
 #include "../rules/mask.cuh"
 
@@ -39,12 +39,12 @@ struct SharedTile {
   static constexpr u32 ROW_BYTES = COLUMNS * sizeof(Element), BYTES = ROWS * ROW_BYTES;
   static constexpr bool DECODES = false;  // what is loaded is what is multiplied
   static constexpr int NUM_ROWS = ROWS, PER_ROW = COLUMNS / VECTOR;
-  // Vectors among which the swizzle permutes.
+  // SPAN is the number of vectors among which the swizzle permutes.
   static constexpr int SPAN = PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;
   static_assert(PER_ROW % SPAN == 0, "whole spans");
   u32 address;
 
-  // swizzle() is what a row's vectors are permuted by, and offset() the place of a vector in bytes.
+  // swizzle() is the number that permutes a row's vectors, and offset() the place of a vector in bytes.
   static DEVICE u32 swizzle(int row) {
     // Reads of float64 factors (wide_tile.cuh) differ: the first bit of the row moves a vector by four.
     if constexpr (sizeof(Element) == 8 && SPAN == 8) return (row & 6) ^ (row & 1) * 4;
@@ -55,7 +55,7 @@ struct SharedTile {
   // load() fills the tile with rows [first_row, first_row + ROWS), each warp a part of them; rows before `begin` count
   // as 0.
   DEVICE void load(Rows rows, int first_row, int begin = 0) const {
-    // LANES threads share a row: a power of two.
+    // LANES, a power of two, is the number of threads that share a row.
     constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;
     constexpr int WARP_ROWS = ROWS / NUM_WARPS, ROWS_AT_ONCE = WARP / LANES;
     static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "all threads copy alike");
@@ -104,7 +104,7 @@ struct SharedTile {
     }
   }
 
-  // load() from a source whose rows are found one by one, as those of pages are.
+  // load() takes a source whose rows are found one by one, as those of pages are.
   template <class Source>
   DEVICE void load(const Source& rows, int first_row, int begin = 0) const {
     constexpr int LANES = (PER_ROW & -PER_ROW) < WARP ? PER_ROW & -PER_ROW : WARP;

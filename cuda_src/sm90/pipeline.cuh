@@ -1,7 +1,7 @@
-// How the warps of a persistent Hopper kernel work together: circular buffers in shared memory between the warp that
-// loads and the warpgroups that compute (CUTLASS's PipelineTmaAsync), the order in which warpgroups use the tensor
-// cores (ping-pong), and the scheduler that gives thread blocks their tiles. The forward kernels use all of it;
-// backward/schedule.cuh adds the backward kernels' scheduler.
+// This header lets the warps of a persistent Hopper kernel work together: it has circular buffers in shared memory
+// between the warp that loads and the warpgroups that compute (CUTLASS's PipelineTmaAsync), the order in which
+// warpgroups use the tensor cores (ping-pong), and the scheduler that gives thread blocks their tiles. The forward
+// kernels use all of it; backward/schedule.cuh adds the backward kernels' scheduler.
 #include "../fragment/fragment.cuh"
 #include "../ptx/sm90.cuh"
 
@@ -98,12 +98,12 @@ struct Ring {
     advance();
   }
 
-  // publish_from_warp() hands over what one of several warps wrote, for TMA or wgmma too.
+  // publish_from_warp() hands over the part of a buffer that one of several warps wrote, for TMA or wgmma too.
   DEVICE void publish_from_warp() {
     ptx::fence_async_shared();
     publish_written();
   }
-  // publish_written() does so for consumers that only use ordinary loads.
+  // publish_written() hands over a buffer to consumers that only use ordinary loads.
   DEVICE void publish_written() {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(full());

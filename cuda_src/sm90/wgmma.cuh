@@ -1,6 +1,7 @@
-// The matrix products of a warpgroup by wgmma, and how a warp's results reach global memory. Operands lie in shared
-// memory as TMA writes them: a tile is panels of 64 columns, each with its rows one after the other in the 128-byte
-// swizzle. All kernels of sm90/ on 16 bits use it; split/sm90_products.cuh adds the products of float32 in parts.
+// This header has the matrix products of a warpgroup by wgmma, and brings a warp's results to global memory. Operands
+// lie in shared memory as TMA writes them: a tile is panels of 64 columns, each with its rows one after the other in
+// the 128-byte swizzle. All kernels of sm90/ on 16 bits use it; split/sm90_products.cuh adds the products of float32 in
+// parts.
 #include "pipeline.cuh"
 
 constexpr int STEP = 16;  // depth of one product: K of wgmma

@@ -1,5 +1,5 @@
-// Arithmetic with the factors of split rows (split/layout.cuh) on a warp's fragments: how products of parts become
-// products of rows, and how weights are scaled into float16's range before they are split as well.
+// This header has the arithmetic with the factors of split rows (split/layout.cuh) on a warp's fragments: products of
+// parts become products of rows, and weights are scaled into float16's range before they are split as well.
 // split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh use it.
 #include "../fragment/fragment.cuh"
 #include "../fragment/softmax.cuh"

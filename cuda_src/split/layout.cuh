@@ -1,7 +1,7 @@
-// The layout of float32 operands as float16 parts, x = (high + middle + low) * factor of its row, which lets float16
-// tensor cores compute with float32's error (docs/kernels.md). split/rows.cu writes the parts into work space, and the
-// kernels split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh read them. Padded and packed inputs
-// look alike from here on.
+// This header has the layout of float32 operands as float16 parts, x = (high + middle + low) * factor of its row, which
+// lets float16 tensor cores compute with float32's error (docs/kernels.md). split/rows.cu writes the parts into work
+// space, and the kernels split/sm90_forward.cu, split/sm90_backward.cu and split/sm80_tile.cuh read them. Padded and
+// packed inputs look alike from here on.
 #include "../params.cuh"
 
 // SplitTensor is one operand in work space: halves (batch | 1, heads, parts, panels, rows, PANEL), zero beyond

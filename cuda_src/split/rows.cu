@@ -9,8 +9,8 @@ constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;  // lanes t
 constexpr int VECTORS = COLUMNS / VECTOR / LANES;                     // vectors that a lane has of a row
 constexpr int ROWS_OF_BLOCK = THREADS / LANES;
 
-// Exponent fields of float32. Rows below 2^-112 take the factor of 2^-112, so that factors and their inverses are
-// normal.
+// These are exponent fields of float32. Rows below 2^-112 take the factor of 2^-112, so that factors and their inverses
+// are normal.
 constexpr u32 EXPONENT_OF_1 = 127, SMALLEST_EXPONENT = EXPONENT_OF_1 - 112, FINITE_EXPONENTS = 255;
 constexpr u32 TOP_EXPONENT = 14;  // the exponent that the largest element of a row of halves gets
 constexpr int MANTISSA_BITS = 23;

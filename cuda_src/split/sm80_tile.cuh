@@ -1,6 +1,6 @@
-// How the mma.sync kernels multiply float32 elements, as float16 parts (split/layout.cuh): tiles of parts, their
-// factors, and products whose sums are made as in split/sm90_products.cuh. It stands before forward.cuh, gradients.cuh
-// or bias.cuh, in place of half_tile.cuh; split/rows.cu prepares the operands.
+// This header says how the mma.sync kernels multiply float32 elements, as float16 parts (split/layout.cuh): it has
+// tiles of parts, their factors, and products whose sums are made as in split/sm90_products.cuh. It stands before
+// forward.cuh, gradients.cuh or bias.cuh, in place of half_tile.cuh; split/rows.cu prepares the operands.
 #include "factors.cuh"
 #include "layout.cuh"
 #include "../fragment/softmax_fragment.cuh"
@@ -122,7 +122,7 @@ struct Units {
     normalize_rows(x, unit, rescale);
     return __any_sync(ALL_LANES, rescale[0] != 1 || rescale[1] != 1);
   }
-  // at() is what a row of the sum is to be multiplied by, perhaps a subnormal.
+  // at() is the factor, perhaps a subnormal, by which a row of the sum is to be multiplied.
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 

@@ -23,7 +23,7 @@ constexpr u32 COLUMNS_V_BYTES = PARTS * part_bytes(COLUMNS, HEAD_DIM_V);
 constexpr bool OVERLAPS = COMPUTES_DV && HEAD_DIM + HEAD_DIM_V <= 128;
 constexpr u32 VECTOR_BYTES = COLUMNS * sizeof(float);
 
-// ColumnVectors are what the columns of a tile bring: their factors and, if they are queries, lse (inf where they have
+// ColumnVectors are the numbers of a tile's columns: their factors and, if they are queries, lse (inf where they have
 // no weights) and delta.
 struct ColumnVectors {
   static constexpr int COUNT = OF_KEYS ? 4 : 2;
@@ -36,10 +36,10 @@ struct ColumnVectors {
 };
 
 struct SharedStorage {
-  // Q or k in KEY_PARTS parts, then dout or v in PARTS parts: (parts, panels, ROWS, 64) each.
+  // `rows` holds q or k in KEY_PARTS parts, then dout or v in PARTS parts: (parts, panels, ROWS, 64) each.
   alignas(1024) unsigned char rows[ROWS_BYTES + ROWS_V_BYTES];
   alignas(1024) unsigned char columns[STAGES * COLUMNS_BYTES];  // k or q: (STAGES, KEY_PARTS, PANELS, COLUMNS, 64)
-  // V or dout: (STAGES_V, PARTS, PANELS_V, COLUMNS, 64).
+  // `columns_v` holds v or dout: (STAGES_V, PARTS, PANELS_V, COLUMNS, 64).
   alignas(1024) unsigned char columns_v[STAGES_V * COLUMNS_V_BYTES];
   alignas(16) ColumnVectors vectors[STAGES];  // the vectors come and go with the columns
   Work work[WORK_STAGES];

@@ -17,7 +17,7 @@ struct SplitSoftmax {
   DEVICE SplitSoftmax(float scale, const ScoreFactors& factors) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      // Times -inf it must not be NaN, so it is not 0.
+      // The factor is not 0, because its product with -inf must not be NaN.
       to_base_2[r] = larger(factors.to_natural(scale, r) * LOG2_E, SMALLEST_NORMAL);
       maximum[r] = -infinity();
       sum[r] = 0;

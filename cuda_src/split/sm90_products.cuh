@@ -1,6 +1,6 @@
-// Products by wgmma of operands in float16 parts (docs/kernels.md). The tensor cores cut sums off instead of rounding
-// them; so the small products come first, and sums over many tiles are made outside of the tensor cores.
-// split/sm90_forward.cu and split/sm90_backward.cu use it; split/sm80_tile.cuh is the counterpart by mma.sync.
+// This header has products by wgmma of operands in float16 parts (docs/kernels.md). The tensor cores cut sums off
+// instead of rounding them, so the small products come first, and sums over many tiles are made outside of the tensor
+// cores. split/sm90_forward.cu and split/sm90_backward.cu use it; split/sm80_tile.cuh is the counterpart by mma.sync.
 #include "../sm90/wgmma.cuh"
 #include "factors.cuh"
 
@@ -47,9 +47,9 @@ DEVICE void multiply_transposed(float (&x)[N / 2], u32 a, u32 b) {
   ptx::wgmma_commit_group();
 }
 
-// Scores: no sum takes more than STEPS_OF_SUM steps of the largest product, because what is cut off adds up. The first
-// such sum follows the small products into x; the others are sums of their own (ExtraSum), added by float32 units. What
-// is still cut off on average split/rows.cu puts in.
+// A sum of scores takes at most STEPS_OF_SUM steps of the largest product, because the numbers that are cut off add up.
+// The first such sum follows the small products into x; the others are sums of their own (ExtraSum), which float32
+// units add. split/rows.cu puts in what is still cut off on average.
 constexpr int STEPS_OF_SUM = 2;
 template <int COLUMNS>
 using ExtraSum = float[KEY_PARTS == 3 ? COLUMNS / 2 : 1];
@@ -67,8 +67,8 @@ DEVICE void start_scores(float (&x)[N], float (&extra)[EXTRA], u32 a, u32 b) {
       multiply_parts<DEPTH, ROWS>(sum, a, 0, b, 0, number * STEPS_OF_SUM, STEPS_OF_SUM, accumulate);
     };
     const auto start_small = [&](int i) {
-      // The small products come in the order 2 0, 0 2, 1 0, 1 1, 0 1 of the parts of a and b: in other orders registers
-      // spill.
+      // The small products come in the order 2 0, 0 2, 1 0, 1 1, 0 1 of the parts of a and b; other orders take
+      // more registers than there are.
       multiply_parts<DEPTH, ROWS>(x, a, i == 0 ? 2 : i == 2 || i == 3, b, i == 1 ? 2 : i > 2, 0, STEPS, i > 0);
     };
     ptx::wgmma_fence();

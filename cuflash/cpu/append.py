@@ -1,4 +1,4 @@
-"""New keys and values into caches, in NumPy."""
+"""NumPy writes new keys and values into caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, Array]
 class _Rows(NamedTuple):
     """All new rows, those of padded arrays one sequence behind the other."""
 
-    indices: tuple[Array, ...]  # where each stands in the arrays of new rows
+    indices: tuple[Array, ...]  # the place of each in the arrays of new rows
     in_use: Array  # whether it belongs to a sequence
     positions: Array  # in its sequence
     pages: Array
@@ -66,9 +66,8 @@ def _rows_of(problem: AppendProblem, arrays: Arrays) -> _Rows:
     positions = (lengths[batch] if problem.batch else np.zeros_like(row)) + row
     kept = in_use & (positions >= 0) & (positions < problem.capacity)
     within = np.where(kept, positions, 0)
-    if problem.max_pages is None or problem.capacity == 0:
-        pages, slots = batch, within
-    else:
+    pages, slots = batch, within
+    if problem.max_pages is not None and kept.any():  # else the table may have no row to look into
         pages = arrays["block_table"].astype(np.int64)[batch, within // problem.page_size]
         slots = within % problem.page_size
         kept &= (pages >= 0) & (pages < problem.num_pages)
@@ -76,7 +75,7 @@ def _rows_of(problem: AppendProblem, arrays: Arrays) -> _Rows:
 
 
 def _rotated(problem: AppendProblem, x: Array, arrays: Arrays, positions: Array) -> Array:
-    """`x` (rows, heads, head_dim) of the arithmetic's dtype, rotated by the angles of its positions."""
+    """Rotate `x` (rows, heads, head_dim), of the arithmetic's dtype, by the angles of its positions."""
     dim, clamped = problem.rotary_dim, np.clip(positions, 0, problem.num_positions - 1)
     cos, sin = (arrays[name][clamped].astype(x.dtype)[:, None] for name in ("cos", "sin"))
     if problem.interleaved:

@@ -7,7 +7,9 @@ other sums is added in the order of the tasks, whatever the number of cores.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from cuflash.cpu.parts import merge_parts, sum_parts
 from cuflash.cpu.scores import by_query_head, like_bias, sink_rows, split_heads
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Block, Sequence, Tile, Tiling
+from cuflash.cpu.work import Work
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.problem.heads import Heads
 from cuflash.problem.operands import Operands
@@ -31,7 +34,7 @@ __all__ = ["append", "backward", "forward", "merge_parts", "sum_parts"]  # what 
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
-    """Write out and, if wanted, lse; any strides."""
+    """Write out and, if wanted, lse, which may have any strides."""
     tiling = Tiling(problem, operands, together=True)
     if problem.packed or problem.q_lengths:  # rows beyond a length or outside every sequence
         out[...] = 0
@@ -42,7 +45,9 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
     def task(number: int, workspace: Workspace) -> None:
         forward_block(tiling, blocks[number], workspace, out, lse)
 
-    run_tasks(len(blocks), task, tiling.num_tasks > 1)
+    work = Work(lambda: tiling.num_scores(blocks))
+    run_tasks(len(blocks), task, tiling.num_tasks > 1, work)
+    work.end()
 
 
 class Task(NamedTuple):
@@ -86,19 +91,28 @@ def backward(
         for name, share in shares.items():
             grads[name][...] = grads[name] + share if name in ("q", "k", "v") else share
         return
-    # Padding, keys that nobody sees, and sequences without rows.
+    # No task writes padding, keys that nobody sees or sequences without rows.
     for grad in grads.values():
         grad[...] = 0
     backward_call = Backward(Tiling(problem, operands), dout, out, lse, dlse, frozenset(grads))
-    main, panels = _split(problem, grads)
-    if main:
-        _Main(backward_call, main).run()
-    if panels is not None:
-        _bias_panels(backward_call, panels)
+    grads_of_main, grad_of_panels = _split(problem, grads)
+    main = _Main(backward_call, grads_of_main) if grads_of_main else None
+    panels = [] if grad_of_panels is None else _panels(backward_call.tiling, grad_of_panels.shape)
+
+    def count() -> int:
+        of_main = () if main is None else main.blocks()
+        return backward_call.tiling.num_scores(chain(of_main, *(panel.blocks for panel in panels)))
+
+    work = Work(count)
+    if main is not None:
+        main.run(work)
+    if grad_of_panels is not None:
+        _bias_panels(backward_call, grad_of_panels, panels, work)
+    work.end()
 
 
 def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str, Array], Array | None]:
-    """The gradients of the main pass, and dbias if it needs its own: a full matrix, summed over batch or heads."""
+    """Return the gradients of the main pass, and a dbias that is summed over batch or heads, which has its own pass."""
     shape = problem.bias
     if shape is None or "bias" not in grads:
         return grads, None
@@ -110,7 +124,7 @@ def _split(problem: AttentionProblem, grads: dict[str, Array]) -> tuple[dict[str
 
 
 class _Main:
-    """The main pass."""
+    """The main pass computes every gradient but a dbias that has a pass of its own."""
 
     def __init__(self, call: Backward, grads: dict[str, Array]) -> None:
         self.call = call
@@ -124,7 +138,7 @@ class _Main:
         if problem.pages is not None:
             of_keys = {name: grad for name, grad in grads.items() if name in ("k", "v")}
             self.pool_sums = PoolSums(problem.pages, self.tiling.operands, of_keys, problem.accum_dtype)
-        # Few numbers, sums of many.
+        # These few numbers are sums of many terms.
         self.head_sums: dict[str, Array] = {
             name: np.zeros(grads[name].shape) for name in ("sink", "alibi_slopes") if name in grads
         }
@@ -136,7 +150,7 @@ class _Main:
 
     @property
     def bias_in_place(self) -> bool:
-        """Each tile of dbias is written by one task only."""
+        """True if each tile of dbias is written by one task only."""
         shape = self.grads["bias"].shape
         return shape[2] > 1 and shape[3] > 1
 
@@ -155,9 +169,18 @@ class _Main:
                     tasks.append(Task(sequence, heads, row, stop, is_last_of_kv and row == 0))
         return tasks
 
+    def _blocks_of(self, task: Task) -> Iterator[Block]:
+        step = self.tiling.block_rows
+        for row in range(task.row, task.row_stop, step):
+            yield Block(task.sequence, task.heads, row, min(row + step, task.row_stop))
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks of all tasks."""
+        return chain.from_iterable(map(self._blocks_of, self.tasks))
+
     @np.errstate(all="ignore")  # casts of the sums may overflow
-    def run(self) -> None:
-        run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1)
+    def run(self, work: Work) -> None:
+        run_tasks(len(self.tasks), self._task, self.tiling.num_tasks > 1, work)
         for name, total in self.head_sums.items():
             self.grads[name][...] = total
         if self.pool_sums is not None:
@@ -169,9 +192,8 @@ class _Main:
     def _task(self, number: int, workspace: Workspace) -> None:
         task = self.tasks[number]
         share = self._empty_share(task)
-        for row in range(task.row, task.row_stop, self.tiling.block_rows):
-            row_stop = min(row + self.tiling.block_rows, task.row_stop)
-            self._block(Block(task.sequence, task.heads, row, row_stop), share, workspace)
+        for block in self._blocks_of(task):
+            self._block(block, share, workspace)
         self.order.submit(number, functools.partial(self._add, task, share))
 
     def _empty_share(self, task: Task) -> Share:
@@ -197,7 +219,7 @@ class _Main:
                 weight *= rows.norm
             share.heads["sink"] -= by_query_head(weight * rows.delta, heads).sum(axis=1)
         dq = np.zeros_like(rows.q)
-        for tile in tiling.tiles(block):
+        for tile in workspace.work.each(tiling.tiles(block)):
             within = tile.rows_within(block)
             found = self.call.gradients(tile, rows.part(within), workspace, with_operands=bool(self.of_operands))
             if found is None:
@@ -258,34 +280,47 @@ class _Main:
             self.bias_sum[whole.place_in(self.bias_sum.shape)] += share.bias
 
 
-def _bias_panels(call: Backward, target: Array) -> None:
-    """dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
+class Panel(NamedTuple):
+    """Rows of dbias, and the blocks of scores that they are the sum over."""
+
+    batch: int
+    head: int
+    row: int
+    blocks: list[Block]
+
+
+def _panels(tiling: Tiling, shape: tuple[int, ...]) -> list[Panel]:
+    """The panels of a dbias of shape (batch | 1, heads | 1, rows, keys)."""
+    step = tiling.block_rows
+    panels = []
+    for batch, head, row in product(range(shape[0]), range(shape[1]), range(0, shape[2], step)):
+        sequences = tiling.sequences if shape[0] == 1 else tiling.sequences[batch : batch + 1]
+        kv_head = head // tiling.problem.group_size
+        all_heads = tiling.head_blocks if shape[1] == 1 else [Heads(head, head + 1, kv_head, kv_head + 1)]
+        blocks = [
+            Block(sequence, heads, row, min(row + step, sequence.rows))
+            for sequence, heads in product(sequences, all_heads)
+            if row < sequence.rows
+        ]
+        panels.append(Panel(batch, head, row, blocks))
+    return panels
+
+
+def _bias_panels(call: Backward, target: Array, panels: list[Panel], work: Work) -> None:
+    """Write dbias (batch | 1, heads | 1, rows, keys), a block of rows at a time."""
     tiling = call.tiling
     step = tiling.block_rows
-    panels = [
-        (batch, head, row)
-        for batch in range(target.shape[0])
-        for head in range(target.shape[1])
-        for row in range(0, target.shape[2], step)
-    ]
 
     def task(number: int, workspace: Workspace) -> None:
-        batch, head, row = panels[number]
+        batch, head, row, blocks = panels[number]
         panel = np.zeros((min(step, target.shape[2] - row), target.shape[3]), tiling.problem.accum_dtype)
-        sequences = tiling.sequences if len(target) == 1 else tiling.sequences[batch : batch + 1]
-        kv_head = head // tiling.problem.group_size
-        all_heads = tiling.head_blocks if target.shape[1] == 1 else [Heads(head, head + 1, kv_head, kv_head + 1)]
-        for sequence in sequences:
-            for heads in all_heads:
-                block = Block(sequence, heads, row, min(row + step, sequence.rows))
-                if block.row >= block.row_stop:
-                    continue
-                rows = call.load(block, workspace)
-                for tile in tiling.tiles(block):
-                    found = call.gradients(tile, rows.part(tile.rows_within(block)), workspace)
-                    if found is not None and found.ds is not None:
-                        within = slice(tile.block.row - row, tile.block.row_stop - row)
-                        panel[within, tile.keys] += like_bias(found.ds, heads).sum(axis=0)
+        for block in blocks:
+            rows = call.load(block, workspace)
+            for tile in workspace.work.each(tiling.tiles(block)):
+                found = call.gradients(tile, rows.part(tile.rows_within(block)), workspace)
+                if found is not None and found.ds is not None:
+                    within = slice(tile.block.row - row, tile.block.row_stop - row)
+                    panel[within, tile.keys] += like_bias(found.ds, block.heads).sum(axis=0)
         target[batch, head, row : row + len(panel)] = panel
 
-    run_tasks(len(panels), task, tiling.num_tasks > 1)
+    run_tasks(len(panels), task, tiling.num_tasks > 1, work)

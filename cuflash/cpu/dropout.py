@@ -1,4 +1,4 @@
-"""Dropout's decisions on the CPU: Philox4x32-7, one call for eight weights (Salmon et al. 2011)."""
+"""Dropout decides on the CPU by Philox4x32-7, of which one call serves eight weights (Salmon et al. 2011)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash.cpu.tiles import Tile, Tiling
 
 Array = Any
 
-# Philox4x32-7: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+# Philox4x32-7 has these constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _LOW, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -20,7 +20,7 @@ _ROUNDS = 7
 
 
 def dropout_keep(tiling: Tiling, tile: Tile) -> Array:
-    """Bool, to go with `split_heads`."""
+    """Return the decisions as bools in the order of `split_heads`."""
     block, place, threshold = tile.block, tiling.problem.place, tiling.problem.dropout_threshold
     heads = place.first_head + block.heads.first, place.first_head + block.heads.stop
     rows = place.first_q + place.stride * block.row, place.first_q + place.stride * (block.row_stop - 1) + 1
@@ -41,7 +41,7 @@ def _keep_strided(
     keys: tuple[int, int],
     stride: int,
 ) -> NDArray[np.bool_]:
-    """`keep_tile` of every `stride`-th row and key."""
+    """Decide as `keep_tile` does for every `stride`-th row and key."""
     if stride == 1:
         return keep_tile(seed, threshold, batch, heads, rows, keys)
     i, j = np.arange(*rows, stride, dtype=np.uint64), np.arange(*keys, stride, dtype=np.uint64)[:, None]
@@ -54,7 +54,7 @@ def _keep_strided(
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
-    """Four random words, as uint64 below 2^32, for uint64 counters that broadcast together."""
+    """Return four random words, as uint64 below 2^32, for uint64 counters that broadcast together."""
     c0, c1, c2, c3 = counter
     key0, key1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(_ROUNDS):
@@ -69,7 +69,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any,
 def keep_tile(
     seed: int, threshold: int, batch: int, heads: tuple[int, int], rows: tuple[int, int], keys: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Which of (heads, keys, rows), half-open ranges, of batch index `batch` dropout keeps.
+    """Return bools that tell which of (heads, keys, rows), half-open ranges, of batch index `batch` dropout keeps.
 
     With key = seed and counter = (i without bit 3, j without bits 0 and 3, query head, batch) element (i, j) takes
     word ``2 * bit3(i) + bit3(j)``, of it the low half where j is even, else the high half, and is kept if that reaches
@@ -96,5 +96,5 @@ def keep_tile(
 
 
 def _first_of_calls(first: int, groups: int, step: int) -> NDArray[np.uint64]:
-    """Indices with bit 3 clear, every `step`-th, from `first`, a multiple of 16, on."""
+    """Return every `step`-th index with bit 3 clear, from `first`, a multiple of 16, on."""
     return (first + 16 * np.arange(groups)[:, None] + np.arange(0, 8, step)).astype(np.uint64)

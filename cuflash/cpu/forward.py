@@ -6,6 +6,7 @@ softmax", 2018; Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,8 @@ from cuflash.problem.attention_problem import AttentionProblem
 Array = NDArray[Any]
 
 
-# Where a sum of values overflows, they are made this much smaller: by a power of two, so that nothing is rounded, and
-# enough for as many keys as there can be.
+# Values whose sum overflows are made this much smaller. The factor is a power of two, so that nothing is rounded, and
+# suffices for as many keys as there can be.
 SHRINK = 2.0**-32
 
 
@@ -78,40 +79,40 @@ def forward_block(tiling: Tiling, block: Block, workspace: Workspace, out: Array
 
 
 def _overflows(p: AttentionProblem, acc: Array) -> bool:
-    """A sum is inf or NaN: not one of float16's values, of which float32 holds any number of."""
+    """Return True if a sum is inf or NaN; float32 holds the sum of any number of float16's values."""
     numbers = acc.reshape(-1)
-    # The sum of squares tells at once that none is; it is inf for large ones, too.
+    # A finite sum of squares tells at once that all are finite; large ones make it inf, so that these are looked at.
     can = p.dtype != "float16" or p.has_fp8_keys
-    return can and not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
+    return can and not math.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all()
 
 
 def _without_overflow(tiling: Tiling, block: Block, workspace: Workspace, acc: Array, divisor: Array) -> Array:
-    """The quotient, where `acc` is not finite that of smaller values: a mean is finite where they are."""
+    """Return the means; where `acc` is not finite, of smaller values, because a mean is finite where its values are."""
     means = _like_out(_sums(tiling, block, workspace, SHRINK).acc, block) / divisor
-    if not tiling.problem.dropout_p:  # which makes weights larger than 1
+    if not tiling.problem.dropout_p:  # dropout makes weights larger than 1
         largest = np.finfo(means.dtype).max * means.dtype.type(SHRINK)
-        # A mean beyond the largest value by a few roundings is that value.
+        # A mean that a few roundings put beyond the largest value is that value.
         np.copyto(means, np.clip(means, -largest, largest), where=np.abs(means) < 2 * largest)
     return np.where(np.isfinite(acc), acc / divisor, means / means.dtype.type(SHRINK))
 
 
 def _by_sequence(x: Array, block: Block) -> Array:
-    """(KV heads, query heads of each * rows, ...) as (sequences, query heads, rows, ...)."""
+    """Bring (KV heads, query heads of each * rows, ...) to (sequences, query heads, rows, ...)."""
     rows = by_query_head(x, block.heads)
     return rows.reshape(block.sequence.alike, -1, *rows.shape[1:])
 
 
 def _like_out(x: Array, block: Block) -> Array:
-    """(KV heads, query heads of each * rows, ...) as (sequences, rows, query heads, ...)."""
+    """Bring (KV heads, query heads of each * rows, ...) to (sequences, rows, query heads, ...)."""
     return _by_sequence(x, block).swapaxes(1, 2)
 
 
 def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.0) -> _Sums:
-    """The sums over all keys, of values times a factor."""
+    """Return the sums over all keys, of values times a factor."""
     p, o = tiling.problem, tiling.operands
 
     def in_own_memory(name: str, x: Array) -> Array:
-        """The same numbers; with splits of one size, in memory of one layout, by which BLAS chooses its loops."""
+        """Copy numbers, with splits of one size, into memory of one layout, by which BLAS chooses its loops."""
         if p.split_size is None:
             return x
         copy = workspace.array(name, x.shape, p.accum_dtype)
@@ -120,7 +121,8 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.
 
     q = in_own_memory("q", load_columns(tiling, o.q, block, o.q_scale))
     sums = None if o.sink is None else _begin(tiling, block)
-    for tile in tiling.tiles(block):
+    tiles = tiling.tiles(block)
+    for tile in workspace.work.each(tiles) if factor == 1 else tiles:
         own = tile.rows_within(block)
         k = in_own_memory("k", load_keys(tiling, o.k, tile, o.k_scale))
         found = compute_scores(tiling, tile, q[..., own], k, workspace)
@@ -156,7 +158,7 @@ def _sums(tiling: Tiling, block: Block, workspace: Workspace, factor: float = 1.
 
 
 def _begin(tiling: Tiling, block: Block) -> _Sums:
-    """Before the first key; a sink is a first score without a value."""
+    """Return the sums before the first key; a sink is a first score without a value."""
     dtype = tiling.problem.accum_dtype
     kv_heads, group = block.heads.counts
     shape = kv_heads * block.sequence.alike, group * (block.row_stop - block.row)
@@ -168,7 +170,7 @@ def _begin(tiling: Tiling, block: Block) -> _Sums:
 
 
 def _hide(found: Scores, tile: Tile, v: Array) -> Array:
-    """Hide what is not visible; the values, 0 where nobody sees them."""
+    """Hide what is not visible, and return the values, 0 where nobody sees them."""
     if found.visible is None:
         return v
     if found.cut is not None:

@@ -32,9 +32,9 @@ from cuflash.cpu.tiles import Block, Tile, Tiling
 
 Array = NDArray[Any]
 
-# exp(score - lse) is off by eps * |lse|: beyond so many roundings rows are put right.
+# exp(score - lse) is off by eps * |lse|; rows that are off by more roundings than these are corrected.
 MAX_LSE_ROUNDINGS = 32
-# finfo knows no bfloat16.
+# These are finfo's, which knows no bfloat16.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     norm: Array | None  # a factor of all probabilities
 
     def part(self, within: slice) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         norm = None if self.norm is None else self.norm[:, within]
         q_transposed, dout_transposed = self.q_transposed[:, :, within], self.dout_transposed[:, :, within]
         delta, lse = self.delta[:, within], self.lse[:, within]
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """The gradients of a tile of scores, in scratch memory, and the operands of what follows, 0 where all is hidden."""
+    """The gradients of a tile of scores, in scratch memory, and the operands of the next products, 0 where hidden."""
 
     p: Array  # the weights that v is multiplied by, after dropout
     ds: Array | None  # the gradient of the scores
@@ -83,17 +83,17 @@ class Backward:
 
     @property
     def needs_ds(self) -> bool:
-        """A gradient of the scores is wanted."""
+        """True if a wanted gradient needs that of the scores."""
         of_scores = "q", "k", "bias", "alibi_slopes", *self.tiling.problem.operand_grads
         return not self.wanted.isdisjoint(of_scores)
 
     def load(self, block: Block, workspace: Workspace) -> Rows:
-        """The rows of a block."""
+        """Load the rows of a block."""
         tiling, heads = self.tiling, block.heads
         q = load_rows(tiling, tiling.operands.q, block)
         dout = load_rows(tiling, self.dout, block)
         out = load_rows(tiling, self.out, block)
-        # No dout, NaN neither, counts of a row that sees nothing.
+        # A row that sees nothing has out 0: its dout does not count, even where it is NaN.
         delta = np.where(out.any(axis=-1), np.einsum("hrd,hrd->hr", dout, out), out.dtype.type(0))
         if self.dlse is not None:
             dlse = tiling.lse_of_sequence(self.dlse, block.sequence)[0, heads.query, block.rows]
@@ -112,9 +112,10 @@ class Backward:
         return rows
 
     def _norm(self, block: Block, rows: Rows, error: Array, workspace: Workspace) -> Array:
-        """The factor that makes a row's probabilities sum to 1 where its lse is too large to do so (finfo.min, say).
+        """Return the factor that makes a row's probabilities sum to 1 where its lse is too large to do so.
 
-        A sum that the rounding of lse does not explain is left alone: the lse of a merge counts other keys, too.
+        Scores of finfo.min make such an lse. A sum that the rounding of lse does not explain is left alone, because
+        the lse of a merge counts other keys, too.
         """
         tiling, operands = self.tiling, self.tiling.operands
         total = np.zeros(rows.lse.shape)
@@ -132,7 +133,7 @@ class Backward:
     def gradients(
         self, tile: Tile, rows: Rows, workspace: Workspace, with_operands: bool = False
     ) -> TileGradients | None:
-        """The gradients of a tile with these rows; None if all of it is hidden."""
+        """Return the gradients of a tile with these rows; None if all of it is hidden."""
         tiling, problem, heads = self.tiling, self.tiling.problem, tile.block.heads
         k = load_keys(tiling, tiling.operands.k, tile)
         found = compute_scores(tiling, tile, rows.q_transposed, k, workspace)
@@ -182,7 +183,7 @@ class Backward:
 
 
 def _probabilities(found: Scores, rows: Rows, block: Block) -> Array:
-    """exp(scores - lse) in place of the scores, 0 where hidden."""
+    """Write exp(scores - lse) in place of the scores, 0 where hidden."""
     p = found.scores
     p -= rows.lse[:, None]
     np.exp(p, out=p)

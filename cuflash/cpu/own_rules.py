@@ -1,4 +1,4 @@
-"""Users' own rules on the CPU: what they make of the scores of a tile, and the gradients of their operands."""
+"""Users' own rules on the CPU change the scores of a tile, and give gradients of their operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW_NUMBERS = 1 << 16
 
 
 def places_of(tiling: Tiling, tile: Tile) -> dict[str, Array]:
-    """b, h, i and j of a tile, int32, in shapes that broadcast against `scores.split_heads`."""
+    """Return b, h, i and j of a tile, int32, in shapes that broadcast against `scores.split_heads`."""
     block, place = tile.block, tiling.problem.place
     kv_heads, group = block.heads.counts
     alike = block.sequence.alike
@@ -40,7 +40,7 @@ def places_of(tiling: Tiling, tile: Tile) -> dict[str, Array]:
 
 
 def visible_by_rule(tiling: Tiling, tile: Tile) -> Array | None:
-    """What a mask_mod shows of a tile, as bools that broadcast against `scores.split_heads`; None without one."""
+    """Return bools, which broadcast against `scores.split_heads`, of what a mask_mod shows; None without one."""
     root = tiling.problem.rules.visible
     if root is None:
         return None
@@ -50,7 +50,7 @@ def visible_by_rule(tiling: Tiling, tile: Tile) -> Array | None:
 
 @dataclass(frozen=True)
 class OperandTerms:
-    """What a tile adds to the gradient of an operand: sums for a stretch of its flat elements."""
+    """The terms that a tile adds to the gradient of an operand: sums for a stretch of its flat elements."""
 
     name: str
     first: int
@@ -65,11 +65,11 @@ class ScoreRule:
         assert root is not None
         self._root = root
         self._operands = tiling.operands.of_rules
-        # The scores are overwritten in place, and the derivatives are asked for later.
+        # The scores are copied, because they are overwritten before the derivatives are asked for.
         self._values = Evaluation({SCORE: scores.copy(), **places_of(tiling, tile)}, self._operands)
 
     def apply(self, scores: Array) -> Array | None:
-        """Write the new scores; bools that tell what is not hidden by -inf, None where nothing is."""
+        """Write the new scores, and return bools that tell what -inf does not hide; None where it hides nothing."""
         scores[...] = self._values(self._root)
         is_score = scores != -np.inf
         return None if is_score.all() else is_score
@@ -78,10 +78,10 @@ class ScoreRule:
         """Make gradients of the new scores those of the scores before, in place."""
         slope = self._values(derivative(self._root, input_node(SCORE, self._root.dtype)))
         with np.errstate(all="ignore"):
-            np.multiply(ds, slope, out=ds, where=ds != 0)  # nothing reaches a hidden one, NaN neither
+            np.multiply(ds, slope, out=ds, where=ds != 0)  # nothing, not even NaN, reaches a hidden one
 
     def operand_terms(self, ds: Array, wanted: frozenset[str]) -> list[OperandTerms]:
-        """What gradients of the new scores add to those of the operands."""
+        """Return the terms that gradients of the new scores add to those of the operands."""
         found = []
         for load in loads_of(self._root):
             name, operand = operand_name(load.value), self._operands[load.value]
@@ -102,7 +102,7 @@ class ScoreRule:
 
 
 class OperandSums:
-    """Sums of terms: what one task, or all of them, add to the gradients of operands."""
+    """The sums of terms that one task, or all of them, add to the gradients of operands."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self._whole = {name: np.zeros(size) for name, size in sizes.items() if size <= _FEW_NUMBERS}
@@ -110,7 +110,7 @@ class OperandSums:
 
     @classmethod
     def of_all_tasks(cls, grads: dict[str, Array]) -> OperandSums:
-        """The sums in the end, for gradients of these operands."""
+        """Make the sums of all tasks for gradients of these operands."""
         sums = cls({})
         sums._whole = {name: np.zeros(x.size) for name, x in grads.items()}
         return sums
@@ -136,5 +136,5 @@ class OperandSums:
 
 
 def sizes_of(grads: dict[str, Array]) -> dict[str, int]:
-    """Numbers of elements of operands' gradients."""
+    """Return the numbers of elements of operands' gradients."""
     return {name: math.prod(x.shape) for name, x in grads.items()}

@@ -1,4 +1,4 @@
-"""Paged keys on the CPU: a tile's rows gathered from its pages, and sums over keys added to the pages' gradients."""
+"""Paged keys on the CPU: a tile gathers its rows from pages, and sums over keys are added to the pages' gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def places(pages: Pages, operands: Operands, batch: int, key: int, key_stop: int) -> tuple[Array, Array]:
-    """(pages, rows within them) of a sequence's keys, all of which are in use."""
+    """Return (pages, rows within them) of a sequence's keys, all of which are in use."""
     keys = np.arange(key, key_stop)
     table: Any = operands.block_table
     # Only entries of used keys are read; they are clamped, as they come from the caller.
@@ -23,7 +23,7 @@ def places(pages: Pages, operands: Operands, batch: int, key: int, key_stop: int
 
 
 def gather(pool: Array, at: tuple[Array, Array], heads: slice) -> Array:
-    """Rows of a pool, (1, keys, KV heads, dim)."""
+    """Gather rows of a pool, (1, keys, KV heads, dim)."""
     rows: Array = pool[:, :, heads][at]
     return rows[None]
 

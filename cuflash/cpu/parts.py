@@ -1,4 +1,4 @@
-"""Partial results of one attention become its result: `gpu.parts` in NumPy."""
+"""NumPy merges partial results of one attention, as `gpu.parts` does on a GPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.problem.attention_problem import PartialResult
+from cuflash.problem.merging import merge_into
 
 Array = NDArray[Any]
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
-    """Write the attention over all keys, from those over disjoint parts of them; see `gpu.parts.merge_parts`."""
-    total, weighted = np.full(lse.shape, -np.inf, lse.dtype), np.zeros(out.shape, lse.dtype)
+    """Merge attentions over disjoint parts of the keys into that over all of them; see `gpu.parts.merge_parts`."""
+    total_out, total_lse = np.zeros(out.shape, lse.dtype), np.full(lse.shape, -np.inf, lse.dtype)
+    for part in parts:
+        assert part.lse is not None
+        merge_into(total_out[..., part.rows, :, :], total_lse[..., part.rows], part.x, part.lse)
     with np.errstate(all="ignore"):
-        for part in parts:
-            assert part.lse is not None
-            rows = part.rows
-            merged = np.logaddexp(total[..., rows], part.lse)
-            own, others = (np.where(x == -np.inf, 0, np.exp(x - merged)) for x in (total[..., rows], part.lse))
-            weighted[..., rows, :, :] *= _by_row(own)
-            weighted[..., rows, :, :] += np.where(_by_row(part.lse) == -np.inf, 0, _by_row(others) * part.x)
-            total[..., rows] = merged
-    out[...], lse[...] = weighted, total
+        out[...], lse[...] = total_out, total_lse
 
 
 def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
@@ -35,8 +31,3 @@ def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
         added[..., part.rows, :, :] += part.x
     with np.errstate(all="ignore"):
         total[...] = added
-
-
-def _by_row(x: Array) -> Array:
-    """(..., heads, rows) to (..., rows, heads, 1)."""
-    return x.swapaxes(-1, -2)[..., None]

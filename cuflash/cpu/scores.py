@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
 
 Array = NDArray[Any]
-# NumPy's loops begin anew for every key: it takes several at once where rows of scores are shorter than this.
+# NumPy's loops begin anew for every key, so several keys are taken at once where rows of scores are shorter than this.
 WIDTH = 64
-# The finite number that is no greater than any score but -inf.
+# No score but -inf is less than this finite number.
 LOWEST = {dtype: np.finfo(dtype).min for dtype in ("float32", "float64")}
 
-# The visible part of a tile as bools that fit `split_heads`; True if it is the whole tile, None if it is nothing.
+# Bools that fit `split_heads` tell the visible part of a tile; True stands for the whole tile, None for nothing.
 Visible = Array | Literal[True] | None
 
 
@@ -55,26 +55,26 @@ class Scores(NamedTuple):
 
 
 def widen(x: Array) -> Array:
-    """16-bit numbers as float32, others as they are (possibly a view)."""
+    """Return 16-bit numbers as float32 and others as they are, possibly as a view."""
     if x.dtype == np.float16:
         return _widen_float16(x)
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
 
 
 def _widen_float16(x: Array) -> Array:
-    """``x.astype(float32)`` in half the time."""
+    """Do ``x.astype(float32)`` in half the time."""
     bits = x.view(np.int16).astype(np.int32)  # the sign bit fills the upper half
     bits <<= 13  # exponent and mantissa are in place, the sign still is
     bits &= np.uint32(0x8FFFE000).view(np.int32)
     wide = bits.view(np.float32)
     wide *= np.float32(2.0 ** (127 - 15))  # between the exponents' biases; subnormals come out right
-    # inf and NaN have the exponent of 2^16, which no number has.
+    # Only inf and NaN have the exponent of 2^16, so that larger numbers tell of these.
     is_finite = wide.size == 0 or (wide.max() < 2.0**16 and wide.min() > -(2.0**16))
     return wide if is_finite else x.astype(np.float32)
 
 
 def _wide_rows(x: Array, scale: Array | None) -> Array:
-    """`widen`, of e4m3 codes the numbers times their rows' scales."""
+    """Widen as `widen` does; e4m3 codes become numbers times their rows' scales."""
     if x.dtype != np.uint8:
         return widen(x)
     numbers = decode(x)
@@ -84,25 +84,25 @@ def _wide_rows(x: Array, scale: Array | None) -> Array:
 
 
 def split_heads(x: Array, heads: Heads) -> Array:
-    """(KV heads, keys, query heads of each * rows) as a view (KV heads, keys, query heads of each, rows)."""
+    """View (KV heads, keys, query heads of each * rows) as (KV heads, keys, query heads of each, rows)."""
     group = heads.counts[1]
     return x.reshape(*x.shape[:2], group, x.shape[2] // group)
 
 
 def by_kv_head(x: Array, heads: Heads) -> Array:
-    """(query heads, rows, ...) as (KV heads, query heads of each * rows, ...)."""
+    """Bring (query heads, rows, ...) to (KV heads, query heads of each * rows, ...)."""
     group = heads.counts[1]
     return x.reshape(len(x) // group, group * x.shape[1], *x.shape[2:])
 
 
 def by_query_head(x: Array, heads: Heads) -> Array:
-    """The inverse of `by_kv_head`."""
+    """Undo `by_kv_head`."""
     group = heads.counts[1]
     return x.reshape(len(x) * group, x.shape[1] // group, *x.shape[2:])
 
 
 def like_scores(x: Array, tile: Tile) -> Array:
-    """(sequences | 1, query heads | 1, rows | 1, keys | 1) in the order of `split_heads`."""
+    """Bring (sequences | 1, query heads | 1, rows | 1, keys | 1) into the order of `split_heads`."""
     kv_heads, group = tile.block.heads.counts
     count = tile.block.sequence.alike
     if x.shape[:2] == (1, 1):
@@ -115,13 +115,13 @@ def like_scores(x: Array, tile: Tile) -> Array:
 
 
 def like_bias(x: Array, heads: Heads) -> Array:
-    """Scores as (query heads, rows, keys)."""
+    """Bring scores to (query heads, rows, keys)."""
     view = split_heads(x, heads).transpose(0, 2, 3, 1)
     return view.reshape(-1, *view.shape[2:])
 
 
 def column_sums(scores: Array) -> Array:
-    """The sum over keys of (KV heads, keys, query heads of each * rows)."""
+    """Sum (KV heads, keys, query heads of each * rows) over keys."""
     # A product is faster, and more exact, than NumPy's sum over this axis.
     return np.matmul(_ones(scores.shape[1], scores.dtype), scores)[:, 0]
 
@@ -132,7 +132,7 @@ def _ones(count: int, dtype: np.dtype[Any]) -> Array:
 
 
 def column_tops(scores: Array) -> Array:
-    """The largest over keys of (KV heads, keys, query heads of each * rows)."""
+    """Find the largest of (KV heads, keys, query heads of each * rows) over keys."""
     heads, keys, columns = scores.shape
     if columns == 1 or columns >= WIDTH or heads * keys < WIDTH:
         return np.maximum.reduce(scores, axis=1)
@@ -164,7 +164,7 @@ def subtract_tops(scores: Array, tops: Array) -> None:
 
 def zero_hidden(scores: Array, visible: Array, heads: Heads) -> None:
     """Replace hidden elements, NaN and inf too, by 0, in place."""
-    # On the bits: NumPy's selections take ten times as long.
+    # The bits are masked, as NumPy's selections take ten times as long.
     bits = split_heads(scores, heads).view(f"i{scores.dtype.itemsize}")
     np.multiply(bits, visible, out=bits)
 
@@ -177,14 +177,14 @@ def hide(scores: Array, visible: Array, heads: Heads) -> None:
 
 
 def hide_cut(scores: Array, cut: Cut, heads: Heads) -> None:
-    """`hide`, where causal and a window alone do."""
+    """Do as `hide` does where causal and a window alone hide elements."""
     bits = split_heads(scores, heads)[..., cut.rows].view(cut.keep.dtype)
     bits &= cut.keep
     bits |= cut.fill
 
 
 def _infinities(visible: Array, dtype: np.dtype[Any]) -> Array:
-    """The bits of -inf where hidden, else 0."""
+    """Return the bits of -inf where hidden, else 0."""
     hidden = visible.astype(f"i{dtype.itemsize}")
     hidden -= 1  # all bits set where hidden
     hidden &= np.array(-np.inf, dtype).view(hidden.dtype)
@@ -192,7 +192,7 @@ def _infinities(visible: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def without_rows(x: Array, keep: Any) -> Array:
-    """x (..., rows, dim), copied where rows become 0, as `keep` is False."""
+    """Return x (..., rows, dim) with 0 in rows where `keep` is False; a copy if there are any."""
     if keep.all():
         return x
     x = x.copy()
@@ -201,16 +201,16 @@ def without_rows(x: Array, keep: Any) -> Array:
 
 
 def load_rows(tiling: Tiling, x: Array, block: Block) -> Array:
-    """The block's rows of an array like q, wide, as (KV heads, query heads of each * rows, dim)."""
+    """Widen the block's rows of an array like q, as (KV heads, query heads of each * rows, dim)."""
     own = tiling.of_sequence(x, block.sequence)[:, block.rows, block.heads.query]
     rows = np.ascontiguousarray(widen(own).swapaxes(1, 2))
     return by_kv_head(rows.reshape(-1, *rows.shape[2:]), block.heads)
 
 
 def load_columns(tiling: Tiling, x: Array, block: Block, scale: Array | None = None) -> Array:
-    """The block's rows of an array like q, wide and transposed: (KV heads, dim, query heads of each * rows).
+    """Widen and transpose the block's rows of an array like q: (KV heads, dim, query heads of each * rows).
 
-    Possibly a view, and then with sequences before KV heads as in `load_keys`.
+    The result may be a view, and then has sequences before KV heads as in `load_keys`.
     """
 
     def part(array: Array) -> Array:
@@ -227,9 +227,9 @@ def load_columns(tiling: Tiling, x: Array, block: Block, scale: Array | None = N
 
 
 def load_keys(tiling: Tiling, x: Array, tile: Tile, scale: Array | None = None) -> Array:
-    """The tile's rows of k or v, wide, as (KV heads, keys, dim); possibly a view.
+    """Widen the tile's rows of k or v, as (KV heads, keys, dim); the result may be a view.
 
-    Of sequences that are computed together no such view need exist: theirs is (sequences, KV heads, keys, dim).
+    Sequences that are computed together need not have such a view; theirs is (sequences, KV heads, keys, dim).
     """
     own_scale = None if scale is None else _own_keys(tiling, scale, tile)
     keys = _wide_rows(_own_keys(tiling, x, tile), own_scale).swapaxes(1, 2)
@@ -237,7 +237,7 @@ def load_keys(tiling: Tiling, x: Array, tile: Tile, scale: Array | None = None) 
 
 
 def _own_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
-    """The tile's rows of k or v: (sequences, keys, KV heads, dim)."""
+    """Return the tile's rows of k or v: (sequences, keys, KV heads, dim)."""
     heads, pages = tile.block.heads.kv, tiling.problem.pages
     if pages is None:
         return tiling.of_sequence(x, tile.block.sequence, is_kv=True)[:, tile.keys, heads]
@@ -245,21 +245,21 @@ def _own_keys(tiling: Tiling, x: Array, tile: Tile) -> Array:
 
 
 def like_keys(x: Array, keys: Array) -> Array:
-    """(KV heads, ...) with the leading axes that `load_keys` gives."""
+    """View (KV heads, ...) with the leading axes that `load_keys` gives."""
     return x if keys.ndim == 3 else x.reshape(*keys.shape[:2], *x.shape[1:])
 
 
 def sink_rows(tiling: Tiling, block: Block) -> Array:
-    """The sink of each row's head, (KV heads, query heads of each * rows)."""
+    """Return the sink of each row's head, (KV heads, query heads of each * rows)."""
     sink: Any = tiling.operands.sink
     of_heads = np.tile(sink[block.heads.query], block.sequence.alike)
     return by_kv_head(np.repeat(of_heads[:, None], block.row_stop - block.row, axis=1), block.heads)
 
 
 def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Workspace) -> Scores | None:
-    """The scores of a tile, of which hidden ones hold anything; None if all are hidden.
+    """Compute the scores of a tile, of which hidden ones hold anything; None if all are hidden.
 
-    k is what `load_keys` gives; q (KV heads, head_dim, query heads of each * rows), or as `load_columns` gives it.
+    `load_keys` gives k, and `load_columns` gives q, which may be (KV heads, head_dim, query heads of each * rows), too.
     """
     p, o, heads = tiling.problem, tiling.operands, tile.block.heads
     bias = None if o.bias is None else o.bias[tile.place_in(o.bias.shape)]
@@ -307,7 +307,7 @@ def compute_scores(tiling: Tiling, tile: Tile, q: Array, k: Array, workspace: Wo
 
 
 def aligned_positions(p: AttentionProblem, tile: Tile) -> tuple[Array, Array]:
-    """Positions of a tile's rows, each that of the key on its diagonal, and of its keys."""
+    """Return the positions of a tile's rows, each that of the key on its diagonal, and of its keys."""
     rows, keys = np.arange(tile.block.row, tile.block.row_stop), np.arange(tile.key, tile.key_stop)
     if p.place == WHOLE:
         return rows + tile.block.sequence.diagonal, keys

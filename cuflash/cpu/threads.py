@@ -1,6 +1,6 @@
-"""The threads of the CPU path: a call's tasks, their scratch memory, and BLAS.
+"""The threads of the CPU path run a call's tasks, each with scratch memory of its own.
 
-BLAS's own threads, which would split sums by their number, are off.
+BLAS's own threads are off, because they would split sums by their number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import forks
+from cuflash.cpu.work import Work
 
 T = TypeVar("T")
 
-# (get, set): NumPy's own wheels, then distributions.
+# The first names (get, set) are those of NumPy's own wheels, the others those of distributions.
 _THREAD_FUNCTIONS = (
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
@@ -51,9 +52,9 @@ def _blas_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _BlasThreads:
-    """Within, BLAS has one thread: ``with BLAS_THREADS as workers`` gives how many may run instead.
+    """BLAS has one thread within the context; ``with BLAS_THREADS as workers`` gives how many may run instead.
 
-    It is of the whole process, and changed under `forks.LOCK`.
+    The setting is the whole process's, and is changed under `forks.LOCK`.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class _BlasThreads:
             self._calls = max(0, self._calls - 1)  # a child that a call forked in its midst has none
 
     def _begin_child(self) -> None:
-        """The calls of the parent's other threads do not run here."""
+        """Forget the calls of the parent's other threads, which do not run in a child."""
         functions = _blas_functions() if self._calls else None
         if functions is not None:
             functions[1](self._before)
@@ -91,20 +92,21 @@ class _BlasThreads:
 BLAS_THREADS = _BlasThreads()
 
 
-# The few shapes of tiles that a call meets again.
+# A call meets few shapes of tiles again.
 _MAX_REMEMBERED = 16
 _LINE = 64  # bytes of a cache line
 
 
 class Workspace:
-    """Scratch arrays, which last until their name is asked for again."""
+    """Scratch arrays that last until their name is asked for again, and the pass that they are for."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self._memory: dict[tuple[str, str], NDArray[Any]] = {}
         self._remembered: dict[Any, Any] = {}
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """The value that `make` returned when `key` was last met, or returns now; nobody may change it."""
+        """Return what `make` returned when `key` was last met, or returns now; nobody may change it."""
         if key not in self._remembered:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
@@ -113,7 +115,7 @@ class Workspace:
         return found
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array with anything in it."""
+        """Return an array with anything in it."""
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.size < size:
@@ -122,9 +124,9 @@ class Workspace:
 
 
 def _aligned(size: int, dtype: str) -> NDArray[Any]:
-    """Memory that begins a cache line."""
+    """Allocate memory that begins a cache line."""
     memory = np.empty(size * np.dtype(dtype).itemsize + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
+    begin = -memory.__array_interface__["data"][0] % _LINE  # `memory.ctypes` takes three times as long
     return memory[begin : begin + size * np.dtype(dtype).itemsize].view(dtype)
 
 
@@ -145,18 +147,24 @@ class InOrder:
                 self._next += 1
 
 
-def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool) -> None:
-    """Call ``task(number, workspace)`` for each number below `count` in order, on all cores if `parallel`.
+def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool, work: Work) -> None:
+    """Call ``task(number, workspace)``, a part of `work`, for each number below `count` in order.
+
+    The tasks run on all cores if `parallel`.
 
     What a task computes must not depend on which worker runs it. The calling thread works alone where no other can be
     started: in handlers of `atexit`, for one.
     """
+    if count == 1:
+        with BLAS_THREADS, np.errstate(all="ignore"):
+            task(0, Workspace(work))
+        return
     lock = threading.Lock()
     numbers = iter(range(count))
     errors: list[BaseException] = []
 
     def worker() -> None:
-        workspace = Workspace()
+        workspace = Workspace(work)
         # Hidden elements cause these errors. The setting holds for one thread only.
         with np.errstate(all="ignore"):
             while True:
@@ -167,11 +175,16 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
                 try:
                     task(number, workspace)
                 except BaseException as error:
-                    with lock:  # nobody starts another task
-                        errors.append(error)
-                        for _ in numbers:
-                            pass
+                    fail(error)
                     return
+
+    def fail(error: BaseException) -> None:
+        with lock:
+            # Errors of cancelled tasks come behind the reason.
+            errors.append(error)
+            work.cancel()
+            for _ in numbers:  # nobody starts another task
+                pass
 
     with BLAS_THREADS as workers:
         others = _start(worker, min(workers, count) - 1 if parallel else 0)
@@ -179,7 +192,12 @@ def run_tasks(count: int, task: Callable[[int, Workspace], None], parallel: bool
             worker()
         finally:
             for thread in others:
-                thread.join()
+                while thread.is_alive():
+                    try:
+                        thread.join(work.interval)
+                        work.tell()
+                    except BaseException as error:  # of the callback, or Ctrl-C
+                        fail(error)
     if errors:
         raise errors.pop(0)
 

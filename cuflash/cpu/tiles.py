@@ -1,8 +1,8 @@
-"""One call of the CPU path cut into tiles, whatever the number of cores."""
+"""The CPU path cuts a call into tiles, whatever the number of cores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,10 +22,10 @@ Array = NDArray[Any]
 # A tile of scores stays in the last cache, and threads seldom wait for the lock. Powers of 2 would share cache sets.
 BLOCK_ROWS = 768
 BLOCK_KEYS = 768
-# Where few queries make room for more keys, a tile's keys (or values) are no more numbers than this, those of 16 bits,
-# which are copied to be widened, no more than so many.
+# Few queries make room for more keys in a tile. Its keys (or values) are then at most so many numbers; the second bound
+# is that of 16-bit ones, which are copied to be widened.
 TILE_NUMBERS, TILE_COPIED_NUMBERS = 1 << 20, 1 << 18
-# Keys of a tile that causal or a window cuts; such a tile takes only rows that see some of its keys.
+# A tile that causal or a window cuts has so many keys, and only the rows that see some of these.
 CUT_KEYS = 192
 # Short sequences share a tile with other heads and sequences, unless that leaves fewer tasks than this ...
 MIN_TASKS = 32
@@ -33,14 +33,14 @@ MIN_TASKS = 32
 TASK_WORK = 1 << 25
 # A number of k or v takes as long to come from memory as a product with so many queries.
 READ_WORK = 12
-# Products with fewer columns of scores take as long as one with so many.
+# A product with fewer columns of scores takes as long as one with so many.
 FEW_COLUMNS = 32
-# Layouts of calls that are kept, by their problems.
+# So many layouts of calls are kept, by their problems.
 _MOST_LAYOUTS = 64
 
 
 class Sequence(NamedTuple):
-    """One sequence: its place in the arrays, and how many rows and keys are real.
+    """One sequence, with its place in the arrays and its numbers of real rows and keys.
 
     Several that are alike, one behind the other in the batch, may be one: their heads are computed together.
     """
@@ -54,12 +54,12 @@ class Sequence(NamedTuple):
 
     @property
     def batches(self) -> slice:
-        """The place of all of them in the batch."""
+        """The place of all these sequences in the batch."""
         return slice(self.batch, self.batch + self.alike)
 
     @property
     def diagonal(self) -> int:
-        """Row i is aligned to key ``i + diagonal``."""
+        """The key that row 0 is aligned to; row i is aligned to key ``i + diagonal``."""
         return self.keys - self.rows
 
 
@@ -90,14 +90,20 @@ class Tile(NamedTuple):
         """The keys, local to the sequence."""
         return slice(self.key, self.key_stop)
 
+    @property
+    def size(self) -> int:
+        """The number of its scores."""
+        rows, heads = self.block.row_stop - self.block.row, self.block.heads.stop - self.block.heads.first
+        return rows * (self.key_stop - self.key) * heads * self.block.sequence.alike
+
     def rows_within(self, whole: Block) -> slice:
-        """The place of the tile's rows among those of the block that it was cut from."""
+        """Return the place of the tile's rows among those of the block that it was cut from."""
         if self.block is whole:
             return slice(None)  # the rows of several heads follow each other
         return slice(self.block.row - whole.row, self.block.row_stop - whole.row)
 
     def place_in(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Its index in an array of shape (batch | 1, query heads | 1, rows | 1, keys | 1)."""
+        """Return the tile's index in an array of shape (batch | 1, query heads | 1, rows | 1, keys | 1)."""
         own = self.block.sequence.batches, self.block.heads.query, self.block.rows, self.keys
         return tuple([index if size > 1 else slice(None) for index, size in zip(own, shape, strict=True)])
 
@@ -114,7 +120,7 @@ class Layout(NamedTuple):
 def _lay_out(
     problem: AttentionProblem, sequences: list[Sequence], heads_differ: bool = False, together: bool = False
 ) -> Layout:
-    """The layout of sequences that may share blocks (`together`) or not; heads with own tiles share none."""
+    """Lay out sequences that may share blocks (`together`) or not; heads with own tiles share none."""
     p = problem
     rows = max((sequence.rows for sequence in sequences), default=0)
     keys = max(1, max((sequence.keys for sequence in sequences), default=0))
@@ -132,7 +138,7 @@ def _lay_out(
     if rows > CUT_KEYS and (p.window_left is not None or p.window_right is not None):
         fitting = 1  # only a head by itself leaves out of a cut tile the rows that see nothing of it
     row_blocks = sum(-(-sequence.rows // block_rows) for sequence in sequences)
-    # A group of few columns stays whole: its keys are read once.
+    # A group of few columns stays whole, so that its keys are read once.
     least = max(1, min(p.group_size, -(-FEW_COLUMNS // columns), fitting))
     share = 1 if heads_differ else max(least, min(fitting, row_blocks * p.num_heads_q // num_tasks))
     head_blocks = _head_blocks(p, share)
@@ -144,7 +150,7 @@ def _lay_out(
 
 
 def _lay_out_fixed(p: AttentionProblem, sequences: list[Sequence], num_tasks: int, heads_differ: bool) -> Layout:
-    """A layout in which the shapes of a sequence's products depend on nothing but its own rows and keys."""
+    """Make a layout in which the shapes of a sequence's products depend on its own rows and keys alone."""
     share = 1 if heads_differ else p.group_size
     block_rows = CANONICAL if p.block_mask else max(1, BLOCK_ROWS // share)
     return Layout(sequences, num_tasks, block_rows, _head_blocks(p, share))
@@ -158,18 +164,18 @@ def _num_tasks(p: AttentionProblem, sequences: list[Sequence]) -> int:
 
 
 def _most_rows(p: AttentionProblem) -> int:
-    """Rows of k or v that are as many numbers as a tile may have."""
+    """Return the rows of k or v that are as many numbers as a tile may have."""
     numbers = TILE_NUMBERS if p.dtype == p.accum_dtype else TILE_COPIED_NUMBERS
     return max(1, numbers // max(p.head_dim, p.head_dim_v))
 
 
 def _most_keys(p: AttentionProblem, columns: int, kv_heads: int) -> int:
-    """Keys of a tile with so many columns of scores: more than usual where queries are few."""
+    """Return the keys of a tile with so many columns of scores, which are more than usual where queries are few."""
     return max(BLOCK_KEYS, min(BLOCK_ROWS * BLOCK_KEYS // (2 * columns), _most_rows(p) // kv_heads))
 
 
 def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
-    """Whole groups or parts of one, of `size` query heads at most."""
+    """Return whole groups or parts of one, of `size` query heads at most."""
     group = p.group_size
     if size >= group:
         groups = size // group
@@ -185,7 +191,7 @@ def _head_blocks(p: AttentionProblem, size: int) -> list[Heads]:
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _layout_of_whole(problem: AttentionProblem, together: bool) -> Layout:
-    """The layout of a problem that is not packed: every sequence is the whole of its array."""
+    """Lay out a problem that is not packed, in which every sequence is the whole of its array."""
     sequences = [Sequence(batch, 0, 0, problem.seqlen_q, problem.seqlen_k) for batch in range(problem.batch)]
     return _lay_out(problem, sequences, together=together)
 
@@ -205,7 +211,7 @@ class Tiling:
         self.sequences, self.num_tasks, self.block_rows, self.head_blocks = layout
 
     def _sequences(self) -> list[Sequence]:
-        """Every sequence of the batch, clamped to the arrays."""
+        """Return every sequence of the batch, clamped to the arrays."""
         p, o = self.problem, self.operands
         if p.packed:
             starts_q, sizes_q = _packed(o.cu_seqlens_q, p.seqlen_q)
@@ -231,7 +237,7 @@ class Tiling:
                 )
 
     def blocks(self) -> list[Block]:
-        """Blocks of real rows; the last, which see most keys when causal, come first."""
+        """Return blocks of real rows; the last, which see most keys when causal, come first."""
         return [
             Block(sequence, heads, row, min(row + self.block_rows, sequence.rows))
             for sequence in self.sequences
@@ -239,12 +245,16 @@ class Tiling:
             for row in reversed(range(0, sequence.rows, self.block_rows))
         ]
 
+    def num_scores(self, blocks: Iterable[Block]) -> int:
+        """The number of scores in all tiles of these blocks."""
+        return sum(tile.size for block in blocks for tile in self.tiles(block))
+
     def tiles(self, block: Block) -> Iterator[Tile]:
-        """The tiles that a block visits, by ascending keys."""
+        """Yield the tiles that a block visits, by ascending keys."""
         p, sequence = self.problem, block.sequence
         first, last = block.row + sequence.diagonal, block.row_stop - 1 + sequence.diagonal
         start, stop = 0, sequence.keys
-        # Between these every row sees every key.
+        # Every row sees every key between these two.
         full_start, full_stop = start, stop
         if p.window_left is not None:
             start, full_start = max(0, first - p.window_left), max(0, last - p.window_left)
@@ -266,7 +276,7 @@ class Tiling:
                     yield Tile(self._seeing_rows(block, key, key_stop) if is_cut else block, key, key_stop, is_cut)
 
     def _steps(self, start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-        """Key ranges of `step` keys, none of which lies in two splits."""
+        """Yield ranges of `step` keys, none of which lies in two splits."""
         split = self.problem.split_size or stop
         key = start
         while key < stop:
@@ -286,7 +296,7 @@ class Tiling:
         return block if (row, row_stop) == (block.row, block.row_stop) else block._replace(row=row, row_stop=row_stop)
 
     def _unmasked_runs(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The parts of a key range that the block mask does not hide from the whole block."""
+        """Yield the parts of a key range that the block mask does not hide from the whole block."""
         if start >= stop:
             return
         block_mask = cast("BlockMask | None", self.operands.block_mask)
@@ -303,13 +313,13 @@ class Tiling:
             yield max(start, run_first * CANONICAL), min(stop, run_stop * CANONICAL)
 
     def of_sequence(self, x: Array, sequence: Sequence, is_kv: bool = False) -> Array:
-        """An array like q (or k) from a sequence's first row (or key) on: (sequences, rows, heads, dim)."""
+        """Return an array like q (or k) from a sequence's first row (or key) on: (sequences, rows, heads, dim)."""
         if not self.problem.packed:
             return x[sequence.batches]
         return x[None, sequence.first_key :] if is_kv else x[None, sequence.first_row :]
 
     def lse_of_sequence(self, lse: Array, sequence: Sequence) -> Array:
-        """An array like lse from a sequence's first row on: (sequences, heads, rows)."""
+        """Return an array like lse from a sequence's first row on: (sequences, heads, rows)."""
         return lse[None, :, sequence.first_row :] if self.problem.packed else lse[sequence.batches]
 
 

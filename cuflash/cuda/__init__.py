@@ -1,1 +1,1 @@
-"""GPUs under CuPy: sources, compilation, loading and launching. It knows nothing of attention."""
+"""GPUs under CuPy: this folder has sources, compilation, loading and launching, and knows nothing of attention."""

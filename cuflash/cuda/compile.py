@@ -1,4 +1,4 @@
-"""Compilation without a GPU: what the assembler says of a kernel."""
+"""Compilation without a GPU gives the assembler's report on a kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
     start = time.perf_counter()
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
-        # -ftz=true is what CuPy adds behind the options of a RawModule.
+        # CuPy adds -ftz=true behind the options of a RawModule, so it stands here, too.
         nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, "-ftz=true", "--ptxas-options=-v", *include))
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{name} does not compile for {arch}:\n{nvrtc.getProgramLog(program)}") from error
@@ -42,7 +42,7 @@ def compile_for(arch: str, source: str, name: str) -> Report:
         registers=max((int(n) for n in re.findall(r"Used (\d+) registers", log)), default=0),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         static_smem_bytes=max((int(n) for n in re.findall(r"(\d+) bytes smem", log)), default=0),
-        # Deprecated is an architecture, not the kernel.
+        # Warnings of deprecation are about an architecture and not about the kernel.
         warnings=tuple(
             line
             for line in log.splitlines()

@@ -1,4 +1,4 @@
-"""A GPU under CuPy: kernels are loaded and launched here and nowhere else."""
+"""A GPU under CuPy, whose kernels are loaded and launched here and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from cuflash.cuda.source import Constants, source_of
 from cuflash.kept import Kept, kept
 
 Array = Any
-# The option of files whose path says that they use wgmma.
+# Files whose path says that they use wgmma are compiled with this option.
 _NEEDS_WGMMA, _OWN_ARCH = "sm90", ("-arch=sm_90a",)
 # Older versions of NVRTC take CuPy's -arch next to ours for an error.
 OWN_ARCH_SINCE = (12, 9)
-# Set for tests: Hopper takes the kernels of other GPUs.
+# Tests set this variable, with which Hopper takes the kernels of other GPUs.
 WITHOUT_WGMMA = "CUFLASH_WITHOUT_WGMMA"
 _DEFAULT_SMEM_BYTES = 48 * 1024
-# CUlaunchAttributeID, and the first driver that captures such a launch.
+# These are a CUlaunchAttributeID, and the first driver that captures such a launch.
 _PROGRAMMATIC_STREAM_SERIALIZATION, _EARLY_SINCE = 6, 12030
-# CUstreamCaptureMode: allocations do not end a capture.
+# Allocations do not end a capture in this CUstreamCaptureMode.
 _RELAXED = 2
 
 
 class LoadedKernel:
-    """A loaded entry; the tests have theirs on the CPU."""
+    """A loaded entry of a kernel; the tests' kernels run on the CPU."""
 
     def __init__(self, cupy: Any, index: int, function: Any) -> None:
         self._cupy, self._index, self._function = cupy, index, function
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
-        """Launch it; `shared_mem` is dynamic, in bytes."""
+        """Launch the kernel with so many bytes of dynamic shared memory."""
         self._function(grid, block, args, shared_mem=shared_mem)
 
     def bound(
@@ -45,7 +45,7 @@ class LoadedKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """A function that launches the kernel on a grid, with the address of its arguments' addresses and a stream.
+        """Return a function (address of the arguments' addresses, stream) that launches the kernel on a grid.
 
         `sizes` are the arguments' bytes, `smem_bytes` the dynamic shared memory of a thread block.
         """
@@ -68,7 +68,7 @@ class LoadedKernel:
 
 
 class Device:
-    """One GPU under CuPy; the tests have theirs on the CPU."""
+    """One GPU under CuPy; the tests' device is the CPU."""
 
     def __init__(self, index: int) -> None:
         import cupy
@@ -80,12 +80,13 @@ class Device:
         self.num_sms: int = properties["multiProcessorCount"]
         self.smem_limit: int = properties["sharedMemPerBlockOptin"]  # bytes that one thread block may use
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
-        self.has_wgmma = (  # runs the kernels of cuda_src/sm90
+        self.has_wgmma = (  # the GPU runs the kernels of cuda_src/sm90
             self.capability == (9, 0)
             and cupy.cuda.nvrtc.getVersion() >= OWN_ARCH_SINCE
             and not os.environ.get(WITHOUT_WGMMA)
         )
-        # cupy.empty, quicker: of shape, dtype, and memory of `scratch` if it is to lie there.
+        # This makes an empty array of a shape and dtype, quicker than cupy.empty; a third argument may be memory of
+        # `scratch`.
         self.empty: Callable[..., Array] = cupy.ndarray
         self._alloc = cupy.cuda.alloc
         self._current_device = cupy.cuda.runtime.getDevice
@@ -93,7 +94,7 @@ class Device:
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
     def tensor_map(self, address: int, *description: Any, once: bool = False) -> Array:
-        """Describe an array for TMA: `params.encode_tensor_map`."""
+        """Describe an array for TMA, as `driver.encode_tensor_map` does."""
         if not self.namespace.cuda.driver.ctxGetCurrent():
             _begin_thread(self.namespace, self.index)
         return encode_tensor_map(address, *description, once=once)
@@ -110,12 +111,12 @@ class Device:
         return LoadedKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
 
     def scratch(self, size: int) -> tuple[int, Any]:
-        """The address of so many uninitialised bytes, and what keeps them; quicker than an array."""
+        """Return the address of so many uninitialised bytes, and the object that keeps them; quicker than an array."""
         memory = self._alloc(size)
         return memory.ptr, memory
 
     def lasting(self, size: int) -> tuple[int, Any]:
-        """The address of so many bytes that are no pool's, and what keeps them; a stream may be captured meanwhile."""
+        """Return the address of bytes that are no pool's, and their keeper; a stream may be captured meanwhile."""
         cuda = self.namespace.cuda
         mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -126,19 +127,19 @@ class Device:
         return memory.ptr, memory
 
     def pointer(self, x: Array) -> int:
-        """Address of an array's first element."""
+        """Return the address of an array's first element."""
         return x.data.ptr
 
     def is_current(self) -> bool:
-        """It is the current device."""
+        """Return True if this is the current device."""
         return self._current_device() == self.index
 
     def stream(self) -> int:
-        """Handle of the current stream."""
+        """Return the handle of the current stream."""
         return self._current_stream(self.index).ptr
 
     def capture(self, stream: int) -> int:
-        """A number of the capture into a graph that a stream's work goes to; 0 if there is none."""
+        """Return a number of the capture into a graph that a stream's work goes to; 0 if there is none."""
         # The legacy default stream is never captured.
         return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
 
@@ -156,7 +157,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[[int, int, int], None]:
-    """`driver.launchKernel` behind its shape, of a kernel that begins early."""
+    """Return what does as `driver.launchKernel` with this shape, for a kernel that begins early."""
     launch = driver().cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
 
@@ -175,9 +176,9 @@ def _early_launch(shape: tuple[int, ...], failure: type[Exception]) -> Callable[
 
 
 def _begin_thread(cupy: Any, index: int) -> None:
-    """Give a new thread what calls of the driver want: a current context."""
+    """Give a new thread a current context, which calls of the driver want."""
     cupy.cuda.runtime.setDevice(index)
-    cupy.cuda.runtime.memGetInfo()  # makes it
+    cupy.cuda.runtime.memGetInfo()  # makes the context
 
 
 def _capture_of(stream: int) -> int:
@@ -195,7 +196,7 @@ _device = cache(Device)
 
 
 def device_of(x: Array) -> Device:
-    """The device of an array."""
+    """Return the device of an array."""
     return _device(x.data.device_id)
 
 
@@ -207,7 +208,7 @@ def get(
     smem_bytes: int = 0,
     generated: Mapping[str, str] | None = None,
 ) -> LoadedKernel:
-    """A function of some files of cuda_src, loaded once per process and device (the current GPU).
+    """Load a function of some files of cuda_src, once per process and device (the current GPU).
 
     `paths`, `constants` and `generated` are those of `source_of`; `smem_bytes` is the dynamic shared memory of a block.
     """

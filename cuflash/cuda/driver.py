@@ -22,7 +22,7 @@ _MAP_ALIGNMENT = 64
 
 @cache
 def driver() -> ctypes.CDLL:
-    """The CUDA driver's own library."""
+    """Load the CUDA driver's own library."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
@@ -35,7 +35,7 @@ def encode_tensor_map(
     *,
     once: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """A map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
+    """Make a map of an array, to be passed to a kernel by value; elements out of bounds are read as zeros.
 
     `extents` are the elements of the array along each axis and `box` those of one copy, innermost axis first; `strides`
     are bytes, for all axes but the innermost. Boxes of bytes are swizzled if they are as wide as a swizzle. L2 fetches

@@ -19,7 +19,7 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 def source_of(paths: str, constants: Constants, generated: Mapping[str, str] = _NO_HEADERS) -> str:
-    """A kernel's source text.
+    """Write a kernel's source text.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def _constants_text(constants: Constants) -> str:
 
 
 def inlined(paths: str, generated: Mapping[str, str] = _NO_HEADERS) -> str:
-    """The text of some files, every quoted include inlined where it is first met."""
+    """Return the text of some files, with every quoted include inlined where it is first met."""
     seen: set[str] = set()
     return "".join(_inlined(path, seen, generated) for path in paths.split())
 
@@ -77,7 +77,7 @@ def _inlined(path: str, seen: set[str], generated: Mapping[str, str]) -> str:
 
 
 def _resolved(folder: list[str], include: str) -> str:
-    """The path in cuda_src of what a file in `folder` includes."""
+    """Return the path in cuda_src of what a file in `folder` includes."""
     parts = list(folder)
     for part in include.split("/"):
         if part == "..":

@@ -1,4 +1,4 @@
-"""A C++ struct that the host packs: described once, as a NumPy dtype and as the text of its members."""
+"""C++ structs that the host packs are described once, for a NumPy dtype and for the text of their members."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Struct:
         self.dtype = np.dtype([(member.name, member.dtype) for member in members], align=True)
 
     def extended(self, members: Sequence[Member]) -> Struct:
-        """The struct with further members behind its own, which stay where they are."""
+        """Return the struct with further members behind its own, which stay where they are."""
         return Struct(self.name, (*self._members, *members))
 
     def offset(self, member: str) -> int:
-        """The offset of a member, in bytes."""
+        """Return the offset of a member, in bytes."""
         assert self.dtype.fields is not None
         return int(self.dtype.fields[member][1])
 

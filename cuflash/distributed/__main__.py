@@ -1,9 +1,9 @@
-"""``python -m cuflash.distributed --selftest``: whether ranks reach each other, and compute what one device does.
+"""``python -m cuflash.distributed --selftest`` tests that ranks reach each other and compute what one device does.
 
 ``python -m cuflash.distributed plan --gpus 1024 --seqlen 16M --heads 32`` predicts times, links and memory.
 
-Under torchrun, mpiexec or variables of one's own it is one process of several, and rank 0 prints. Else ranks are
-threads.
+Under torchrun, mpiexec or variables of one's own the command is one process of several, and rank 0 prints. Ranks are
+threads otherwise.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cuflash.distributed.processes import TRANSPORTS
 
 Array = Any
 Work = Callable[[Communicator], Any]
-Runner = Callable[[Work], list[Any]]  # what some work gives on every rank
+Runner = Callable[[Work], list[Any]]  # returns the results that some work gives on every rank
 SCHEMES = {"ring": ring_attention_vjp, "heads": ulysses_attention_vjp}
-# Rows of this many bytes are passed around to measure the links.
+# The links are measured by messages of so many bytes.
 MESSAGE_BYTES = 64 << 20
 TOLERANCE = 1e-4  # of float32 on any device
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_process(args: argparse.Namespace) -> int:
-    """One process of several: all compute, the first one prints."""
+    """Run as one process of several, all of which compute and the first of which prints."""
     try:
         device: Literal["auto"] | None = None if args.device == "cpu" else "auto"
         comm = from_environment(time_limit=args.time_limit, transport=args.transport, device=device)
@@ -136,7 +136,7 @@ def run(world: int, work: Work, devices: Sequence[int] | None = None, **options:
 
 
 def _link(runner: Runner, on_gpu: bool) -> float:
-    """GB/s of a message that each rank sends to the next one, the best of five; NumPy's is handed over and copied."""
+    """Measure GB/s of a message from each rank to the next, the best of five; NumPy's is handed over and copied."""
 
     def work(comm: Communicator) -> float:
         x = _namespace(on_gpu).zeros(MESSAGE_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""Every rank must make the same call: arguments are compared before anything else travels."""
+"""Every rank must make the same call, so arguments are compared before anything else travels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Described = tuple[tuple[str, Any], ...]
 
-# These index the whole score matrix, of which no rank holds more than a part.
+# These options index the whole score matrix, of which no rank holds more than a part.
 NOT_SPREAD = ("bias", "mask", "q_lengths", "kv_lengths", "block_mask", "block_table")
 
 
 def check_options(keywords: Mapping[str, Any]) -> Options:
-    """The options of a call; NotImplementedError for those that no rank could apply to its part."""
+    """Return the options of a call; NotImplementedError for those that no rank could apply to its part."""
     check_names(keywords)
     for name in NOT_SPREAD:
         if keywords.get(name) is not None:
@@ -39,7 +39,7 @@ def check_options(keywords: Mapping[str, Any]) -> Options:
 
 
 def describe(name: str, value: Any) -> tuple[str, Any]:
-    """What is compared of an option: shapes and dtypes of arrays, the name of a function, else the text."""
+    """Return what ranks compare of an option: shapes and dtypes of arrays, the name of a function, else the text."""
     if isinstance(value, tuple) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in value):
         return name, tuple([(tuple(x.shape), str(x.dtype)) for x in value])
     if callable(value):
@@ -94,7 +94,7 @@ def agree(comm: Communicator, prepare: Callable[[], tuple[T, Described]]) -> tup
 
 
 def _digest(described: Described) -> str:
-    """The same text for the same call: it is what ranks tell each other where nothing is wrong."""
+    """Return a text that equal calls have in common, which ranks tell each other where nothing is wrong."""
     entries = [entry for entry in described if entry[0] != "length"]
     return hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest()
 
@@ -113,7 +113,7 @@ def _compare(told: list[Described]) -> None:
 
 @contextmanager
 def telling(comm: Communicator) -> Iterator[None]:
-    """While ranks depend on each other, a failure of this one ends the others' waiting."""
+    """Let a failure of this rank end the others' waiting within the context, in which ranks depend on each other."""
     try:
         yield
     except BaseException as error:

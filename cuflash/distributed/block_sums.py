@@ -1,8 +1,8 @@
-"""Sums over ranks, block by block, that travel while the next block is computed.
+"""Sums over ranks travel block by block while the next block is computed.
 
 A rank sends a part of its block to each other one, which adds what it gets in the order of the ranks, so that all have
 the same bits, and sends the sum to everyone. Each of these steps is done after the next block was computed (on a GPU:
-enqueued), so that what it needs has had that long to arrive.
+enqueued), so that the messages that it needs have had that long to arrive.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Array = Any
 
 
 class _Block(NamedTuple):
-    first: int  # its first row
+    first: int  # the block's first row
     own: Array  # this rank's addend
-    made: Any  # the event behind it on a GPU; behind a later one the next block would have to be computed first
+    made: Any  # the event behind `own` on a GPU; a later event would wait for the next block, too
     edges: list[int]  # rank r adds rows edges[r] to edges[r + 1] - 1 of the block
 
     def part(self, rank: int) -> slice:
-        """The rows that a rank adds."""
+        """Return the rows that a rank adds."""
         return slice(self.edges[rank], self.edges[rank + 1])
 
 
@@ -40,11 +40,11 @@ class BlockSums:
         self._row = 0
         self._to_add: deque[_Block] = deque()
         self._to_gather: deque[_Block] = deque()
-        self._read_by_others: list[Array] = []  # until the barrier at the call's end
+        self._read_by_others: list[Array] = []  # kept until the barrier at the call's end
         self._stream = None if isinstance(total, np.ndarray) else _stream_behind_this()
 
     def add(self, own: Array) -> None:
-        """This rank's addend of the next rows; then the block before is added, and the one before that complete."""
+        """Take this rank's addend of the next rows, add the block before, and complete the one before that."""
         comm = self._comm
         made = None if self._stream is None else _current_stream().record()
         block = _Block(self._row, own, made, [len(own) * rank // comm.world for rank in range(comm.world + 1)])
@@ -57,7 +57,7 @@ class BlockSums:
         self._to_add.append(block)
 
     def finish(self) -> None:
-        """All blocks are complete for the work that follows on the current stream."""
+        """Complete all blocks for the work that follows on the current stream."""
         with self._beside():
             while self._to_add or self._to_gather:
                 self._advance()
@@ -65,7 +65,7 @@ class BlockSums:
             _current_stream().wait_event(self._stream.record())
 
     def _advance(self) -> None:
-        """One step of each of the two oldest blocks; ranks receive in the order in which all of them send."""
+        """Do one step of each of the two oldest blocks; ranks receive in the order in which all of them send."""
         added = self._add_parts(self._to_add.popleft()) if self._to_add else None
         if self._to_gather:
             self._gather(self._to_gather.popleft())
@@ -109,7 +109,7 @@ def _current_stream() -> Any:
 
 
 def _stream_behind_this() -> Any:
-    """A stream whose work comes after that of the current stream so far."""
+    """Return a stream whose work comes after that of the current stream so far."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -1,4 +1,4 @@
-"""One rank's call: its arrays, adopted and checked, and what all ranks agree on."""
+"""One rank's call, with its arrays adopted and checked, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.checks import check_edges, check_problem, check_residuals
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import Stretch, check_order, length_of, stretches_of
-from cuflash.problem.attention_problem import EXTRA_GRADS, accum_of, operand_name
+from cuflash.frontend.call import Backward, Gradients
+from cuflash.problem.attention_problem import accum_of
 from cuflash.problem.checks import check_bool
-from cuflash.problem.gradients import check_grads
+from cuflash.problem.gradients import check_grads, extras_of
 from cuflash.problem.options import Options
 from cuflash.problem.own_rules import check_operands
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 RESIDUALS = ("dout", "out", "lse", "dlse")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call: checked arrays of NumPy or CuPy, with this rank's tokens."""
+    """One rank's call, whose checked arrays of NumPy or CuPy have this rank's tokens."""
 
     library: interop.Library
     comm: Communicator
@@ -40,7 +39,7 @@ class Call:
     seqlen: int = 0  # tokens of all ranks, once these have told theirs
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
-        """The tokens of a rank."""
+        """Return the tokens of a rank."""
         return stretches_of(self.seqlen, rank, self.comm.world, self.order)
 
     @property
@@ -51,14 +50,12 @@ class Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands or ()) if "float" in x.dtype.name}
-        return {name: x for name, x in {**given, **operands}.items() if x is not None}
+        return extras_of(self.options)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to compute attention over ranks: its two passes, and what its three public functions have in common."""
+    """A way to compute attention over ranks, by its two passes, for its three public functions."""
 
     name: str  # of the public function of the forward pass
     forward: Callable[[Call], tuple[Array, Array]]  # (out, lse)
@@ -76,7 +73,8 @@ class Scheme:
         return_lse: bool,
         options: Mapping[str, Any],
     ) -> Any:
-        """out, or (out, lse), as the caller's kind of arrays."""
+        """Return out, or (out, lse), as the caller's kind of arrays."""
+        check_communicator(comm)
         return_lse = check_bool("return_lse", return_lse)
         with comm.turn():
             call, *_ = _prepared(self.name, {"q": q, "k": k, "v": v}, comm, order, cu_seqlens, options)
@@ -95,7 +93,8 @@ class Scheme:
         grads: Sequence[str] | None,
         options: Mapping[str, Any],
     ) -> Gradients:
-        """The gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
+        """Return the gradients as the caller's kind of arrays; `arrays` are q, k, v and the residuals by name."""
+        check_communicator(comm)
         what = f"{self.name}_backward"
         with comm.turn():
             call, residuals, wanted = _prepared(what, arrays, comm, order, cu_seqlens, options, grads)
@@ -115,16 +114,30 @@ class Scheme:
         return_lse: bool,
         options: Mapping[str, Any],
     ) -> tuple[Any, Backward]:
-        """The result, and its gradient function."""
+        """Return the result and its gradient function."""
         return_lse = check_bool("return_lse", return_lse)
         out, lse = self.attention(q, k, v, comm, order, cu_seqlens, True, options)
 
         def backward(dout: Array, dlse: Array | None = None, *, grads: Sequence[str] | None = None) -> Gradients:
-            """Gradients of this rank's inputs; every rank calls it as often as the others do."""
+            """Return the gradients of this rank's inputs; every rank calls it as often as the others do."""
             arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
             return self.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
         return ((out, lse) if return_lse else out), backward
+
+
+def adopt(library: interop.Library, given: dict[str, Any], options: Options) -> tuple[dict[str, Array], Options]:
+    """Return a call's arrays and its options, whose arrays are of the same library."""
+    extras = {
+        name: getattr(options, name)
+        for name in ("alibi_slopes", "sink", "dropout_seed")
+        if hasattr(getattr(options, name), "shape")
+    }
+    operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
+    adopted = interop.adopt_all(library, {**given, **extras, **operands})
+    its: dict[str, Any] = {name: adopted[name] for name in extras}
+    its["operands"] = tuple([adopted[name] for name in operands])
+    return adopted, replace(options, **its)
 
 
 def _prepared(
@@ -136,21 +149,13 @@ def _prepared(
     keywords: Mapping[str, Any],
     grads: Sequence[str] | None = None,
 ) -> tuple[Call, dict[str, Array | None], frozenset[str]]:
-    """The call, checked on every rank, the residuals, and the gradients that are wanted."""
+    """Return the call, checked on every rank, the residuals, and the gradients that are wanted."""
 
     def prepare() -> tuple[tuple[Call, dict[str, Array | None], frozenset[str]], Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays["q"])
-        extras = {
-            name: getattr(options, name)
-            for name in ("alibi_slopes", "sink", "dropout_seed")
-            if hasattr(getattr(options, name), "shape")
-        }
-        operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
-        given = {name: x for name, x in {**arrays, **extras}.items() if x is not None}
-        adopted = interop.adopt_all(library, {**given, **operands})
-        options = replace(options, **{name: adopted[name] for name in extras})
-        options = replace(options, operands=tuple([adopted[name] for name in operands]))
+        given = {name: x for name, x in arrays.items() if x is not None}
+        adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v = (adopted[name] for name in ("q", "k", "v"))
         problem = check_problem(q, k, v, options, edges)

@@ -1,4 +1,4 @@
-"""Checks of what a rank hands to a distributed call, from metadata alone but for cu_seqlens, which lie on the host."""
+"""Checks of a rank's arguments, from metadata alone but for cu_seqlens, which lie on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = Any
 
 
 def check_edges(cu_seqlens: Any) -> list[int]:
-    """Where the packed sequences of all ranks together begin and end."""
+    """Return where the packed sequences of all ranks together begin and end."""
     if not isinstance(cu_seqlens, np.ndarray):
         raise TypeError(
             f"cu_seqlens: expected a NumPy int32 array (num_sequences + 1,), of all ranks together, "
@@ -32,7 +32,7 @@ def check_edges(cu_seqlens: Any) -> list[int]:
 
 
 def check_problem(q: Array, k: Array, v: Array, options: Options, edges: list[int] | None) -> AttentionProblem:
-    """The problem of this rank's queries and its own keys; for packed arrays that of one sequence.
+    """Make the problem of this rank's queries and its own keys; for packed arrays that of one sequence.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def check_problem(q: Array, k: Array, v: Array, options: Options, edges: list[in
 
 
 def check_residuals(residuals: dict[str, Array | None], problem: AttentionProblem, packed: bool) -> None:
-    """dout, out, lse and dlse of this rank, where given, are like the forward pass's results."""
+    """Check that this rank's dout, out, lse and dlse, where given, are like the forward pass's results."""
     leading = 1 if packed else 0
     for name, x in residuals.items():
         if x is None:

@@ -1,4 +1,4 @@
-"""How ranks reach each other. A rank that waits longer than the time limit raises, so that nothing hangs."""
+"""Communicators let ranks reach each other; one that waits longer than the time limit raises, so that nothing hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pending(ABC):
 
     @abstractmethod
     def get(self) -> Any:
-        """The message, ready for the current stream."""
+        """Return the message, ready for the current stream."""
 
 
 class Communicator(ABC):
@@ -53,37 +53,37 @@ class Communicator(ABC):
 
     @abstractmethod
     def receive(self, source: int, tag: int = 0) -> Any:
-        """The next message of another rank with this tag, on this rank's device."""
+        """Return the next message of another rank with this tag, on this rank's device."""
 
     def receive_soon(self, source: int, tag: int = 0) -> Pending:
-        """The next message of another rank, which may arrive while this one computes."""
+        """Return the next message of another rank, which may arrive while this one computes."""
         return Later(self, source, tag)
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
-        """Small values that are no arrays, of all ranks by their numbers."""
+        """Return the values of all ranks by their numbers; they are small and no arrays."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on: whoever waits for it raises."""
+        """Tell the others that this rank cannot go on, so that a rank which waits for it raises."""
 
     @abstractmethod
     def close(self) -> None:
         """Give back what the communicator holds; it cannot be used again."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """The context in which a rank enqueues work; ranks of one process take turns."""
+        """Return the context in which a rank enqueues work; ranks of one process take turns."""
         return nullcontext()
 
     def pass_turn(self) -> None:  # noqa: B027 - ranks that are processes take no turns
         """Let the other ranks of the process enqueue work."""
 
     def barrier(self) -> None:
-        """Wait until every rank is here: what was sent has been read."""
+        """Wait until every rank is here and has read what was sent to it."""
         self.all_gather(None)
 
     def sum(self, x: Array) -> Array:
-        """The sum of an array over all ranks, added in the order of their numbers: the same bits on each."""
+        """Sum an array over all ranks in the order of their numbers, so that each has the same bits."""
         total = None
         for part in self.exchange([x] * self.world):
             total = part.copy() if total is None else total + part
@@ -99,6 +99,15 @@ class Communicator(ABC):
             source = (self.rank - distance) % self.world
             received[source] = self.receive(source)
         return received
+
+
+def check_communicator(comm: object) -> None:
+    """Raise TypeError for what is no rank's communicator, such as the list of all that `threads` returns."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"comm: expected the communicator of one rank, of cuflash.distributed.threads or from_environment, "
+            f"got {type(comm).__name__}"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class Arriving(Pending):
     """A message of another GPU, which another stream brings."""
 
     message: Any
-    done: Any  # the event behind the copies; None where there are none
+    done: Any  # the event behind the copies; None without copies
 
     def get(self) -> Any:
         """Let the current stream wait for the copy."""
@@ -159,14 +168,14 @@ class ThreadCommunicator(Communicator):
         self.device = device  # the GPU's number; None for NumPy arrays
         self._board = board
         self._is_open = True
-        # Other GPUs' arrays that this one copies: their memory must not be used again before the copies are done.
+        # This GPU copies these arrays of others, whose memory must not be used again before the copies are done.
         self._borrowed: list[Any] = []
         self._stream: Any = None  # copies messages
         self._has_turn = False
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """On GPUs one thread enqueues at a time; NumPy's threads compute at once."""
+        """Let one thread at a time enqueue work for GPUs; NumPy's threads compute at once."""
         if self.device is None or self._has_turn:
             yield
             return
@@ -183,11 +192,11 @@ class ThreadCommunicator(Communicator):
             self._board.turns.pass_on()
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """The context in which this thread waits, and others have the turn."""
+        """Return the context in which this thread waits, and others have the turn."""
         return self._board.turns.leave() if self._has_turn else nullcontext()
 
     def send(self, message: Any, to: int, tag: int = 0) -> None:
-        """Hand over references: threads share memory. What another GPU is to copy is contiguous."""
+        """Hand over references, as threads share memory; arrays that another GPU copies become contiguous."""
         self._check_open()
         if self.device is not None:
             message = _contiguous(message)
@@ -197,17 +206,17 @@ class ThreadCommunicator(Communicator):
             self._board.condition.notify_all()
 
     def receive(self, source: int, tag: int = 0) -> Any:
-        """The next message of another thread; arrays of another GPU are copied to this one's."""
+        """Return the next message of another thread; arrays of another GPU are copied to this one's."""
         return self._copied(*self._take(source, tag)).get()
 
     def receive_soon(self, source: int, tag: int = 0) -> Pending:
-        """The next message; a GPU's copy engine brings it while this GPU computes what is enqueued later."""
+        """Return the next message; a GPU's copy engine brings it while this GPU computes what is enqueued later."""
         if self.device is None:
             return super().receive_soon(source, tag)
         return self._copied(*self._take(source, tag))
 
     def _take(self, source: int, tag: int) -> tuple[Any, Any]:
-        """The next message of another thread, and the event behind the work that makes it."""
+        """Return the next message of another thread, and the event behind the work that makes it."""
         self._check_open()
         board, mailbox = self._board, self._board.mailboxes[source, self.rank, tag]
         if not mailbox:
@@ -232,7 +241,7 @@ class ThreadCommunicator(Communicator):
             board.condition.wait(left)
 
     def _copied(self, message: Any, event: Any) -> Pending:
-        """A message whose arrays come to this rank's GPU by a stream of their own, while others compute."""
+        """Copy a message's arrays to this rank's GPU on a stream of their own, while other streams compute."""
         if event is None or self.device is None:
             return Arriving(message, None)
         import cupy
@@ -254,7 +263,7 @@ class ThreadCommunicator(Communicator):
             return copies[-1][0]
 
         brought = here(message)
-        # The copies' memory may still be in use by what was enqueued before.
+        # Work that was enqueued before may still use the copies' memory.
         stream.wait_event(cupy.cuda.get_current_stream().record())
         for to, x in copies:
             _enable_peer(device, x.device.id)
@@ -272,7 +281,7 @@ class ThreadCommunicator(Communicator):
         self._borrowed.clear()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Threads pass values as they are, and wait for the last of them."""
+        """Pass values as they are, and wait for the last thread."""
         self._check_open()
         board = self._board
         with self._waiting(), board.condition:
@@ -286,7 +295,7 @@ class ThreadCommunicator(Communicator):
         return [own.values[rank] for rank in range(self.world)]
 
     def fail(self, error: BaseException) -> None:
-        """The first failure is the one that others hear of."""
+        """Note the first failure, which the others hear of."""
         with self._board.condition:
             if self._board.failure is None:
                 self._board.failure = self.rank, f"{type(error).__name__}: {error}"
@@ -308,7 +317,7 @@ class ThreadCommunicator(Communicator):
 def threads(
     world: int, *, devices: Sequence[int] | None = None, time_limit: float = DEFAULT_TIME_LIMIT, check: bool = True
 ) -> list[Communicator]:
-    """Communicators for ranks that are threads of this process.
+    """Make communicators for ranks that are threads of this process.
 
     Parameters
     ----------
@@ -331,6 +340,15 @@ def threads(
     ------
     TypeError, ValueError
         For arguments that are no such numbers.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> comms = cuflash.distributed.threads(2)
+    >>> [(comm.rank, comm.world) for comm in comms]
+    [(0, 2), (1, 2)]
+    >>> for comm in comms:
+    ...     comm.close()
     """
     if not isinstance(world, (int, np.integer)) or isinstance(world, bool):
         raise TypeError(f"world: expected an integer, got {type(world).__name__}")
@@ -364,7 +382,7 @@ def _contiguous(message: Any) -> Any:
 
 
 def _record(message: Any) -> Any:
-    """An event behind the work that makes a message's arrays; None where they are not on a GPU."""
+    """Record an event behind the work that makes a message's arrays; None where they are not on a GPU."""
     arrays = _arrays(message)
     if not arrays:
         return None

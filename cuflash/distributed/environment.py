@@ -1,4 +1,4 @@
-"""A communicator for a process a rank, from what torchrun, mpiexec or the user put into the environment."""
+"""The communicator of a process that is a rank, by the variables of torchrun, mpiexec or the user."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cuflash.distributed.rendezvous import Meeting, meet
 from cuflash.problem.checks import check_bool
 
 DEFAULT_MASTER_PORT = 29500  # torchrun's, for launchers that name none
-# Rank 0 takes the first port that is free of so many behind MASTER_PORT, where torchrun's agent may listen itself.
+# Rank 0 takes the first free one of so many ports behind MASTER_PORT, on which torchrun's agent may listen itself.
 NUM_PORTS = 8
 LAST_PORT = 65535
-# What tells jobs apart that look for each other on the same ports.
+# These variables tell jobs apart that look for each other on the same ports.
 JOB_NAMES = (
     "MASTER_PORT",
     "CUFLASH_PORT",
@@ -53,7 +53,7 @@ LAUNCHERS = (
 
 
 class Ranks(NamedTuple):
-    """What the environment says."""
+    """The ranks as the environment describes them."""
 
     rank: int
     world: int
@@ -70,7 +70,7 @@ def from_environment(
     transport: Literal["auto", "ipc", "nccl"] = "auto",
     device: int | Literal["auto"] | None = "auto",
 ) -> ProcessCommunicator:
-    """The communicator of a process that is one of several ranks. Every rank calls this.
+    """Return the communicator of a process that is one of several ranks. Every rank calls this.
 
     It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and LOCAL_RANK where there is one; or
     what mpiexec sets (OMPI_COMM_WORLD_RANK and its kin, or PMI_RANK and its kin), with MASTER_ADDR where the ranks are
@@ -98,8 +98,7 @@ def from_environment(
     Returns
     -------
     ProcessCommunicator
-        A `Communicator` with the attributes local_rank, device and transport ("tcp", "ipc" or "nccl") beside those of
-        every one.
+        A `Communicator` that also has the attributes local_rank, device and transport ("tcp", "ipc" or "nccl").
 
     Raises
     ------
@@ -141,12 +140,12 @@ def from_environment(
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether the environment names this process's rank."""
+    """Return True if the environment names this process's rank."""
     return any(name in environ for launcher in LAUNCHERS for name in (launcher.rank, launcher.world))
 
 
 def ranks_of(environ: Mapping[str, str]) -> Ranks:
-    """Who this process is, and where the others are.
+    """Read from the environment which rank this process is, and where the others are.
 
     Raises
     ------
@@ -158,7 +157,7 @@ def ranks_of(environ: Mapping[str, str]) -> Ranks:
         return Ranks(0, 1, None, "127.0.0.1", (), b"")
     launcher = named[0]
     rank, world = _numbers(environ, launcher)
-    # torchrun's own agents may be ranks of mpiexec: what that says is theirs.
+    # torchrun's own agents may be ranks of mpiexec, whose variables are then those of the agents.
     if "TORCHELASTIC_RUN_ID" not in environ:
         for other in named[1:]:
             if _numbers(environ, other) != (rank, world):
@@ -182,7 +181,7 @@ def ranks_of(environ: Mapping[str, str]) -> Ranks:
 
 
 def num_gpus() -> int:
-    """The GPUs that CuPy finds; 0 without CuPy."""
+    """Count the GPUs that CuPy finds; 0 without CuPy."""
     try:
         import cupy
 
@@ -219,25 +218,25 @@ def _ports(environ: Mapping[str, str], launcher: Launcher) -> tuple[int, ...]:
         raise ValueError(f"MASTER_PORT: expected a number, as {launcher.world} is {environ[launcher.world]}, got none")
     else:
         port = DEFAULT_MASTER_PORT
-    # Behind the last port there is none: ports below it serve, too.
+    # There is no port behind the last one, so that ports below it serve, too.
     behind = range(port + 1, min(port + NUM_PORTS, LAST_PORT) + 1)
     return tuple(behind) or tuple(range(port - NUM_PORTS, port))
 
 
 def _token(environ: Mapping[str, str]) -> bytes:
-    """What only this job's ranks know or, without a secret, what tells it from other jobs."""
+    """Return the token that only this job's ranks know or, without a secret, that tells the job from others."""
     parts = [environ.get(name, "") for name in ("CUFLASH_TOKEN", *JOB_NAMES)]
     return hashlib.sha256("\0".join(("cuflash", *parts)).encode()).digest()
 
 
 def _host_name() -> str:
-    """What all processes of one host have in common, and no other host has."""
+    """Return a name that all processes of one host have in common, and no other host has."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _use_device(device: int | str | None, local_rank: int) -> int | None:
-    """The number of this rank's GPU, the current one from here on."""
+    """Make this rank's GPU the current one, and return its number."""
     if device is None:
         return None
     count = num_gpus()

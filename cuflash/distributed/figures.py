@@ -1,4 +1,4 @@
-"""What was measured of kernels and links, as data for `plan`: bfloat16 on an H200, of a host with NVLink all to all."""
+"""Measured figures of kernels and links, which `plan` computes with: bfloat16 on an H200 with NVLink."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ BACKWARD: dict[tuple[int, bool], tuple[int, int, int]] = {
     (256, True): (308, 446, 509),
 }
 
-# GB/s of one message by its bytes; between these the logarithm counts.
+# GB/s of one message by its bytes; figures between these follow the logarithm of the bytes.
 PEER_COPY = {1 << 20: 221.0, 16 << 20: 366.0, 64 << 20: 395.0}
 ALL_TO_ALL = {1 << 20: 26.0, 64 << 20: 260.0, 1 << 30: 327.0}
 # Seconds before the first byte of a collective arrives.
 LATENCY = 33e-6
-# Attention takes so many times as long while copies run beside it.
+# Attention takes so many times as long while copies run at the same time.
 UNDER_COPIES = 1.055
 # GB/s at which merges of partial results read and write, as decoding reads keys.
 MEMORY_RATE = 4100.0
-# A link between hosts was not measured: one network card of 400 Gbit/s for each GPU.
+# This link between hosts is assumed and not measured: one network card of 400 Gbit/s for each GPU.
 ASSUMED_NETWORK = 50.0
 
 
@@ -53,11 +53,11 @@ class Measured(NamedTuple):
     backward: float
 
 
-# One GPU's kernels on the work that one of four has, of 16 heads and 8k and 32k tokens a GPU. Of several GPUs none of
-# this library's own schemes has been measured yet.
+# These are one GPU's kernels on the work that one of four has, with 16 heads and 8k and 32k tokens a GPU. None of this
+# library's own schemes has been measured on several GPUs yet.
 MEASURED = (
     Measured(1, "one GPU", 32 << 10, 4, 4, 128, 806, 570),
     Measured(1, "one GPU", 128 << 10, 4, 4, 128, 728, 570),
 )
-# Those for which every plan says how far its predictions are off.
+# Every plan says for these of the measured figures how far its predictions are off.
 HELD_AGAINST = (1, 2, 4)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.call import Backward, Call, Gradients, Scheme
+from cuflash.distributed.call import Call, Scheme
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.order import put_part, take_part
 from cuflash.frontend.partial import Part
 from cuflash.problem.attention_problem import Place
 from cuflash.problem.heads import Heads
+from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,7 +30,7 @@ Array = Any
 
 
 def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
-    """The heads of every rank, as even as whole KV heads allow.
+    """Return the heads of every rank, as even as whole KV heads allow.
 
     KV heads fewer than ranks are replicated: their query heads are dealt to several ranks. A rank may get no head.
     """
@@ -46,10 +47,46 @@ def shares_of(num_heads_q: int, num_heads_kv: int, world: int) -> list[Heads]:
     return shares
 
 
+@overload
 def ulysses_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def ulysses_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
@@ -78,21 +115,53 @@ def ulysses_attention(
     return BY_HEADS.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
+@overload
 def ulysses_attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
+    grads: None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ...]: ...
+@overload
+def ulysses_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
+    grads: Sequence[str],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | None, ...]: ...
+def ulysses_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Gradients:
+) -> tuple[ArrayT | None, ...]:
     """Gradients of `ulysses_attention`.
 
     Parameters
@@ -114,17 +183,53 @@ def ulysses_attention_backward(
     return BY_HEADS.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
+@overload
 def ulysses_attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, RankBackward[ArrayT]]: ...
+@overload
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@overload
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "plain",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+def ulysses_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "plain",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, RankBackward[ArrayT]]:
     """`ulysses_attention` and its gradient function.
 
     Parameters
@@ -188,7 +293,7 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
         heads = own.query if name == "q" else own.kv
         grad = found.get(name, xp.zeros((*whole[name].shape[:-2], heads.stop - heads.start, x.shape[-1]), accum))
         total = xp.zeros(x.shape, accum)
-        # KV heads that several ranks have read get a share from each.
+        # A KV head that several ranks have read gets a share of its gradient from each.
         for share, received in zip(shares, _to_owners(call, grad, axis=-3), strict=True):
             total[..., share.query if name == "q" else share.kv, :] += received
         results.append(total.astype(x.dtype, copy=False))
@@ -196,7 +301,7 @@ def _backward(call: Call, residuals: Mapping[str, Array | None], wanted: frozens
 
 
 def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
-    """Ordinary attention on a rank's heads."""
+    """Make the part of the problem that a rank's heads are."""
     options = call.options
     if options.sink is not None:
         options = replace(options, sink=options.sink[share.query])
@@ -208,7 +313,7 @@ def _part(call: Call, share: Heads, q: Array, k: Array, v: Array) -> Part:
 
 
 def _all_tokens(call: Call, shares: list[Heads], named: dict[str, Array]) -> dict[str, Array]:
-    """All tokens of this rank's heads of each array, in the order of the sequence."""
+    """Gather all tokens of this rank's heads of each array, in the order of the sequence."""
     comm = call.comm
     messages = []
     for share in shares:

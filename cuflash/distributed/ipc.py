@@ -1,7 +1,7 @@
-"""Arrays between GPUs of one host by their copy engines: a process maps another one's memory and copies from it.
+"""Copy engines carry arrays between GPUs of one host: a process maps another one's memory and copies from it.
 
 The sender records an event behind the work that makes an array, and sends the event's and the memory's handles; the
-receiver's stream waits for the event and copies. No multiprocessor takes part, so attention goes on beneath.
+receiver's stream waits for the event and copies. No multiprocessor takes part, so that attention goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ POINTER_ATTRIBUTE_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 class Place(NamedTuple):
-    """Where another process finds an array."""
+    """The place where another process finds an array."""
 
     handle: bytes  # of the allocation
     base: int  # its address in the process that has it
-    number: int  # which no other allocation of that process has had
+    number: int  # no other allocation of that process has had it
     offset: int  # of the array in it
 
 
 class IpcLink(GpuLink):
-    """Copies from the memory of other processes."""
+    """A link that copies from the memory of other processes."""
 
     def __init__(self, mesh: Mesh, device: int) -> None:
         import cupy
@@ -44,13 +44,13 @@ class IpcLink(GpuLink):
         self._free_events: list[Any] = []
         self._used_events: list[Any] = []
         self._opened_events: dict[bytes, int] = {}
-        # By rank and base: the handle and the number of an allocation, and its address here.
+        # An allocation has, by rank and base, its handle, its number and its address here.
         self._mapped: OrderedDict[tuple[int, int], tuple[bytes, int, int]] = OrderedDict()
-        # Memory of other kinds of pools has no handle: such arrays are copied to memory of this one.
+        # Arrays in memory of other kinds of pools, which has no handle, are copied to memory of this pool.
         self._exportable = cupy.cuda.MemoryPool()
 
     def offer(self, arrays: list[Array], to: int) -> Any:
-        """Handles of the event behind the arrays, and of the memory of each."""
+        """Return handles of the event behind the arrays, and of the memory of each."""
         if not arrays:
             return None
         import cupy
@@ -64,7 +64,7 @@ class IpcLink(GpuLink):
             return cupy.cuda.runtime.ipcGetEventHandle(event.ptr), [tuple(place) for place, _ in exported]
 
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """Copies, behind the sender's event and beside this rank's own work."""
+        """Copy behind the sender's event, while this rank's own work goes on."""
         import cupy
 
         event_handle, places = offered
@@ -82,13 +82,13 @@ class IpcLink(GpuLink):
         return arrays, self.arrival()
 
     def release(self) -> None:
-        """What was sent has been read, and its events may be recorded anew."""
+        """Forget what was sent, as it has been read; its events may be recorded anew."""
         self._sent.clear()
         self._free_events += self._used_events
         self._used_events.clear()
 
     def abort(self) -> None:
-        """Copies that wait for an event of a rank that failed end with this process."""
+        """Do nothing: copies that wait for an event of a rank that failed end with this process."""
 
     def close(self) -> None:
         """Unmap what other processes have lent; after a failure that is left to the end of this process."""
@@ -100,7 +100,7 @@ class IpcLink(GpuLink):
         self._sent.clear()
 
     def _event(self) -> Any:
-        """An event that other processes can wait for, and that is not recorded again before the next barrier.
+        """Return an event that other processes can wait for, and that is not recorded again before the next barrier.
 
         Whoever waits for an event waits for its latest record: with one event for all, the ranks of a ring could come
         to wait for each other.
@@ -114,24 +114,24 @@ class IpcLink(GpuLink):
         return event
 
     def _export(self, x: Array) -> tuple[Place, Array]:
-        """Where x is, and the array to keep alive."""
+        """Return the place of x, and the array to keep alive."""
         import cupy
 
         if not x.nbytes:
             return Place(b"", 0, 0, 0), x
         try:
             return _place_of(x.data.ptr), x
-        except RuntimeError:  # of CUDA's runtime or of its driver
+        except RuntimeError:  # CUDA's runtime and its driver raise different ones
             with cupy.cuda.using_allocator(self._exportable.malloc):
                 copy = x.copy()
             return _place_of(copy.data.ptr), copy
 
     def _map(self, source: int, place: Place) -> int:
-        """The address here of another process's allocation."""
+        """Return the address here of another process's allocation."""
         import cupy
 
         kept = self._mapped.pop((source, place.base), None)
-        # The other process may have freed it, and allocated anew in its place.
+        # The other process may have freed the allocation, and allocated anew in its place.
         if kept is not None and kept[:2] != (place.handle, place.number):
             self._unmap(kept[2])
             kept = None
@@ -162,7 +162,7 @@ class IpcLink(GpuLink):
 
 
 def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
-    """A link that has carried an array between every two ranks, or None and why; the same on all ranks."""
+    """Return a link that has carried an array between every two ranks, or None and why; all ranks get the same."""
     import cupy
 
     link: IpcLink | None = None
@@ -190,7 +190,7 @@ def connect(mesh: Mesh, device: int) -> tuple[IpcLink | None, str]:
 
 
 def _probe(link: IpcLink, offers: list[Any]) -> str | None:
-    """What is wrong with the arrays that every other rank offers; None where nothing is."""
+    """Return what is wrong with the arrays that every other rank offers; None where nothing is."""
     import cupy
 
     ref = ArrayRef(GPU, 0, "uint8", (PROBE_BYTES,))
@@ -207,7 +207,7 @@ def _probe(link: IpcLink, offers: list[Any]) -> str | None:
 
 
 def _probe_of(rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What a rank offers first."""
+    """Return the array that a rank offers first."""
     return np.full(PROBE_BYTES, rank % 256, np.uint8)
 
 
@@ -219,7 +219,7 @@ def _place_of(address: int) -> Place:
 
 
 def _allocation_of(address: int) -> tuple[int, int]:
-    """Where the allocation begins in which an address of the GPU lies, and its number: handles are those of whole ones.
+    """Return where the allocation with an address of the GPU begins, and its number, as handles are of whole ones.
 
     An allocation in the place of one that was freed has another number.
     """

@@ -1,4 +1,4 @@
-"""What carries CuPy arrays from process to process, beside the connections that carry everything else."""
+"""Links carry CuPy arrays from process to process; connections carry everything else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash.distributed.mesh import MESSAGE, Mesh
 from cuflash.distributed.wire import ArrayRef
 
 Array = Any
-SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4  # a wait for the GPU asks without a pause at first, then now and then
+SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4  # a wait for the GPU asks without a pause at first, then after naps
 
 
 class Link(ABC):
@@ -24,14 +24,14 @@ class Link(ABC):
 
     @abstractmethod
     def offer(self, arrays: list[Array], to: int) -> Any:
-        """Have contiguous arrays sent; what is returned travels with the message, to the other's `bring`."""
+        """Have contiguous arrays sent; the returned value travels with the message to the other's `bring`."""
 
     @abstractmethod
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """The arrays that a rank offered, and the event behind their arrival."""
+        """Return the arrays that a rank offered, and the event behind their arrival."""
 
     def take(self, source: int) -> tuple[Any, list[Array], list[Array], Any]:
-        """The next message of a rank, its NumPy arrays, its CuPy arrays, and the event behind the arrival of these.
+        """Return the next message of a rank, its NumPy arrays, its CuPy arrays, and the event behind these.
 
         The event is None where they are ready for the current stream.
         """
@@ -41,7 +41,7 @@ class Link(ABC):
         return message, host, *self.bring(refs, offered, source)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         return self.mesh.gather(value)
 
     def barrier(self) -> None:
@@ -50,7 +50,7 @@ class Link(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End what another rank may never join."""
+        """End work that another rank may never join."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +61,7 @@ class HostLink(Link):
     """The link of a rank without a GPU."""
 
     def offer(self, arrays: list[Array], to: int) -> Any:
-        """CuPy arrays have no way from here."""
+        """Raise an error for CuPy arrays, which have no way from here."""
         if arrays:
             raise ValueError(
                 "message: expected NumPy arrays, as this communicator has no GPU, got CuPy arrays; from_environment "
@@ -69,43 +69,43 @@ class HostLink(Link):
             )
 
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """Nor has this rank a place for them."""
+        """Raise an error for CuPy arrays, for which this rank has no place."""
         raise ValueError(f"message: expected NumPy arrays of rank {source}, as this rank has no GPU, got CuPy arrays")
 
     def abort(self) -> None:
-        """Nothing runs."""
+        """Do nothing, as nothing runs."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
 
 class GpuLink(Link):
-    """What links between GPUs have in common: arrivals on a stream of their own, behind which attention goes on."""
+    """The base of links between GPUs, whose arrays arrive on a stream of their own while attention goes on."""
 
     def __init__(self, mesh: Mesh, device: int) -> None:
         import cupy
 
         super().__init__(mesh)
         self.device = device
-        self._arrivals: deque[Any] = deque()  # events behind what arrives, since the last barrier
+        self._arrivals: deque[Any] = deque()  # events behind arrivals since the last barrier
         with cupy.cuda.Device(device):
             self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def check_device(self, arrays: list[Array]) -> None:
-        """ValueError for arrays of another GPU."""
+        """Raise ValueError for arrays of another GPU."""
         for x in arrays:
             if x.device.id != self.device:
                 raise ValueError(f"message: expected arrays on this rank's GPU {self.device}, got GPU {x.device.id}")
 
     def mark(self) -> Any:
-        """An event behind what the current stream does so far."""
+        """Record an event behind what the current stream does so far."""
         import cupy
 
         with cupy.cuda.Device(self.device):
             return cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
 
     def arrival(self) -> Any:
-        """An event behind what arrives so far."""
+        """Record an event behind what arrives so far."""
         import cupy
 
         with cupy.cuda.Device(self.device):
@@ -121,7 +121,7 @@ class GpuLink(Link):
             cupy.cuda.get_current_stream().wait_event(self.arrival())
 
     def landing(self, ref: ArrayRef) -> Array:
-        """An array for what arrives on `stream`.
+        """Allocate an array that receives on `stream`.
 
         Its memory is used again only behind what the current stream does until the array is forgotten.
         """
@@ -139,7 +139,7 @@ class GpuLink(Link):
             return cupy.ndarray(ref.shape, dtype, cupy.cuda.MemoryPointer(held, 0))
 
     def barrier(self) -> None:
-        """A rank has read what it received once its arrivals are there."""
+        """Wait for the arrivals, with which a rank has read what it received, and for every rank."""
         self.settle()
         self.gather(None)
         self.release()
@@ -148,9 +148,9 @@ class GpuLink(Link):
         """Forget what was sent, which every rank has by now."""
 
     def settle(self) -> None:
-        """Wait for `stream`, with an eye on the others: what they do not send never arrives.
+        """Wait for `stream` and watch the other ranks, as what they do not send never arrives.
 
-        The time limit is one for each arrival: all steps of a ring are issued long before the first is done.
+        The time limit holds for each arrival, because all steps of a ring are issued long before the first is done.
         """
         import cupy
 

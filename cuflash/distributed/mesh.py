@@ -1,7 +1,7 @@
-"""Connections between every two processes of a group: what arrives lies in mailboxes, what fails ends all waiting.
+"""Connections between every two processes of a group fill mailboxes, and a failure ends all waiting.
 
 A thread for each connection reads whatever comes, so that no sender waits for the receiver's program. Small messages
-are written by the caller; large ones, and those behind them, by a second thread: rings and exchanges are full duplex.
+are written by the caller; large ones, and those behind them, by a second thread, so that rings are full duplex.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Peer:
         self._is_finished = False
 
     def post(self, parts: list[memoryview]) -> None:
-        """Send a frame; one that is large, or behind one that is, is sent by a thread of its own."""
+        """Send a frame; a thread of its own sends a large one, and those behind it."""
         with self._condition:
             if self._is_finished:
                 return
@@ -83,10 +83,10 @@ class Peer:
             self._write(parts)
 
     def _write(self, parts: list[memoryview]) -> None:
-        """A connection that is broken is shut: the reader meets its end and says so.
+        """Write a frame, and shut a broken connection, of which the reader meets the end and says so.
 
-        One that takes nothing is tried again for as long as somebody may wait for the other rank, which has a time
-        limit of its own.
+        A connection that takes nothing is tried again for as long as somebody may wait for the other rank, which has a
+        time limit of its own.
         """
         try:
             for part in parts:
@@ -138,7 +138,7 @@ class Mesh:
         self._peers[to].post([memoryview(header + text), *buffers])
 
     def take(self, source: int, kind: int) -> tuple[Any, list[Array]]:
-        """The next value of a rank with its arrays.
+        """Return the next value of a rank with its arrays.
 
         Raises
         ------
@@ -161,13 +161,13 @@ class Mesh:
             return mailbox.popleft()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by their numbers."""
+        """Return the values of all ranks, by their numbers."""
         for distance in range(self.world):
             self.post((self.rank + distance) % self.world, VALUE, value)
         return [self.take(source, VALUE)[0] for source in range(self.world)]
 
     def check(self) -> None:
-        """RuntimeError where a rank failed."""
+        """Raise RuntimeError where a rank failed."""
         with self._condition:
             self._raise_failure(None)
 
@@ -190,7 +190,7 @@ class Mesh:
             self._is_open = False
             self._mailboxes.clear()
         header = memoryview(HEADER.pack(GOODBYE, 0, 0))
-        # After a failure nobody waits for more than the news of it.
+        # Nobody waits after a failure for more than the news of it.
         limit = self.time_limit if self._failure is None else min(self.time_limit, FAREWELL_SECONDS)
         for peer in self._peers.values():
             peer.finish([header], limit)
@@ -210,7 +210,7 @@ class Mesh:
                 pass
         except OSError:
             pass
-        except Exception as error:  # what was read was no frame
+        except Exception as error:  # the bytes were no frame
             text = f"it sent what cannot be read: {type(error).__name__}: {error}"
         with self._condition:
             if peer.rank not in self._gone and self._failure is None and self._is_open:

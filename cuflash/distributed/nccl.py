@@ -1,8 +1,8 @@
-"""Arrays between GPUs by NCCL, as bytes, so that every dtype travels.
+"""NCCL carries arrays between GPUs, as bytes, so that every dtype travels.
 
 NCCL's sends and receives of one rank run one group after the other, and a group waits for its counterparts: ranks
-whose groups do not fit wait for each other for ever. So arrays are not sent by `send`. Where a rank receives, or waits
-for all, the ranks tell each other what each wants and has, and all issue what fits, in one group: a round.
+whose groups do not fit wait for each other for ever. Therefore `send` does not send arrays. Where a rank receives, or
+waits for all, the ranks tell each other what each wants and has, and all issue what fits, in one group: a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pending(NamedTuple):
 
 
 class NcclLink(GpuLink):
-    """Sends and receives of one NCCL communicator."""
+    """A link by the sends and receives of one NCCL communicator."""
 
     def __init__(self, mesh: Mesh, device: int, comm: Any) -> None:
         super().__init__(mesh, device)
@@ -47,16 +47,16 @@ class NcclLink(GpuLink):
             if source in (sender for sender, receiver in pairs if receiver == self.mesh.rank):
                 break
             self._transfer(pairs, [], source)
-        # The text was sent before the sender told that it has a message.
+        # The text has arrived, because it was sent before the sender told that it has a message.
         (_, message, refs), host = self.mesh.take(source, MESSAGE)
         return message, host, self._transfer(pairs, refs, source), None
 
     def bring(self, refs: list[ArrayRef], offered: Any, source: int) -> tuple[list[Array], Any]:
-        """`take` brings the arrays itself."""
+        """Raise an error: `take` brings the arrays itself."""
         raise NotImplementedError("arrays of NCCL arrive by take")
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, when each of them is here: until then, the others' rounds go on."""
+        """Return the values of all ranks when each of them is here; the others' rounds go on until then."""
         while True:
             pairs, told = self._round(None, value)
             if all(wanted is None for wanted, _, _ in told):
@@ -64,7 +64,7 @@ class NcclLink(GpuLink):
             self._transfer(pairs, [], self.mesh.rank)
 
     def barrier(self) -> None:
-        """Rounds go on until every rank is here; what this one sent is read once its own stream is done."""
+        """Take part in rounds until every rank is here; what this one sent is read once its own stream is done."""
         self.gather(None)
         self.settle()
         self._sent.clear()
@@ -82,7 +82,7 @@ class NcclLink(GpuLink):
             comm.destroy()
 
     def _round(self, wanted: int | None, value: Any) -> tuple[list[tuple[int, int]], list[Any]]:
-        """(sender, receiver) of what every rank issues now, and (wanted, counts, value) of each rank.
+        """Return (sender, receiver) of what every rank issues now, and (wanted, counts, value) of each rank.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class NcclLink(GpuLink):
         return pairs, told
 
     def _transfer(self, pairs: list[tuple[int, int]], refs: list[ArrayRef], source: int) -> list[Array]:
-        """This rank's share of a round, in which arrays of one rank arrive; the arrays."""
+        """Issue this rank's share of a round, and return the arrays that arrive in it from one rank."""
         outgoing = [(x, to) for sender, to in pairs if sender == self.mesh.rank for x in self._next(to)]
         arrays = [self.landing(ref) for ref in refs]
         sends, receives = (
@@ -112,7 +112,7 @@ class NcclLink(GpuLink):
         return arrays
 
     def _issue(self, sends: list[tuple[Array, int]], receives: list[tuple[Array, int]]) -> None:
-        """One group of sends and receives; the current stream goes on behind what arrives."""
+        """Issue one group of sends and receives; the current stream goes on behind what arrives."""
         import cupy
 
         nccl = cupy.cuda.nccl
@@ -129,7 +129,7 @@ class NcclLink(GpuLink):
             self.join()
 
     def _next(self, to: int) -> list[Array]:
-        """The arrays of the next message to a rank, which the link's stream waits for."""
+        """Return the arrays of the next message to a rank, which the link's stream waits for."""
         arrays, event = self._pending[to].popleft()
         if event is not None:
             self.stream.wait_event(event)
@@ -138,7 +138,7 @@ class NcclLink(GpuLink):
 
 
 def connect(mesh: Mesh, device: int) -> tuple[NcclLink | None, str]:
-    """A link, or None and why there is none; the same on all ranks."""
+    """Return a link, or None and why there is none; all ranks get the same."""
     # NVLink's multicast fails where the host does not let containers have it, and sends and receives do not use it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     problem, unique_id, gpu = None, b"", ""
@@ -169,7 +169,7 @@ def connect(mesh: Mesh, device: int) -> tuple[NcclLink | None, str]:
 
 
 def _initialized(mesh: Mesh, device: int, unique_id: bytes) -> tuple[Any, str | None]:
-    """NCCL's communicator, made by a thread, as a rank that dies would leave this one there; or the problem."""
+    """Make NCCL's communicator in a thread, where a rank that dies would leave this one; or return the problem."""
     import cupy
 
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""The orders in which ranks hold the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Stretch(NamedTuple):
     stride: int  # from one row's token to the next one's
 
     def within(self, start: int, stop: int) -> Stretch:
-        """The rows of it whose tokens lie in [start, stop)."""
+        """Return its rows whose tokens lie in [start, stop)."""
         skipped = max(0, -(-(start - self.first) // self.stride))
         end = min(self.length, max(0, -(-(stop - self.first) // self.stride)))
         return Stretch(self.begin + skipped, max(0, end - skipped), self.first + skipped * self.stride, self.stride)
 
     def cut(self, start: int, stop: int) -> Stretch:
-        """Its rows from `start` to `stop`, counted from its first."""
+        """Return its rows from `start` to `stop`, counted from its first."""
         return Stretch(self.begin + start, stop - start, self.first + start * self.stride, self.stride)
 
     @property
@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 
 
 def check_order(order: object) -> str:
-    """One of `ORDERS`."""
+    """Check that an order is one of `ORDERS`."""
     if not isinstance(order, str):
         raise TypeError(f"order: expected one of {', '.join(ORDERS)}, got {type(order).__name__}")
     if order not in ORDERS:
@@ -53,7 +53,7 @@ def check_order(order: object) -> str:
 
 @kept
 def stretches_of(seqlen: int, rank: int, world: int, order: str) -> tuple[Stretch, ...]:
-    """A rank's rows in their order.
+    """Return a rank's rows in their order.
 
     "plain": rank r has the r-th of `world` chunks. "zigzag": of 2 * world chunks rank r has chunks r and
     2 * world - 1 - r, so that causal work is even. "striped": rank r has every token t with t % world == r.
@@ -72,22 +72,22 @@ def stretches_of(seqlen: int, rank: int, world: int, order: str) -> tuple[Stretc
 
 
 def length_of(seqlen: int, rank: int, world: int, order: str) -> int:
-    """How many rows a rank has."""
+    """Return the number of a rank's rows."""
     return sum(stretch.length for stretch in stretches_of(seqlen, rank, world, order))
 
 
 def take_part(whole: Array, stretches: Sequence[Stretch], axis: int) -> Array:
-    """A new array with the tokens of some stretches, by their places on an axis that is counted from the end."""
+    """Copy the tokens of some stretches by their places on an axis that is counted from the end."""
     parts = [whole[_along(axis, stretch.tokens)] for stretch in stretches]
     return interop.namespace_of(whole).concatenate(parts, axis=axis)
 
 
 def put_part(whole: Array, part: Array, stretches: Sequence[Stretch], axis: int) -> None:
-    """Write a rank's rows to their places in the whole; the inverse of `take_part`."""
+    """Undo `take_part`: write a rank's rows to their places in the whole."""
     for stretch in stretches:
         whole[_along(axis, stretch.tokens)] = part[_along(axis, stretch.rows)]
 
 
 def _along(axis: int, index: slice) -> tuple[Any, ...]:
-    """The index of a slice of one axis, counted from the end."""
+    """Return the index of a slice of one axis, counted from the end."""
     return (..., index, *[slice(None)] * (-1 - axis))

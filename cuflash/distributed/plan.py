@@ -1,4 +1,4 @@
-"""``python -m cuflash.distributed plan``: step time, link use and memory of one layer's attention over many GPUs."""
+"""``python -m cuflash.distributed plan`` predicts times, link use and memory of a layer's attention on many GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAR = 40  # characters of the longest bar
 
 
 def parse_count(text: str) -> int:
-    """A positive integer, also as 512k or 16M (of 1024)."""
+    """Return a positive integer, which may be written as 512k or 16M (of 1024)."""
     number = text.strip().lower()
     unit = number[-1:] if number[-1:] in _UNITS else ""
     try:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(layer: Layer, gpus: int, machine: Machine) -> list[str]:
-    """The lines of a plan: a table of all ways, a picture of the fastest that fits, and how far predictions are off."""
+    """Return a plan's lines: a table of all ways, the fastest that fits as a picture, and how far figures are off."""
     ways = grids(layer, gpus, machine)
     fitting = [way for way in ways if way.memory <= figures.GPU_MEMORY]
     best = min(fitting or ways, key=lambda way: way.seconds)
@@ -103,7 +103,7 @@ def _time(seconds: float) -> str:
 
 
 def picture(way: Prediction, machine: Machine) -> list[str]:
-    """What a GPU and its link do, and which GPUs belong together."""
+    """Draw what a GPU and its link do, and which GPUs belong together."""
     lines = [f"{way.ring} x {way.heads}: {_who(way, machine)}"]
     for name, of_pass in (("forward", way.forward), ("backward", way.backward)):
         if way.ring > 1:
@@ -139,7 +139,7 @@ def _bars(of_pass: Pass) -> list[str]:
 
 
 def held_against(machine: Machine) -> list[str]:
-    """How far predictions are off what was measured; where nothing was, it says so."""
+    """Say how far predictions are off what was measured, or that nothing was."""
     lines = ["predictions held against measurements (TFLOP/s a GPU, causal):"]
     for gpus in figures.HELD_AGAINST:
         found = [measured for measured in figures.MEASURED if measured.gpus == gpus]

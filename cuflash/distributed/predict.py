@@ -1,6 +1,6 @@
-"""Predicted times, link use and memory of attention over many GPUs, from what one GPU and its links were measured at.
+"""Predictions of times, link use and memory of attention over many GPUs, by figures of one GPU and of its links.
 
-Each step of a ring takes the longer of computing and passing on, all-to-alls of heads hide behind nothing, and merges
+A step of a ring takes the longer of computing and passing on, all-to-alls of heads hide behind nothing, and merges
 of partial results take their reads and writes.
 """
 
@@ -14,7 +14,7 @@ from cuflash.distributed import figures
 
 _BYTES = 2  # of a bfloat16
 _WIDE = 4  # of a partial result
-# Backward computes five matrix products where forward computes two.
+# The backward pass computes five matrix products where the forward pass computes two.
 _BACKWARD_WORK = 2.5
 # A merge reads a part's result and reads and writes the sum.
 _MERGE_ACCESSES = 3
@@ -33,7 +33,7 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass: two products of all visible pairs."""
+        """Operations of the forward pass: two products of all visible pairs."""
         share = 0.5 if self.causal else 1.0
         return 4.0 * share * self.batch * self.num_heads_q * self.seqlen**2 * self.head_dim
 
@@ -58,7 +58,7 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """From begin to end."""
+        """The pass's time from begin to end."""
         return self.compute + self.exposed
 
     @property
@@ -80,12 +80,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of both passes."""
+        """The time of both passes."""
         return self.forward.seconds + self.backward.seconds
 
 
 def interpolated(table: Mapping[int, float], at: float) -> float:
-    """The value at a point, by the logarithm between those of the table; beyond its ends theirs."""
+    """Interpolate in the logarithm between a table's values; beyond its ends the values stay those of the ends."""
     points = sorted(table)
     if at <= points[0]:
         return table[points[0]]
@@ -97,17 +97,17 @@ def interpolated(table: Mapping[int, float], at: float) -> float:
 
 
 def kernel_rate(direction: str, head_dim: int, causal: bool, seqlen: float) -> float:
-    """FLOP/s of one GPU's kernels: those of the next head dim that was measured."""
+    """Return FLOP/s of one GPU's kernels, from those of the next head dim that was measured."""
     rates = figures.FORWARD if direction == "forward" else figures.BACKWARD
     dims = sorted({dim for dim, _ in rates})
     dim = next((dim for dim in dims if dim >= head_dim), dims[-1])
     table = dict(zip(figures.SEQLENS, map(float, rates[dim, causal]), strict=True))
-    # Columns up to the measured head dim are computed, too.
+    # The kernels compute columns up to the measured head dim, too.
     return interpolated(table, seqlen) * 1e12 * min(1.0, head_dim / dim)
 
 
 def predict(layer: Layer, ring: int, heads: int, machine: Machine) -> Prediction:
-    """The grid of `heads` ranks that deal heads among them, as near to each other as can be, and rings of such."""
+    """Predict a grid where `heads` ranks, as near to each other as can be, deal heads, and rings join such groups."""
     name = "one GPU" if ring * heads == 1 else "ring" if heads == 1 else "heads" if ring == 1 else "grid"
     passes = {direction: _pass(layer, ring, heads, machine, direction) for direction in ("forward", "backward")}
     return Prediction(name, ring, heads, passes["forward"], passes["backward"], _memory(layer, ring, heads))
@@ -121,7 +121,7 @@ def _pass(layer: Layer, ring: int, heads: int, machine: Machine, direction: str)
     rows = layer.seqlen / ring
     work = layer.flops * (1.0 if is_forward else _BACKWARD_WORK)
     work *= own_q / layer.num_heads_q / ring**2  # of one step; in zigzag order all steps are alike
-    # A step of a causal ring is all of half its pairs.
+    # A step of a causal ring computes half its pairs, of which it sees all, so that its kernels have no mask.
     is_cut = layer.causal and ring == 1
     step_rows = rows / 2 if layer.causal and ring > 1 else rows
     compute = work / kernel_rate(direction, layer.head_dim, is_cut, step_rows)
@@ -144,18 +144,18 @@ def _pass(layer: Layer, ring: int, heads: int, machine: Machine, direction: str)
 
 
 def _ring_rate(message: float, ring: int, heads: int, machine: Machine) -> float:
-    """Bytes a second from one rank of a ring to the next: the slowest link counts."""
+    """Return bytes a second from one rank of a ring to the next, of which the slowest link counts."""
     if ring * heads <= machine.gpus_per_host:
         return interpolated(figures.PEER_COPY, message) * 1e9
     return machine.network * 1e9
 
 
 def _dealing(layer: Layer, ring: int, heads: int, machine: Machine, is_forward: bool) -> tuple[float, float]:
-    """Seconds and bytes of the all-to-alls that deal heads, and their results' way back."""
+    """Return seconds and bytes of the all-to-alls that deal heads and bring their results back."""
     if heads == 1:
         return 0.0, 0.0
     tokens = layer.batch * layer.seqlen / (ring * heads)
-    # Forward q, k and v go and out comes; backward dout and out go too, and dq, dk and dv come.
+    # In the forward pass q, k and v go and out comes; in the backward pass dout and out go, too, and dq, dk, dv come.
     per_token = layer.num_heads_q * (2 if is_forward else 4) + max(layer.num_heads_kv, heads) * (2 if is_forward else 4)
     sent = tokens * per_token * layer.head_dim * _BYTES * (heads - 1) / heads
     calls = 2
@@ -166,12 +166,12 @@ def _dealing(layer: Layer, ring: int, heads: int, machine: Machine, is_forward: 
 
 
 def _memory(layer: Layer, ring: int, heads: int) -> float:
-    """Bytes of a GPU at most, in backward: inputs, results, and what is in flight."""
+    """Return the most bytes of a GPU, which the backward pass takes: inputs, results, and messages in flight."""
     tokens = layer.batch * layer.seqlen / (ring * heads)
     of_q, of_kv = layer.num_heads_q * layer.head_dim, max(layer.num_heads_kv, heads) * layer.head_dim
-    # q, out, dout and dq; k, v, dk and dv; and lse.
+    # A rank holds q, out, dout and dq; k, v, dk and dv; and lse.
     held = tokens * (4 * of_q + 4 * of_kv) * _BYTES + tokens * layer.num_heads_q * _WIDE
-    if heads > 1:  # all tokens of this rank's heads, beside the tokens of all heads
+    if heads > 1:  # all tokens of this rank's heads come on top of this rank's tokens of all heads
         held *= 2
     if ring > 1:  # a second k and v, sums of dq, and sums of dk and dv twice
         held += tokens * (2 * of_kv * _BYTES + of_q * _WIDE + 4 * of_kv * _WIDE)
@@ -179,7 +179,7 @@ def _memory(layer: Layer, ring: int, heads: int) -> float:
 
 
 def grids(layer: Layer, gpus: int, machine: Machine) -> list[Prediction]:
-    """Every way to write the GPUs as rings times heads; no more ranks share heads than there are."""
+    """Predict every way to write the GPUs as rings times heads; no more ranks share heads than there are heads."""
     ways = [
         heads for heads in range(1, gpus + 1) if gpus % heads == 0 and (heads <= layer.num_heads_q or heads == gpus)
     ]
@@ -187,5 +187,5 @@ def grids(layer: Layer, gpus: int, machine: Machine) -> list[Prediction]:
 
 
 def rate(layer: Layer, seconds: float, gpus: int, *, backward: bool) -> float:
-    """TFLOP/s of one GPU."""
+    """Return TFLOP/s of one GPU."""
     return layer.flops * (_BACKWARD_WORK if backward else 1.0) / seconds / gpus / 1e12

@@ -1,4 +1,4 @@
-"""Ranks that are processes, of one host or of several."""
+"""Communicators of ranks that are processes, of one host or of several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ProcessCommunicator(Communicator):
         self.local_rank, self.device, self.transport = local_rank, device, transport
         self._mesh, self._link = mesh, link
         self._is_open = True
-        # Messages to itself, and those that came before one with another tag: by (source, tag).
+        # Messages wait here by (source, tag): those to this rank itself, and those before one with another tag.
         self._here: defaultdict[tuple[int, int], deque[tuple[Any, Any]]] = defaultdict(deque)
 
     def send(self, message: Any, to: int, tag: int = 0) -> None:
@@ -54,17 +54,17 @@ class ProcessCommunicator(Communicator):
         self._mesh.post(to, MESSAGE, (offered, detached, wire.refs_of(detached, wire.GPU)), host)
 
     def receive(self, source: int, tag: int = 0) -> Any:
-        """The next message of another process: new arrays, CuPy's on this rank's GPU."""
+        """Return the next message of another process in new arrays, CuPy's on this rank's GPU."""
         return self._arriving(source, tag).get()
 
     def receive_soon(self, source: int, tag: int = 0) -> Pending:
-        """The next message; copy engines bring it while this rank's GPU computes what is enqueued later."""
+        """Return the next message; copy engines bring it while this rank's GPU computes what is enqueued later."""
         if self.transport == "ipc":
             return self._arriving(source, tag)
         return super().receive_soon(source, tag)
 
     def _arriving(self, source: int, tag: int) -> Arriving:
-        """The next message of this tag; messages of other tags that come before it are kept."""
+        """Return the next message of this tag; messages of other tags that come before it are kept."""
         self._check_rank("source", source)
         while not self._here[source, tag]:
             if source == self.rank:
@@ -75,7 +75,7 @@ class ProcessCommunicator(Communicator):
         return Arriving(*self._here[source, tag].popleft())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Small values of all ranks: None, bools, numbers, strings, bytes, and tuples, lists and dicts of such."""
+        """Return all ranks' values: None, bools, numbers, strings, bytes, and small tuples, lists and dicts of such."""
         self._check_open()
         try:
             wire.encode(value)
@@ -90,7 +90,7 @@ class ProcessCommunicator(Communicator):
         self._link.barrier()
 
     def fail(self, error: BaseException) -> None:
-        """The others' waiting ends, and what this rank's GPU does with them."""
+        """End the others' waiting, and the work of this rank's GPU that waits for them."""
         self._mesh.fail(error)
         self._link.abort()
 
@@ -114,7 +114,7 @@ class ProcessCommunicator(Communicator):
 
 
 def choose_link(mesh: Mesh, device: int | None, transport: str) -> tuple[Link, str]:
-    """What carries arrays between these ranks, and its name. Every rank comes to the same choice.
+    """Return the link that carries arrays between these ranks, and its name. Every rank comes to the same choice.
 
     Raises
     ------

@@ -13,7 +13,7 @@ Array = Any
 
 
 def product(a: Array, b: Array, *, transposed: str = "") -> Array:
-    """``a @ b`` in the accumulation's dtype, for C-contiguous matrices.
+    """Compute ``a @ b`` of C-contiguous matrices in the accumulation's dtype.
 
     `transposed` names those of "a" and "b" that are taken transposed.
     """
@@ -26,7 +26,7 @@ def product(a: Array, b: Array, *, transposed: str = "") -> Array:
 
 
 def _gemm(a: Array, b: Array, transposed: str) -> Array:
-    """The product by cuBLAS, whose matrices are column-major: it computes the transposed of both sides."""
+    """Compute the product by cuBLAS, whose matrices are column-major, so that both sides are transposed."""
     import cupy
     from cupy.cuda import cublas, device, runtime
 

@@ -1,4 +1,4 @@
-"""Which parts of the score matrix a rank computes over some rank's keys, in as few calls as there can be.
+"""The parts of the score matrix that a rank computes over some rank's keys, in as few calls as there can be.
 
 A region is one call. Neighbouring regions in which every query sees every key are one; a rank's own keys under a causal
 mask are one, too, because its tokens stand in the order of the sequence; so are packed sequences whose rows and keys
@@ -7,9 +7,9 @@ coincide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cuflash.distributed.order import Stretch
 from cuflash.frontend.partial import Window, sees_anything, sees_everything, window_of_part
@@ -30,13 +30,13 @@ class Region(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the region stands in its sequence."""
+        """The place of the region in its sequence."""
         if self.edges is not None:
             return Place(stride=self.queries.stride)
         return Place(self.queries.first, self.keys.first, self.queries.stride, first_batch=self.sequence)
 
     def keys_from(self, first: int) -> slice:
-        """Rows of its keys in an array that begins with their rank's row `first`."""
+        """Return the rows of its keys in an array that begins with their rank's row `first`."""
         return slice(self.keys.begin - first, self.keys.begin - first + self.keys.length)
 
 
@@ -49,7 +49,7 @@ def regions_of(
     edges: tuple[int, ...] | None,
     needs_places: bool,
 ) -> tuple[Region, ...]:
-    """The regions of one step.
+    """Return the regions of one step.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def regions_of(
 
 @kept
 def keys_seen(regions: tuple[Region, ...]) -> slice:
-    """The rows of the keys' rank from the first to the last that some region reads; empty where there is none."""
+    """Return the keys' rows from the first to the last that some region reads; an empty slice where there is none."""
     starts = [region.keys.begin for region in regions]
     stops = [region.keys.begin + region.keys.length for region in regions]
     return slice(min(starts, default=0), max(stops, default=0))
@@ -91,7 +91,7 @@ def keys_seen(regions: tuple[Region, ...]) -> slice:
 def _visible(
     own: Sequence[Stretch], others: Sequence[Stretch], window: Window, edges: Sequence[int] | None
 ) -> Iterator[Region]:
-    """Each pair of stretches of one sequence, cut down to the rows and keys that see anything."""
+    """Yield each pair of stretches of one sequence, cut down to the rows and keys that see anything."""
     for queries in own:
         for keys in others:
             for sequence, bounds in enumerate([None] if edges is None else pairwise(edges)):
@@ -102,13 +102,13 @@ def _visible(
 
 
 def _of_sequence(stretch: Stretch, start: int, stop: int) -> Stretch:
-    """The rows of a stretch in a sequence, with tokens counted from its start."""
+    """Return the rows of a stretch in a sequence, with tokens counted from its start."""
     within = stretch.within(start, stop)
     return within._replace(first=within.first - start)
 
 
 def _cut(queries: Stretch, keys: Stretch, window: Window) -> Region | None:
-    """The region of two stretches without rows and keys at its ends that see nothing; None where nothing does."""
+    """Return the region of two stretches without the rows and keys at its ends that see nothing; None if all do."""
     for _ in range(2):  # fewer queries may see fewer keys
         place = Place(queries.first, keys.first, queries.stride)
         left, right = own = window_of_part(window, queries.length, keys.length, place)
@@ -126,34 +126,37 @@ def _cut(queries: Stretch, keys: Stretch, window: Window) -> Region | None:
 
 
 def _edges_within(stretch: Stretch, edges: Sequence[int]) -> tuple[int, ...]:
-    """Where sequences begin and end among the rows of a stretch."""
+    """Return where sequences begin and end among the rows of a stretch."""
     rows = [stretch.within(stretch.first, edge).length for edge in edges]
     return tuple(rows)
 
 
 def _joined(regions: Sequence[Region]) -> list[Region]:
-    """The same regions, with neighbours that see all made one: first along the keys, then along the queries."""
+    """Make neighbouring regions that see all one, first along the keys, then along the queries."""
     masked = [region for region in regions if not region.sees_all]
     full = [region for region in regions if region.sees_all]
-    by_keys: list[Region] = []
-    for region in sorted(full, key=lambda r: (r.sequence, r.queries.begin, r.queries.length, r.keys.begin)):
-        last = by_keys[-1] if by_keys else None
-        if last is not None and _rows(last.queries) == _rows(region.queries) and _follows(last.keys, region.keys):
-            by_keys[-1] = last._replace(keys=_together(last.keys, region.keys))
-        else:
-            by_keys.append(region)
-    by_queries: list[Region] = []
-    for region in sorted(by_keys, key=lambda r: (r.sequence, r.keys.begin, r.keys.length, r.queries.begin)):
-        last = by_queries[-1] if by_queries else None
-        if last is not None and _rows(last.keys) == _rows(region.keys) and _follows(last.queries, region.queries):
-            by_queries[-1] = last._replace(queries=_together(last.queries, region.queries))
-        else:
-            by_queries.append(region)
-    return masked + by_queries
+    return masked + _joined_along("queries", _joined_along("keys", full))
 
 
-def _rows(stretch: Stretch) -> tuple[int, int]:
-    return stretch.begin, stretch.length
+def _joined_along(axis: Literal["keys", "queries"], regions: Iterable[Region]) -> list[Region]:
+    """Make regions that see all one where they follow each other along an axis and are equal along the other."""
+
+    def along(region: Region) -> Stretch:
+        return region.keys if axis == "keys" else region.queries
+
+    def across(region: Region) -> tuple[int, int, int]:
+        other = region.queries if axis == "keys" else region.keys
+        return region.sequence, other.begin, other.length
+
+    joined: list[Region] = []
+    for region in sorted(regions, key=lambda r: (across(r), along(r).begin)):
+        last = joined[-1] if joined else None
+        if last is not None and across(last) == across(region) and _follows(along(last), along(region)):
+            together = _together(along(last), along(region))
+            joined[-1] = last._replace(keys=together) if axis == "keys" else last._replace(queries=together)
+        else:
+            joined.append(region)
+    return joined
 
 
 def _follows(first: Stretch, second: Stretch) -> bool:
@@ -161,5 +164,5 @@ def _follows(first: Stretch, second: Stretch) -> bool:
 
 
 def _together(first: Stretch, second: Stretch) -> Stretch:
-    """Rows that follow each other; nothing asks for their tokens, as every query sees every key."""
+    """Join rows that follow each other; nothing asks for their tokens, as every query sees every key."""
     return first._replace(length=first.length + second.length)

@@ -1,4 +1,4 @@
-"""How processes find each other: rank 0 listens, the others come, and each two of them get a connection.
+"""Processes find each other: rank 0 listens, the others come, and each two of them get a connection.
 
 Both ends of a connection prove that they know the group's token before anything else is read, so that a stranger, or a
 rank of another job on the same port, is refused.
@@ -22,12 +22,12 @@ NONCE_BYTES, PROOF_BYTES = 16, 32
 ANSWER = struct.Struct(f"!8s{NONCE_BYTES}s{PROOF_BYTES}s")
 LENGTH = struct.Struct("!I")
 LONGEST_TEXT = 1 << 20
-HANDSHAKE_SECONDS = 5.0  # for which a stranger can keep others waiting
+HANDSHAKE_SECONDS = 5.0  # a stranger can keep others waiting for so long
 RETRY_SECONDS = 0.05
 
 
 class Meeting(NamedTuple):
-    """Where and how the ranks of one group meet."""
+    """The place and the terms on which the ranks of one group meet."""
 
     host: str
     ports: Sequence[int]  # rank 0 listens on the first that is free
@@ -38,11 +38,11 @@ class Meeting(NamedTuple):
 
 
 class Refused(Exception):
-    """What rank 0 tells the ranks that came, where the group cannot be."""
+    """The reason that rank 0 tells the ranks that came, where the group cannot be."""
 
 
 def meet(meeting: Meeting) -> dict[int, socket.socket]:
-    """Connections to all other ranks by their numbers.
+    """Return connections to all other ranks by their numbers.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _close_all(connections: Mapping[int, socket.socket]) -> None:
 
 
 def _wait_for_all(meeting: Meeting, deadline: float, connections: dict[int, socket.socket]) -> None:
-    """Rank 0: take every rank in, and tell each where the others listen."""
+    """Take every rank in, as rank 0, and tell each where the others listen."""
     addresses: list[tuple[str, int] | None] = [None] * meeting.world
     try:
         with _listener(meeting.host, meeting.ports) as listener:
@@ -108,7 +108,7 @@ def _inconsistency(meeting: Meeting, connections: Mapping[int, socket.socket], r
 
 
 def _come(meeting: Meeting, deadline: float, connections: dict[int, socket.socket]) -> None:
-    """Other ranks: go to rank 0, then to those of lower numbers, and wait for those of higher ones."""
+    """Go to rank 0, as another rank, then to those of lower numbers, and wait for those of higher ones."""
     with _listener(meeting.host, (0,)) as listener:
         where = f"{meeting.host}, ports {', '.join(map(str, meeting.ports))}"
         first = connections[0] = _connect(
@@ -138,7 +138,7 @@ def _come(meeting: Meeting, deadline: float, connections: dict[int, socket.socke
 
 
 def _listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """A socket that listens on the first free port; on this machine alone where the group has no other."""
+    """Listen on the first free port; on this machine alone where the group has no other."""
     bound = "127.0.0.1" if host == "localhost" or _is_loopback(host) else ""
     problem: OSError | None = None
     for port in ports:
@@ -158,7 +158,7 @@ def _listener(host: str, ports: Sequence[int]) -> socket.socket:
 def _accept(
     listener: socket.socket, meeting: Meeting, deadline: float, connections: dict[int, socket.socket]
 ) -> tuple[socket.socket, str, Any]:
-    """The next connection of a rank of this group, its address and what it says; strangers are turned away."""
+    """Return the next connection of a rank of this group, its address and its words; strangers are refused."""
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -176,12 +176,12 @@ def _accept(
         if _handshake(connection, _prove_as_listener, meeting.token):
             try:
                 return connection, str(address[0]), _read_value(connection)
-            except (OSError, EOFError):  # it went away
+            except (OSError, EOFError):  # the other end went away
                 connection.close()
 
 
 def _connect(meeting: Meeting, addresses: Sequence[tuple[str, int]], deadline: float, whom: str) -> socket.socket:
-    """A connection to a rank of this group that listens at one of some addresses, as soon as it does."""
+    """Connect to a rank of this group that listens at one of some addresses, as soon as it does."""
     met = "nobody listens"
     while True:
         for address in addresses:
@@ -206,7 +206,7 @@ def _connect(meeting: Meeting, addresses: Sequence[tuple[str, int]], deadline: f
 
 
 def _handshake(connection: socket.socket, prove: Callable[[socket.socket, bytes], bool], token: bytes) -> bool:
-    """Whether the other end knows the token; if not, the connection is closed."""
+    """Return True if the other end knows the token; the connection is closed if not."""
     connection.settimeout(HANDSHAKE_SECONDS)
     with suppress(OSError, EOFError):
         if prove(connection, token):

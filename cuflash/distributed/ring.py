@@ -12,18 +12,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.call import RESIDUALS, Backward, Call, Gradients, Scheme
+from cuflash.distributed.call import RESIDUALS, Call, Scheme
 from cuflash.distributed.communicators import Communicator, Pending
 from cuflash.distributed.regions import Region, keys_seen, regions_of
 from cuflash.frontend.combine import gradient_of_sink
 from cuflash.frontend.partial import Part, merge_parts, sum_parts
 from cuflash.problem.attention_problem import PartialResult
 from cuflash.problem.checks import check_window
+from cuflash.typing import ArrayT, RankBackward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,10 +34,46 @@ if TYPE_CHECKING:
 Array = Any
 
 
+@overload
 def ring_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def ring_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
@@ -44,7 +81,7 @@ def ring_attention(
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
-    """Attention of this rank's queries over the keys of all ranks.
+    """Compute attention of this rank's queries over the keys of all ranks.
 
     Parameters
     ----------
@@ -83,21 +120,53 @@ def ring_attention(
     return RING.attention(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
+@overload
 def ring_attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
-    dlse: Array | None = None,
+    dlse: ArrayT | None = None,
+    grads: None = None,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ...]: ...
+@overload
+def ring_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
+    grads: Sequence[str],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | None, ...]: ...
+def ring_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    dlse: ArrayT | None = None,
     grads: Sequence[str] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Gradients:
+) -> tuple[ArrayT | None, ...]:
     """Gradients of `ring_attention`.
 
     Parameters
@@ -124,17 +193,53 @@ def ring_attention_backward(
     return RING.gradients(arrays, comm, order, cu_seqlens, grads, options)
 
 
+@overload
 def ring_attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, RankBackward[ArrayT]]: ...
+@overload
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+@overload
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    comm: Communicator,
+    *,
+    order: str = "zigzag",
+    cu_seqlens: np.ndarray[Any, Any] | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], RankBackward[ArrayT]]: ...
+def ring_attention_vjp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     comm: Communicator,
     *,
     order: str = "zigzag",
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, RankBackward[ArrayT]]:
     """`ring_attention` and its gradient function.
 
     Parameters
@@ -153,27 +258,40 @@ def ring_attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError, TimeoutError
         As `ring_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> def rank(comm):
+    ...     part = cuflash.distributed.shard(q, comm)
+    ...     out, backward = cuflash.distributed.ring_attention_vjp(part, part, part, comm, causal=True)
+    ...     return backward(out)[0].shape
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(rank, cuflash.distributed.threads(2)))
+    [(1, 4, 2, 8), (1, 4, 2, 8)]
     """
     return RING.vjp(q, k, v, comm, order, cu_seqlens, return_lse, options)
 
 
-# Parts that are kept until they are merged or added up.
+# So many parts are kept until they are merged or added up.
 _MOST_PARTS = 16
-# The two kinds of messages, either of which may overtake the other.
+# Messages are of these two kinds, either of which may overtake the other.
 _KEYS, _SHARES = 0, 1
 
 
 class Step(NamedTuple):
     """One rank's keys and values, which this rank holds for a while."""
 
-    source: int  # whose they are
+    source: int  # the rank whose keys these are
     regions: tuple[Region, ...]
-    kv: tuple[Array, Array]  # those that the regions see
+    kv: tuple[Array, Array]  # the keys and values that the regions see
     keys: slice  # their rows on their rank
 
 
 class _Ring:
-    """One rank's way around the ring: in step s it works on the keys of the rank that is s places before it."""
+    """One rank's work in the ring: in step s it works on the keys of the rank that is s places before it."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -189,7 +307,7 @@ class _Ring:
         self._unmasked = replace(self._masked, causal=False, window=None)
 
     def forward(self) -> tuple[Array, Array]:
-        """(out in q's dtype, lse)."""
+        """Return (out in q's dtype, lse)."""
         parts: list[PartialResult] = []
         for step in self._steps():
             for region in step.regions:
@@ -205,7 +323,7 @@ class _Ring:
         return out.astype(self.q.dtype, copy=False), lse
 
     def backward(self, residuals: Mapping[str, Array | None], wanted: frozenset[str]) -> list[Array | None]:
-        """dq, dk, dv, then those of sink, slopes and operands where these were given; None where not wanted."""
+        """Return dq, dk, dv, then those of sink, slopes and operands where these were given; None where not wanted."""
         xp, comm = interop.namespace_of(self.q), self.comm
         dout, out, lse, dlse = (residuals[name] for name in RESIDUALS)
         given = self.call.extras
@@ -245,12 +363,12 @@ class _Ring:
         return [grads[name].astype(x.dtype, copy=False) if name in wanted else None for name, x in like.items()]
 
     def _regions(self, rank: int, source: int) -> tuple[Region, ...]:
-        """The regions of a rank's queries over the keys of `source`."""
+        """Return the regions of a rank's queries over the keys of `source`."""
         own, others = self.call.stretches(rank), self.call.stretches(source)
         return regions_of(own, others, rank == source, self._window, self.edges, self._needs_places)
 
     def _steps(self) -> Iterator[Step]:
-        """The steps; a step without regions has no keys.
+        """Yield the steps; a step without regions has no keys.
 
         A rank sends its own keys to each that sees some of them; those of the next step travel while one is computed.
         """
@@ -272,7 +390,7 @@ class _Ring:
             yield Step(rank, regions, kv, keys)
 
     def _part(self, region: Region, step: Step) -> Part:
-        """The call of a region; the sink is added at the end."""
+        """Return the part that a region is; the sink is added at the end."""
         options = self._unmasked if region.sees_all else self._masked
         slopes = self.options.alibi_slopes
         if self.edges is not None and slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
@@ -312,7 +430,7 @@ class _Ring:
                 grads[name] += share.reshape(grads[name].shape)
 
     def _zeros_of(self, name: str, keys: slice) -> Array:
-        """A share of the gradient of some of a rank's keys."""
+        """Return zeros for a share of the gradient of some of a rank's keys."""
         like = getattr(self, name)
         shape = (*like.shape[:-3], keys.stop - keys.start, *like.shape[-2:])
         return interop.namespace_of(like).zeros(shape, self._accum)
@@ -334,14 +452,14 @@ class _Ring:
         return out, lse
 
     def _with_batch(self, region: Region, x: Array) -> Array:
-        """An array as the region's call takes it: one sequence of packed arrays is a batch of one."""
+        """Return an array as the region's call takes it: one sequence of packed arrays is a batch of one."""
         return x if self.edges is None or region.edges is not None else x[None]
 
     def _without_batch(self, region: Region, x: Array) -> Array:
         return x if self.edges is None or region.edges is not None else x[0]
 
     def _in_sequences(self) -> Array:
-        """Bool (this rank's tokens,): which lie in a sequence."""
+        """Return a bool (this rank's tokens,) that tells which lie in a sequence."""
         xp = interop.namespace_of(self.q)
         inside = np.zeros(self.q.shape[-3], bool)
         start, stop = (0, self.seqlen) if self.edges is None else (self.edges[0], self.edges[-1])

@@ -1,4 +1,4 @@
-"""From whole arrays to the ranks' parts, and back."""
+"""Whole arrays become the ranks' parts, and parts become whole arrays."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from cuflash import interop
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.order import check_order, length_of, put_part, stretches_of, take_part
+from cuflash.typing import ArrayT
 
-Array = Any
 
-
-def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
-    """This rank's part of a whole array.
+def shard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1) -> ArrayT:
+    """Take this rank's part of a whole array.
 
     Parameters
     ----------
@@ -38,7 +37,15 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
     ------
     TypeError, ValueError
         For an axis that the array has not, or an unknown order.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> comm = cuflash.distributed.threads(2)[1]
+    >>> cuflash.distributed.shard(np.arange(8)[None], comm, order="striped")
+    array([[1, 3, 5, 7]])
     """
+    check_communicator(comm)
     order = check_order(order)
     library = interop.library_of("x", x)
     array = library.adopt("x", x)
@@ -48,8 +55,8 @@ def shard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) ->
         return library.release(take_part(array, stretches, axis - array.ndim))
 
 
-def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) -> Array:
-    """The whole array on every rank: the inverse of `shard`.
+def unshard(x: ArrayT, comm: Communicator, order: str = "zigzag", axis: int = 1) -> ArrayT:
+    """Undo `shard`: give every rank the whole array.
 
     Parameters
     ----------
@@ -68,6 +75,7 @@ def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) 
     TypeError, ValueError
         As for `shard`, and ValueError where the ranks' parts are none of one array.
     """
+    check_communicator(comm)
     order = check_order(order)
     library = interop.library_of("x", x)
     array = library.adopt("x", x)
@@ -90,7 +98,7 @@ def unshard(x: Array, comm: Communicator, order: str = "zigzag", axis: int = 1) 
 
 
 def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The positions in the whole sequence of this rank's rows, which rotary embeddings need.
+    """Return the positions in the whole sequence of this rank's rows, which rotary embeddings need.
 
     Parameters
     ----------
@@ -110,6 +118,7 @@ def positions(seqlen: int, comm: Communicator, order: str = "zigzag") -> np.ndar
     TypeError, ValueError
         For a length that is no integer from 0 up, or an unknown order.
     """
+    check_communicator(comm)
     if not isinstance(seqlen, (int, np.integer)) or isinstance(seqlen, bool):
         raise TypeError(f"seqlen: expected an integer, got {type(seqlen).__name__}")
     if seqlen < 0:

@@ -1,8 +1,8 @@
 """Attention whose heads are spread over ranks, with the projection behind it, whose results are summed over them.
 
 The queries are cut into blocks: while a block's projected rows are summed over the ranks, the next block's attention is
-computed. Backward, each rank needs nothing of the others: ``y = sum over ranks of out @ w_out``, so that ``dy`` gives
-the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
+computed. A rank needs nothing of the others in the backward pass: ``y = sum over ranks of out @ w_out``, so that ``dy``
+gives the gradients of its own heads (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import numpy as np
 from cuflash import interop
 from cuflash.distributed.agreement import Described, agree, check_options, describe, telling
 from cuflash.distributed.block_sums import BlockSums
+from cuflash.distributed.call import adopt
 from cuflash.distributed.checks import check_edges, check_problem
-from cuflash.distributed.communicators import Communicator
+from cuflash.distributed.communicators import Communicator, check_communicator
 from cuflash.distributed.products import product
+from cuflash.frontend.call import Gradients
 from cuflash.frontend.partial import Part
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place
-from cuflash.problem.gradients import check_like
+from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.gradients import check_like, extras_of
 from cuflash.problem.make import make_problem
 from cuflash.problem.options import Options
+from cuflash.problem.own_rules import is_operand
+from cuflash.typing import ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
     from cuflash.problem.options import OptionKeywords
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 # A call is cut into so many blocks: the first block's attention and the last one's sum hide behind nothing.
 MOST_BLOCKS = 8
 # Fewer rows (of all sequences together) than these leave a GPU idle, and a link waiting for the latency of messages.
@@ -43,16 +45,16 @@ _ROWS_OF_TILES = 128
 
 
 def attention_allreduce(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> Any:
-    """Attention of this rank's heads, projected and summed over all ranks.
+) -> ArrayT:
+    """Compute attention of this rank's heads, projected and summed over all ranks.
 
     Parameters
     ----------
@@ -66,8 +68,9 @@ def attention_allreduce(
     cu_seqlens : NumPy int32 array (num_sequences + 1,), optional
         Where packed sequences begin and end.
     **options
-        causal, window, softmax_scale, softcap, alibi_slopes, sink, dropout_p, dropout_seed, deterministic and
-        precision, as of `attention`; slopes and sinks are those of this rank's heads.
+        causal, window, softmax_scale, softcap, alibi_slopes, sink, dropout_p, dropout_seed, deterministic, precision,
+        score_mod, mask_mod and operands, as of `attention`. Slopes and sinks are those of this rank's heads; rules
+        number the heads of all ranks, and every rank has the same operands.
 
     Returns
     -------
@@ -88,15 +91,15 @@ def attention_allreduce(
 
 
 def attention_allreduce_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
-    w_out: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    w_out: ArrayT,
     comm: Communicator,
     *,
     cu_seqlens: np.ndarray[Any, Any] | None = None,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[ArrayT, Callable[[ArrayT], tuple[ArrayT, ...]]]:
     """`attention_allreduce` and its gradient function.
 
     Parameters
@@ -109,7 +112,8 @@ def attention_allreduce_vjp(
     y : array
     backward : callable
         ``backward(dy)`` returns dq, dk, dv and dw_out of this rank's heads, then dsink and dalibi_slopes where those
-        were given; `dy` is the same on every rank. Every rank calls it as often as the others do.
+        were given, and the operands' gradients, summed over all ranks; `dy` is the same on every rank. Every rank calls
+        it as often as the others do.
 
     Raises
     ------
@@ -118,8 +122,8 @@ def attention_allreduce_vjp(
     """
     y, residuals = _forward("attention_allreduce_vjp", (q, k, v, w_out), comm, cu_seqlens, options)
 
-    def backward(dy: Array) -> Gradients:
-        """Gradients of this rank's inputs."""
+    def backward(dy: ArrayT) -> tuple[ArrayT, ...]:
+        """Return the gradients of this rank's inputs."""
         return _backward(residuals, dy)
 
     return y, backward
@@ -127,7 +131,7 @@ def attention_allreduce_vjp(
 
 @dataclass(frozen=True)
 class _Call:
-    """One rank's call: checked arrays of NumPy or CuPy, with this rank's heads."""
+    """One rank's call, whose checked arrays of NumPy or CuPy have this rank's heads."""
 
     library: interop.Library
     comm: Communicator
@@ -143,8 +147,13 @@ class _Call:
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        return {name: x for name, x in given.items() if x is not None}
+        return extras_of(self.options)
+
+    @property
+    def _knows_heads(self) -> bool:
+        """Dropout and rules of users' own depend on which of all ranks' heads, and which sequences, these are."""
+        options = self.options
+        return bool(options.dropout_p) or options.score_mod is not None or options.mask_mod is not None
 
     @property
     def projection(self) -> Array:
@@ -153,12 +162,11 @@ class _Call:
         return xp.ascontiguousarray(self.w_out).reshape(-1, self.w_out.shape[-1])
 
     def part(self, first: int, stop: int) -> Part:
-        """Queries of all sequences of a padded batch, or packed sequences."""
+        """Return the part of some queries of all sequences of a padded batch, or of some packed sequences."""
         if self.edges is not None:
             return self._packed_part(first, stop)
         seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
-        # Dropout alone asks which heads these are.
-        first_head = self.first_head if self.problem.dropout_p else 0
+        first_head = self.first_head if self._knows_heads else 0
         place = Place(first_q=first, first_head=first_head, diagonal=seqlen_k - seqlen_q)
         return Part(self.q[:, first:stop], self.k, self.v, self.options, place)
 
@@ -170,12 +178,12 @@ class _Call:
         if slopes is not None and slopes.ndim == 2 and len(slopes) > 1:
             options = replace(options, alibi_slopes=slopes[first:stop])
         cu_seqlens = interop.namespace_of(self.q).asarray(np.subtract(edges, edges[0]), np.int32)
-        place = Place(first_head=self.first_head, first_batch=first) if self.problem.dropout_p else Place()
+        place = Place(first_head=self.first_head, first_batch=first) if self._knows_heads else Place()
         return Part(self.q[rows], self.k[rows], self.v[rows], options, place, cu_seqlens)
 
 
 def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Units with so many rows each cut into ranges of units of about as many rows, at most `most` of them."""
+    """Cut units with so many rows each into ranges of units of about as many rows, at most `most` of them."""
     step = max(LEAST_ROWS, -(-sum(num_rows) // most))
     blocks, first, rows = [], 0, 0
     for number, own in enumerate(num_rows):
@@ -187,9 +195,12 @@ def blocks_of(num_rows: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 
 def _blocks(call: _Call) -> list[tuple[int, int]]:
-    """Ranges of queries, or of packed sequences."""
+    """Return ranges of queries, or of packed sequences."""
+    # ALiBi and dropout depend on a part's place, which the portable kernels alone take (`has_place` of their HANDLES).
+    # On a GPU all rows are therefore computed at once: the kernels for tensor cores run unless the heads themselves
+    # have a place, as those of dropout on every rank but the first do.
     needs_place = call.problem.alibi is not None or call.problem.dropout_p
-    if needs_place and not isinstance(call.q, np.ndarray):  # no kernel computes a part of these yet
+    if needs_place and not isinstance(call.q, np.ndarray):
         count = call.problem.seqlen_q if call.edges is None else len(call.edges) - 1
         return [(0, count)] if count else []
     if call.edges is not None:
@@ -203,11 +214,12 @@ def _blocks(call: _Call) -> list[tuple[int, int]]:
 def _forward(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
 ) -> tuple[Any, tuple[_Call, Array, Array]]:
+    check_communicator(comm)
     call = _prepared(what, arrays, comm, cu_seqlens, keywords)
     with telling(comm), interop.on_stream_of(call.library, call.q):
         xp, q, model = interop.namespace_of(call.q), call.q, call.w_out.shape[-1]
         packed = call.edges is not None
-        # Blocks of a padded batch lie one behind the other, each with its queries of all sequences.
+        # The blocks of a padded batch lie one behind the other, each with its queries of all sequences.
         by_block = xp.zeros((int(np.prod(q.shape[:-2])), model), q.dtype)
         out = xp.zeros((*q.shape[:-1], call.v.shape[-1]), q.dtype)
         lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, call.problem.accum_dtype)
@@ -228,7 +240,7 @@ def _forward(
 
 
 def _in_sequences(by_block: Array, blocks: Sequence[tuple[int, int]], batch: int, seqlen: int) -> Array:
-    """Rows in the order (block, batch, query) as (batch, query)."""
+    """Bring rows in the order (block, batch, query) into the order (batch, query)."""
     if len(blocks) <= 1 or batch == 1:
         return by_block.reshape(batch, seqlen, by_block.shape[-1])
     pieces, row = [], 0
@@ -259,6 +271,9 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
         dw_out = product(flat_out, of_rows, transposed="a").astype(call.w_out.dtype, copy=False)
         dout = product(of_rows, projection, transposed="b").astype(call.q.dtype, copy=False)
         found = _gradients_of_heads(call, dout, out, lse)
+        for name in found:
+            if is_operand(name):  # which every rank has
+                found[name] = call.comm.sum(found[name].astype(call.problem.accum_dtype, copy=False))
         extras = [found[name].reshape(x.shape).astype(x.dtype, copy=False) for name, x in call.extras.items()]
         results = (found["q"], found["k"], found["v"], dw_out.reshape(call.w_out.shape), *extras)
         call.comm.barrier()
@@ -266,7 +281,7 @@ def _backward(residuals: tuple[_Call, Array, Array], dy: Any) -> Gradients:
 
 
 def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dict[str, Array]:
-    """Of all queries at once: nothing waits for them."""
+    """Return the gradients of all queries, computed at once, because nothing waits for a block of them."""
     wanted = frozenset(("q", "k", "v", *call.extras))
     if call.edges is None:
         whole = call.part(0, call.problem.seqlen_q)
@@ -285,19 +300,13 @@ def _gradients_of_heads(call: _Call, dout: Array, out: Array, lse: Array) -> dic
 def _prepared(
     what: str, arrays: tuple[Any, Any, Any, Any], comm: Communicator, cu_seqlens: Any, keywords: Mapping[str, Any]
 ) -> _Call:
-    """The call, checked on every rank."""
+    """Return the call, checked on every rank."""
 
     def prepare() -> tuple[_Call, Described]:
         options = check_options(keywords)
         library = interop.library_of("q", arrays[0])
         given = dict(zip(("q", "k", "v", "w_out"), arrays, strict=True))
-        extras = {
-            name: getattr(options, name)
-            for name in ("alibi_slopes", "sink", "dropout_seed")
-            if hasattr(getattr(options, name), "shape")
-        }
-        adopted = interop.adopt_all(library, {**given, **extras})
-        options = replace(options, **{name: adopted[name] for name in extras})
+        adopted, options = adopt(library, given, options)
         edges = None if cu_seqlens is None else check_edges(cu_seqlens)
         q, k, v, w_out = (adopted[name] for name in given)
         if edges is None:
@@ -324,7 +333,7 @@ def _prepared(
 
 
 def _describe(name: str, value: Any) -> tuple[str, Any]:
-    """Slopes and sinks of the ranks differ in the number of heads, their last axis."""
+    """Describe an option; slopes and sinks of the ranks may differ in the number of heads, their last axis."""
     if name in ("alibi_slopes", "sink") and hasattr(value, "shape"):
         return name, (tuple(value.shape[:-1]), str(value.dtype))
     return describe(name, value)

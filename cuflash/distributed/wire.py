@@ -1,4 +1,4 @@
-"""How values and messages become bytes between processes, and back.
+"""Values and messages become bytes between processes, and bytes become values and messages.
 
 Values are JSON, in which tuples, bytes and dicts are marked: what arrives is data and never code, unlike a pickle.
 Arrays are not in the text. An `ArrayRef` stands in their place there, and their bytes follow the text or travel between
@@ -39,24 +39,24 @@ class ArrayRef:
 
 
 def encode(value: Any) -> bytes:
-    """Text of a value: None, bools, numbers, strings, bytes, `ArrayRef`, and tuples, lists and dicts of such."""
+    """Write a value as text: None, bools, numbers, strings, bytes, `ArrayRef`, and tuples, lists and dicts of such."""
     return json.dumps(_marked(value), separators=(",", ":")).encode()
 
 
 def decode(text: bytes) -> Any:
-    """The value of a text; ValueError where it is none."""
+    """Read the value of a text; ValueError where it is none."""
     return _unmarked(json.loads(text))
 
 
 def mapped(message: Any, change: Callable[[Any], Any]) -> Any:
-    """A message of nested tuples and lists with every leaf changed."""
+    """Change every leaf of a message of nested tuples and lists."""
     if isinstance(message, (tuple, list)):
         return type(message)(mapped(part, change) for part in message)
     return change(message)
 
 
 def detach(message: Any) -> tuple[Any, list[Array], list[Array]]:
-    """The message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays, all contiguous.
+    """Return the message with an `ArrayRef` for each array, its NumPy arrays and its CuPy arrays, all contiguous.
 
     Raises
     ------
@@ -78,13 +78,13 @@ def detach(message: Any) -> tuple[Any, list[Array], list[Array]]:
 
 
 def attach(message: Any, host: list[Array], gpu: list[Array]) -> Any:
-    """The inverse of `detach`."""
+    """Undo `detach`."""
     arrays = {HOST: host, GPU: gpu}
     return mapped(message, lambda leaf: arrays[leaf.where][leaf.index] if isinstance(leaf, ArrayRef) else leaf)
 
 
 def refs_of(message: Any, where: str) -> list[ArrayRef]:
-    """The places of a message's arrays of one kind, by index."""
+    """Return the places of a message's arrays of one kind, by index."""
     found: list[ArrayRef] = []
 
     def keep(leaf: Any) -> None:
@@ -96,12 +96,12 @@ def refs_of(message: Any, where: str) -> list[ArrayRef]:
 
 
 def empty(ref: ArrayRef) -> Array:
-    """A NumPy array for what an `ArrayRef` stands for."""
+    """Allocate a NumPy array for what an `ArrayRef` stands for."""
     return np.empty(ref.shape, interop.dtype_of(ref.dtype))
 
 
 def bytes_of(x: Array) -> memoryview:
-    """The bytes of a contiguous NumPy array, not copied."""
+    """View the bytes of a contiguous NumPy array."""
     return memoryview(x.reshape(-1).view(np.uint8))
 
 

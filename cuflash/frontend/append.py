@@ -21,11 +21,11 @@ class _Checked(NamedTuple):
 
     problem: AppendProblem
     library: interop.Library
-    # At which distances of their addresses a cache and another array share nothing, by their places among the arrays.
+    # Places of a cache and another array among the arrays, and the distances at which these share nothing.
     distances: tuple[tuple[int, int, Distances], ...]
 
 
-# Only metadata is checked, and how far the caches lie from all else: a repeated call costs one look-up.
+# The checks read metadata, and the distances of the caches from all else, so that a repeated call costs one look-up.
 _checked: Kept[Any, _Checked] = Kept()
 
 
@@ -67,7 +67,7 @@ def _run(problem: AppendProblem, library: interop.Library, arrays: dict[str, Arr
 
 
 def _signature(x: Array) -> tuple[Any, ...]:
-    """Everything about an argument that the checks look at, but for its address."""
+    """Return everything about an argument that the checks look at, but for its address."""
     if isinstance(x, np.ndarray):
         return x.shape, x.strides, x.dtype
     return x.shape, x.strides, x.dtype, x.data.device_id
@@ -78,7 +78,7 @@ def _check_cache(name: str, arrays: dict[str, Array]) -> None:
 
 
 def _distances(arrays: dict[str, Array]) -> tuple[tuple[int, int, Distances], ...]:
-    """Those of each cache from every other array; empty arrays share nothing anywhere."""
+    """Return the distances of each cache from every other array; empty arrays share nothing anywhere."""
     names = list(arrays)
     return tuple(
         (names.index(cache), place, Distances.between(arrays[cache], x))

@@ -1,8 +1,8 @@
-"""One call: arguments of any library in, a checked problem and its arrays inside, results of the caller's kind out."""
+"""One call, which takes arguments of any library, checks them and returns results of the caller's kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -21,12 +21,14 @@ from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, make_operands, to_full_rank, with_contiguous_rows
 from cuflash.problem.options import Options, check_names
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import is_operand, label_of
 from cuflash.problem.pages import check_cu_seqlens_k
 
 Gradients = tuple[Any, ...]
+Backward = Callable[..., Gradients]
 
-_ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
-_ARRAY_OPTION_SET = frozenset((*_ARRAY_OPTIONS, "dropout_seed", "operands"))
+ARRAY_OPTIONS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", *SCALES)
+_ARRAY_OPTION_SET = frozenset((*ARRAY_OPTIONS, "dropout_seed", "operands"))
 
 
 class _Checked(NamedTuple):
@@ -37,7 +39,7 @@ class _Checked(NamedTuple):
     is_repeatable: bool  # by the arguments' addresses alone
 
 
-# Only metadata is checked, so once: a repeated call costs one look-up.
+# The checks read metadata alone, so that a repeated call costs one look-up.
 _checked: Kept[Any, _Checked] = Kept()
 
 
@@ -83,7 +85,7 @@ class Call:
         self._options = own_rules.arrays_in_order(keywords, self.inputs)
 
     def adopt(self, name: str, x: Any) -> Array | None:
-        """A further argument, checked to be of the same library and device."""
+        """Return a further argument, checked to be of the same library and device."""
         if x is None:
             if name == "dlse":
                 return None
@@ -93,17 +95,17 @@ class Call:
         return interop.adopt_all(self.library, {name: x}, reference=self.inputs["q"])[name]
 
     def release(self, x: Array) -> Any:
-        """`x` as an array of the caller's library."""
+        """Return `x` as an array of the caller's library."""
         return self.library.release(x)
 
     def refuse_gradients(self) -> None:
-        """NotImplementedError where an input is FP8."""
+        """Raise NotImplementedError where an input is FP8."""
         refuse_gradients(*(self.inputs[name] for name in ("q", "k", "v")))
 
     def forward(
         self, out: Any = None, with_lse: bool = True, metadata: Metadata | None = None
     ) -> tuple[Any, Array | None]:
-        """The result as the caller's kind of array, and lse if it is wanted; by `metadata` the call is known again."""
+        """Return the result as the caller's kind of array, and lse if it is wanted; `metadata` tells a repetition."""
         problem, q = self.problem, self.inputs["q"]
         with interop.on_stream_of(self.library, q):
             if out is None:
@@ -129,7 +131,7 @@ class Call:
         grads: Sequence[str] | None,
         metadata: Metadata | None = None,
     ) -> Gradients:
-        """The gradients in the order of ``(q, k, v, *extras)``, None where not wanted; `metadata` as in `forward`."""
+        """Return the gradients of ``(q, k, v, *extras)``, None where not wanted; `metadata` is as in `forward`."""
         self.refuse_gradients()
         problem = self.problem.unsplit
         for name, x in (("dout", dout), ("out", forward_out)):
@@ -150,10 +152,9 @@ class Call:
                 if given[name] is None:
                     targets[name] = self._empty(like.shape, like.dtype)
                 else:
-                    targets[name] = self._target(
-                        f"out, d{own_rules.label(name)}", given[name], like.shape, inputs, like.dtype.name
-                    )
-                    inputs[f"d{name}"] = targets[name]
+                    grad = f"d{label_of(name)}"
+                    targets[name] = self._target(f"out, {grad}", given[name], like.shape, inputs, like.dtype.name)
+                    inputs[grad] = targets[name]
             rows = with_contiguous_rows(dout), with_contiguous_rows(forward_out)
             full = {name: to_full_rank(name, x) for name, x in targets.items()}
             recording = backend_of(isinstance(self.inputs["q"], np.ndarray)).backward(
@@ -171,6 +172,15 @@ class Call:
                 for name in names
             )
 
+    def gradients_of(self, out: Any, lse: Array | None) -> Backward:
+        """Return the gradient function of the forward pass that gave `out`, as the caller got it, and lse."""
+        residual = self.adopt("out", out)
+
+        def compute(dout: Any, dlse: Any, outs: Sequence[Any] | None, grads: Sequence[str] | None) -> Gradients:
+            return self.backward(self.adopt("dout", dout), residual, lse, self.adopt("dlse", dlse), outs, grads)
+
+        return gradient_function(compute)
+
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return interop.namespace_of(self.inputs["q"]).empty(shape, dtype)
 
@@ -185,6 +195,24 @@ class Call:
         return target
 
 
+def gradient_function(
+    compute: Callable[[Array, Array | None, Sequence[Array | None] | None, Sequence[str] | None], Gradients],
+) -> Backward:
+    """Return the function that a vjp gives to its caller; `compute(dout, dlse, out, grads)` holds the residuals."""
+
+    def backward(
+        dout: Array,
+        dlse: Array | None = None,
+        *,
+        out: Sequence[Array | None] | None = None,
+        grads: Sequence[str] | None = None,
+    ) -> Gradients:
+        """Return the gradients of the inputs; see `cuflash.attention_backward`."""
+        return compute(dout, dlse, out, grads)
+
+    return backward
+
+
 def remember_repeat(metadata: Metadata, repeat: Repeat | None) -> None:
     """Let a call be known again, if its launches can be repeated."""
     if repeat is not None:
@@ -193,13 +221,13 @@ def remember_repeat(metadata: Metadata, repeat: Repeat | None) -> None:
 
 @cache
 def backend_of(on_cpu: bool) -> ModuleType:
-    """The module that computes for NumPy's arrays, or for CuPy's."""
+    """Import the module that computes for NumPy's arrays, or for CuPy's."""
     with forks.LOCK:  # a child cannot end an import that another thread of its parent began
         return import_module("cuflash.cpu.backend" if on_cpu else "cuflash.gpu.backend")
 
 
 def _packing(cu_seqlens_q: Array, cu_seqlens_k: Array | None, block_table: Array | None) -> dict[str, Array]:
-    """The cu_seqlens that a packed call has."""
+    """Return the cu_seqlens that a packed call has."""
     check_cu_seqlens_k(cu_seqlens_k, block_table)
     of_keys = {} if cu_seqlens_k is None else {"cu_seqlens_k": cu_seqlens_k}
     return {"cu_seqlens_q": cu_seqlens_q, **of_keys}
@@ -209,7 +237,7 @@ def _arrays(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> dict[str, 
     if _ARRAY_OPTION_SET.isdisjoint(keywords):
         return inputs
     inputs = inputs | own_rules.arrays_of(keywords)
-    arrays = inputs | {name: keywords[name] for name in _ARRAY_OPTIONS if keywords.get(name) is not None}
+    arrays = inputs | {name: keywords[name] for name in ARRAY_OPTIONS if keywords.get(name) is not None}
     seed = keywords.get("dropout_seed")
     if hasattr(seed, "__dlpack__") or hasattr(seed, "__cuda_array_interface__"):
         arrays["dropout_seed"] = seed
@@ -220,12 +248,12 @@ def _adopt(arrays: dict[str, Array]) -> tuple[interop.Library, dict[str, Array]]
     if "cu_seqlens_q" in arrays and arrays["cu_seqlens_q"] is None:
         raise TypeError("cu_seqlens_q: expected an int32 array (batch + 1,), got None")
     library = interop.library_of("q", arrays["q"])
-    adopted = interop.adopt_all(library, {own_rules.label(name): x for name, x in arrays.items()})
+    adopted = interop.adopt_all(library, {label_of(name): x for name, x in arrays.items()})
     return library, dict(zip(arrays, adopted.values(), strict=True))
 
 
 def signature(x: Any) -> tuple[Any, ...]:
-    """Everything about an argument that the checks look at, as a dictionary key."""
+    """Return everything about an argument that the checks look at, as a dictionary key."""
     kind = type(x)
     if isinstance(x, np.ndarray):
         return kind, x.shape, x.strides, x.dtype
@@ -247,28 +275,28 @@ def _check(inputs: dict[str, Array], keywords: Mapping[str, Any]) -> _Checked:
     check_names(keywords)
     library, arrays = _adopt(_arrays(inputs, keywords))
     problem = make_problem(arrays, Options(**own_rules.with_adopted(keywords, arrays)))
-    # The address of an array that has to be copied does not suffice to repeat the call.
+    # An array that has to be copied makes the call its own: its address does not suffice to repeat it.
     are_as_given = {"bias", "mask", "dropout_seed", *SCALES}
     is_repeatable = all(
-        name in are_as_given or own_rules.is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
+        name in are_as_given or is_operand(name) or with_contiguous_rows(x) is x for name, x in arrays.items()
     )
     return _Checked(problem, library, is_repeatable)
 
 
 def check_outs(out: Sequence[Any] | None, names: tuple[str, ...], wanted: frozenset[str]) -> dict[str, Any]:
-    """The given targets by name, None where one is to be allocated."""
+    """Return the given targets by name, None where one is to be allocated."""
     if out is None:
         return dict.fromkeys(names)
     if not isinstance(out, (tuple, list)):
         raise TypeError(f"out: expected a tuple (dq, dk, dv), got {type(out).__name__}")
     if len(out) not in (3, len(names)):
-        labels = ", ".join(f"d{own_rules.label(name)}" for name in names)
+        labels = ", ".join(f"d{label_of(name)}" for name in names)
         forms = " or ".join(dict.fromkeys(("(dq, dk, dv)", f"({labels})")))
         raise ValueError(f"out: expected {forms}, got {len(out)} entries")
     given = dict.fromkeys(names) | dict(zip(names, out, strict=False))
     for name, x in given.items():
         if x is not None and name not in wanted:
-            label, wanted_as = own_rules.label(name), "operands" if own_rules.is_operand(name) else name
+            label, wanted_as = label_of(name), "operands" if is_operand(name) else name
             raise ValueError(
                 f"out, d{label}: expected None, as grads does not name {wanted_as}, got {type(x).__name__}"
             )

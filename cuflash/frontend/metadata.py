@@ -1,4 +1,4 @@
-"""A call known again by its metadata, so that its launches are repeated without checks."""
+"""Calls are known again by their metadata, so that their launches are repeated without checks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _HasAddresses(Protocol):
     def pointer(self, x: Array) -> int: ...
 
 
-# A call again, by its metadata: its results; None, and nothing is done, where the launches do not fit.
+# A repetition takes the metadata of a call and returns its results; None, with nothing done, where launches do not fit.
 Repeat = Callable[[Metadata], "list[Array | None] | None"]
 
-# The tests' device, whose arrays are NumPy's.
+# Tests set a device here whose arrays are NumPy's.
 host_device: _HasAddresses | None = None
 _VALUES = (bool, int, float, str, type(None))
 
@@ -29,9 +29,9 @@ _VALUES = (bool, int, float, str, type(None))
 def metadata_of(
     what: Any, arrays: Iterable[Array | None], keywords: Mapping[str, Any], targets: Sequence[Array | None] = ()
 ) -> Metadata | None:
-    """None if the call, of kind `what`, cannot be repeated by addresses alone.
+    """Return the metadata of a call of kind `what`; None if it cannot be repeated by addresses alone.
 
-    These are of `arrays`, `targets` and the arrays among `keywords`, in this order, but for None.
+    The addresses are those of `arrays`, `targets` and the arrays among `keywords`, in this order, without the Nones.
     """
     key: list[Any] = [what]
     addresses: list[int] = []
@@ -91,7 +91,7 @@ def remember(metadata: Metadata, repeat: Repeat) -> None:
 
 
 def repeated(metadata: Metadata | None) -> list[Array | None] | None:
-    """A call's results, if one with its metadata has been recorded."""
+    """Return a call's results, if one with its metadata has been recorded."""
     if metadata is None:
         return None
     known = _repeats.get(metadata.key)

@@ -10,33 +10,22 @@ from cuflash.problem.own_rules import check_operands, operand_types
 from cuflash.rules.form import NO_RULES, Rules, trace_rules
 
 FUNCTIONS = ("score_mod", "mask_mod")
-_OPERAND = operand_name(0)[:-1]
-
-
-def is_operand(name: str) -> bool:
-    """It is the name of an operand among a call's arrays."""
-    return name.startswith(_OPERAND)
-
-
-def label(name: str) -> str:
-    """The name of a call's array in messages."""
-    return f"operands[{name.removeprefix(_OPERAND)}]" if is_operand(name) else name
 
 
 def arrays_of(keywords: Mapping[str, Any]) -> dict[str, Array]:
-    """The operands by name."""
+    """Return the operands by name."""
     return {operand_name(n): x for n, x in enumerate(check_operands(keywords.get("operands")))}
 
 
 def with_adopted(keywords: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The options with the operands as NumPy's or CuPy's arrays."""
+    """Return the options with the operands as NumPy's or CuPy's arrays."""
     if "operands" not in keywords:
         return dict(keywords)
     return {**keywords, "operands": tuple([arrays[name] for name in arrays_of(keywords)])}
 
 
 def arrays_in_order(keywords: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The options that are arrays, in the order of the keywords."""
+    """Return the options that are arrays, in the order of the keywords."""
     found: dict[str, Array] = {}
     for name in keywords:
         if name == "operands":
@@ -47,7 +36,7 @@ def arrays_in_order(keywords: Mapping[str, Any], arrays: Mapping[str, Array]) ->
 
 
 def of_call(q: Array, keywords: Mapping[str, Any]) -> Rules:
-    """The traced rules of a call."""
+    """Trace the rules of a call."""
     score_mod, mask_mod = keywords.get("score_mod"), keywords.get("mask_mod")
     if score_mod is None and mask_mod is None:
         return NO_RULES

@@ -17,6 +17,7 @@ from cuflash.frontend import call
 from cuflash.frontend.metadata import metadata_of, repeated
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import WHOLE, Array, AttentionProblem, PartialResult, Place, operand_name
+from cuflash.problem.fp8 import SCALES
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import Metadata, Operands, make_operands, with_contiguous_rows
 from cuflash.problem.options import OPTION_NAMES, Options
@@ -26,11 +27,11 @@ Window = tuple[int | None, int | None]
 
 
 def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -> Window:
-    """The window that a part of a problem has between its own rows and keys.
+    """Return the window that a part of a problem has between its own rows and keys.
 
     Query i sees key j iff ``-left <= position(j) - position(i) <= right``, where positions of queries begin at the
-    whole's diagonal. A part's own window is aligned to its last
-    query and key, and either side may be negative: then it lies beside the part's diagonal.
+    whole's diagonal. A part's own window is aligned to its last query and key, and either side may be negative: then
+    the window lies off the part's diagonal.
     """
     left, right = window
     behind, diagonal = place.first_q + place.diagonal - place.first_k, seqlen_k - seqlen_q
@@ -41,26 +42,27 @@ def window_of_part(window: Window, seqlen_q: int, seqlen_k: int, place: Place) -
 
 
 def sees_anything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
-    """Some query of a part sees a key."""
+    """Return True if some query of a part sees a key."""
     if not seqlen_q or not seqlen_k:
         return False
     left, right = window
-    # The last query sees keys up to the last but -right; the first sees those from the one `left` before its diagonal.
+    # Even the last query's keys end before the first key where the right side is below 1 - seqlen_k, and even the first
+    # query's begin behind the last key where the left side is below 1 - seqlen_q.
     is_beyond = right is not None and right < 1 - seqlen_k
     is_before = left is not None and left < 1 - seqlen_q
     return not is_beyond and not is_before and (left is None or right is None or left + right >= 0)
 
 
 def sees_everything(window: Window, seqlen_q: int, seqlen_k: int) -> bool:
-    """Every query of a part sees every key."""
+    """Return True if every query of a part sees every key."""
     left, right = window
     return (left is None or left >= seqlen_k - 1) and (right is None or right >= seqlen_q - 1)
 
 
 class Part:
-    """One part, checked; `options` are those of the whole problem, with the part's heads, its piece of bias and mask.
+    """A checked part of a problem, with the options of the whole and its own heads, piece of bias and piece of mask.
 
-    A packed part has `cu_seqlens`; of each sequence its queries and keys begin at the same token.
+    A packed part has `cu_seqlens`; queries and keys of each of its sequences begin at the same token.
     """
 
     def __init__(
@@ -69,22 +71,13 @@ class Part:
         arrays = {"q": q, "k": k, "v": v}
         if cu_seqlens is not None:
             arrays |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        for name in ("bias", "mask", "alibi_slopes", "sink"):
+        for name in ("bias", "mask", "alibi_slopes", "sink", *SCALES):
             if (x := getattr(options, name)) is not None:
                 arrays[name] = x
         arrays |= {operand_name(n): x for n, x in enumerate(options.operands or ())}
-        if options.score_mod is not None or options.mask_mod is not None:
-            known = _problem_of_part(arrays, options, place)  # what a function reads may have changed
-        else:
-            values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
-            key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
-            found = _problems.get(key)
-            if found is None:
-                found = _problems[key] = _problem_of_part(arrays, options, place)
-            known = found
-        self._problem, self._with_wide_out, self.sees_anything = known
+        self._problem, self._with_wide_out, self.sees_anything = _checked(arrays, options, place)
         self._arrays, self._options = arrays, options
-        # Calls are known again by arrays' addresses: what is more than arrays makes a call its own.
+        # Calls are known again by the addresses of arrays, so an option that is more than arrays makes a call its own.
         more = options.dropout_seed, options.block_mask, options.score_mod, options.mask_mod
         self._is_repeatable = all(x is None for x in more)
 
@@ -95,13 +88,13 @@ class Part:
     def _metadata(
         self, what: Any, arrays: Mapping[str, Array | None], targets: Sequence[Array] = ()
     ) -> Metadata | None:
-        """What a call on these arrays is known again by; None where it cannot be."""
+        """Return the metadata by which a call on these arrays is known again; None where it cannot be."""
         if not self._is_repeatable:
             return None
         return metadata_of((what, self._problem), arrays.values(), {}, targets)
 
     def forward(self, *, rounded: bool = False) -> tuple[Array, Array]:
-        """(out, lse), both in the accumulation's dtype; `rounded`: out in q's, for a part that has all its keys."""
+        """Return (out, lse) in the accumulation's dtype; a part that has all its keys may have out `rounded` to q's."""
         metadata = self._metadata("rounded part" if rounded else "part", self._arrays)
         results = repeated(metadata)
         if results is not None:
@@ -126,11 +119,11 @@ class Part:
         *,
         rounded: bool = False,
     ) -> dict[str, Array]:
-        """The part's shares of the wanted gradients, in the accumulation's dtype: also of extras and operands.
+        """Return the part's shares of the wanted gradients, extras' and operands' too, in the accumulation's dtype.
 
         `out` and `lse` are the whole problem's, so that the shares add up to its gradients. The shares of q, k and v
-        are added to the arrays of `into`, if these are given for all that are wanted. `rounded`: each gradient is in
-        its input's dtype, as the only share.
+        are added to the arrays of `into`, if these are given for all that are wanted. With `rounded` the share is the
+        only one, and each gradient has its input's dtype.
         """
         into = {} if into is None else into
         names = [name for name in self._problem.grad_names if name in wanted]
@@ -141,7 +134,7 @@ class Part:
         results = repeated(metadata)
         if results is not None:
             return dict(zip(names, results, strict=True))
-        problem, operands = self._problem, self._operands
+        problem, operands = self._problem.unsplit, self._operands
         xp, accum = interop.namespace_of(operands.q), problem.accum_dtype
         inputs = operands._asdict() | {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         grads = {}
@@ -159,14 +152,27 @@ class Part:
         return grads
 
 
-# Only metadata is checked, so once for calls that are repeated.
 _problems: Kept[Any, tuple[AttentionProblem, AttentionProblem, bool]] = Kept()
+
+
+def _checked(
+    arrays: dict[str, Array], options: Options, place: Place
+) -> tuple[AttentionProblem, AttentionProblem, bool]:
+    """Find `_problem_of_part` once for all parts of the same metadata, as nothing else is checked."""
+    if options.score_mod is not None or options.mask_mod is not None:
+        return _problem_of_part(arrays, options, place)  # what a function reads may have changed
+    values = tuple([call.signature(getattr(options, name)) for name in OPTION_NAMES])
+    key = place, values, tuple([(name, x.shape, x.dtype) for name, x in arrays.items()])
+    found = _problems.get(key)
+    if found is None:
+        found = _problems[key] = _problem_of_part(arrays, options, place)
+    return found
 
 
 def _problem_of_part(
     arrays: dict[str, Array], options: Options, place: Place
 ) -> tuple[AttentionProblem, AttentionProblem, bool]:
-    """A part's problem with its own window, that whose out is not rounded, and whether some query sees a key."""
+    """Return a part's problem with its own window, the one whose out is not rounded, and whether a query sees a key."""
     problem = make_problem(arrays, options)
     window = problem.window_left, problem.window_right
     is_visible = True
@@ -179,7 +185,7 @@ def _problem_of_part(
             window = None, None
         if place == Place(diagonal=problem.seqlen_k - problem.seqlen_q):
             place = WHOLE  # every kernel aligns the whole so
-    # Problems that differ in a place that nothing depends on share plans and launches.
+    # A place that nothing depends on is dropped, so that parts which differ in it alone share plans and launches.
     depends = problem.alibi is not None or problem.dropout_p or problem.rules != NO_RULES
     place = place if depends else WHOLE
     problem = replace(problem, window_left=window[0], window_right=window[1], place=place)
@@ -188,7 +194,7 @@ def _problem_of_part(
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
-    """Write the attention over all keys, from those over disjoint parts of them that may have some of the rows each.
+    """Merge attentions over disjoint parts of the keys, which may each have some of the rows alone, into one.
 
     Parameters
     ----------
@@ -203,5 +209,5 @@ def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
 
 
 def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
-    """Write the sum of shares of a gradient that may have some of the rows each; arrays as of `merge_parts`."""
+    """Add shares of a gradient, which may each have some of the rows alone; the arrays are as for `merge_parts`."""
     call.backend_of(isinstance(total, np.ndarray)).sum_parts(parts, total)

@@ -10,6 +10,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.launch import BoundLaunch
 from cuflash.gpu.params import PARAMS
 from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept
@@ -74,7 +75,7 @@ _ARRAYS = (*_NEW_ROWS, *_CACHES, "k_scale", "v_scale", "cos", "sin", "block_tabl
 def constants_of(
     dtype: str, accum: str, to_fp8: bool, table_dtypes: tuple[str, str], widths: tuple[int, int]
 ) -> dict[str, bool | int | str]:
-    """The constants of the kernel's source but for its flags; `widths` are those of `_widths`."""
+    """Return the constants of the kernel's source but for its flags; `_widths` gives `widths`."""
     return {
         "element": CPP_TYPES[dtype],
         "accum": CPP_TYPES[accum],
@@ -88,13 +89,13 @@ def constants_of(
     }
 
 
-class _Launch:
-    """The kernel for one layout of the arguments, which takes their addresses."""
+class _Launch(BoundLaunch):
+    """The kernel for one layout of the arguments."""
 
     def __init__(
         self, problem: AppendProblem, arrays: Arrays, device: cuda_device.Device, widths: tuple[int, int]
     ) -> None:
-        self.widths = widths  # elements that one access takes: of rows, and of the rotary table
+        self.widths = widths  # one access takes so many elements of rows, and of the rotary table
         width, _ = widths
         params = np.zeros(1, APPEND.dtype)
         p = params[0]
@@ -106,28 +107,18 @@ class _Launch:
         num_heads = problem.num_heads_kv + problem.num_heads_q
         units = num_heads * of_head + problem.num_heads_kv * of_head_v
         p["units_of_head"], p["units_of_head_v"], p["units_of_row"] = of_head, of_head_v, units
-        self._params = params
-        self._words = [APPEND.offset(name) // 8 for name in arrays]
         blocks = math.ceil(problem.rows * units / _THREADS)
-        self.is_empty = blocks == 0
-        if self.is_empty:
-            return
         constants = constants_of(problem.dtype, problem.accum_dtype, problem.to_fp8, problem.table_dtypes, widths)
         constants |= {
             "packed": problem.packed,
             "paged": problem.max_pages is not None,
             "interleaved": problem.interleaved,
         }
-        kernel = cuda_device.get("around/append", "append_kv", constants, device, 0, _HEADERS)
-        self._enqueue = kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0)
-
-    def enqueue(self, addresses: list[int], stream: int) -> None:
-        """Enqueue the kernel on the arrays at these addresses; the driver copies its arguments before it returns."""
-        params = self._params.copy()
-        words = params.view(np.uint64)
-        words[self._words] = addresses
-        pointer = np.array([params.ctypes.data], np.uint64)
-        self._enqueue(pointer.ctypes.data, stream)
+        launch = None
+        if blocks:
+            kernel = cuda_device.get("around/append", "append_kv", constants, device, 0, _HEADERS)
+            launch = kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0)
+        super().__init__((params,), [APPEND.offset(name) // 8 for name in arrays], launch)
 
 
 _launches: Kept[Any, _Launch] = Kept()
@@ -147,12 +138,11 @@ def append(problem: AppendProblem, arrays: Arrays, q_out: Array | None) -> None:
     if launch is None:
         offsets = dict(zip(arrays, alignments, strict=True))
         launch = _launches[key] = _Launch(problem, arrays, device, _widths(problem, arrays, offsets))
-    if not launch.is_empty:
-        launch.enqueue(addresses, device.stream())
+    launch.enqueue_in_order(addresses, None, device.stream())
 
 
 def _widths(problem: AppendProblem, arrays: Arrays, offsets: dict[str, int]) -> tuple[int, int]:
-    """How many elements of the rows, and of the rotary table, one access takes."""
+    """Return how many elements of the rows, and of the rotary table, one access takes."""
     rows = [name for name in (*_NEW_ROWS, *_CACHES) if name in arrays]
     dims = (problem.head_dim, problem.head_dim_v, problem.rotary_dim // 2)
     width = ALIGNMENT // arrays["k"].dtype.itemsize
@@ -171,7 +161,7 @@ def _widths(problem: AppendProblem, arrays: Arrays, offsets: dict[str, int]) -> 
 
 
 def _takes(x: Array, offset: int, width: int) -> bool:
-    """Every row of an array that lies `offset` bytes behind an aligned address consists of whole accesses."""
+    """Return True if every row of an array `offset` bytes behind an aligned address consists of whole accesses."""
     size = width * x.dtype.itemsize
     outer = zip(x.shape[:-1], x.strides[:-1], strict=True)
     return (
@@ -182,7 +172,7 @@ def _takes(x: Array, offset: int, width: int) -> bool:
 
 
 def _strides(problem: AppendProblem, name: str, x: Array) -> tuple[int, ...]:
-    """The strides of a member of the struct in elements; 0 on axes of size 1, and in place of an axis that lacks."""
+    """Return the strides of a member of the struct in elements; 0 on axes of size 1 and for a missing axis."""
     strides = tuple(0 if n == 1 else stride // x.dtype.itemsize for n, stride in zip(x.shape, x.strides, strict=True))
     if problem.packed and name in (*_NEW_ROWS, "k_scale", "v_scale"):
         return (0, *strides)

@@ -1,4 +1,4 @@
-"""Arrays as kernels with cuda_src/around/four.cuh see them: three axes of rows and one of columns, of any strides."""
+"""Kernels with cuda_src/around/four.cuh see arrays as three axes of rows and one of columns, of any strides."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CPP_TYPES = {
 
 
 def extents(x: Array) -> list[int]:
-    """The sizes of its axes, those that it lacks 1."""
+    """Return the sizes of an array's four axes; a missing one has size 1."""
     return _four(x.shape, 1)
 
 
 def strides(x: Array) -> list[int]:
-    """The strides of its axes in elements, 0 on axes of size 1."""
+    """Return the strides of an array's axes in elements; 0 on axes of size 1."""
     return _four([0 if n == 1 else s // x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True)], 0)
 
 

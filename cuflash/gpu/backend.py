@@ -1,4 +1,4 @@
-"""The GPU path: each pass is given to the first family of kernels that takes the problem."""
+"""The GPU path gives each pass to the first family of kernels that takes the problem."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from cuflash.gpu.pages import Unpaged, fits, with_first_keys
 from cuflash.gpu.params import Arrays
 from cuflash.gpu.parts import merge_parts, sum_parts
 from cuflash.gpu.replay import Recording
-from cuflash.plan.config import HEAD_DIM_CLASSES
-from cuflash.plan.split import of_half
+from cuflash.plan.config import of_half
 from cuflash.problem.attention_problem import Array, AttentionProblem
 from cuflash.problem.operands import Operands
 
@@ -30,16 +29,15 @@ def _by_halves(work: Work) -> bool:
 
 
 _FORWARD = (gpu_sm90.forward, gpu_split.forward, gpu_sm80.forward, _by_halves, gpu_portable.forward)
-# With splits of one size a row's bits depend on nothing that another sequence could change.
+# Splits of one size ask for these, with which a row's bits depend on nothing that another sequence could change.
 _FORWARD_ALIKE = (gpu_sm80.forward_alike, gpu_portable.forward)
-# These read pages where they lie.
+# These forward passes read pages where they lie.
 _PAGED_FORWARD = (gpu_sm80.paged_forward, gpu_portable.paged_forward)
 _BACKWARD = (gpu_sm90.backward, gpu_split.backward, gpu_sm80.backward, gpu_sm80.wide_backward)
 
 
 def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> Recording:
     """Write the result of a problem, and lse if it is wanted; return the recorded launches."""
-    _check_head_dims(problem)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     work = Work(problem, operands, results, cuda_device.device_of(out))
     if lse is None:
@@ -52,13 +50,6 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         convert.narrow(work, {"out": own.arrays["out"]}, {"out": out})
     work.recording.end()
     return work.recording
-
-
-def _check_head_dims(problem: AttentionProblem) -> None:
-    widest = HEAD_DIM_CLASSES[-1]
-    for name, size in (("head_dim of q", problem.head_dim), ("head_dim_v of v", problem.head_dim_v)):
-        if size > widest:
-            raise NotImplementedError(f"{name}: expected 1 to {widest} on a GPU, as no kernel is wider, got {size}")
 
 
 def _forward(work: Work) -> None:
@@ -75,7 +66,7 @@ def _forward(work: Work) -> None:
 
 
 def _may_write_wide(problem: AttentionProblem) -> bool:
-    """A kernel on 16-bit inputs may write results of the accumulation's dtype."""
+    """Return True if a kernel on 16-bit inputs may write results of the accumulation's dtype."""
     has_rows = problem.pages is None and problem.split_size is None and not problem.has_fp8_keys
     return has_rows and problem.out_dtype == problem.accum_dtype
 
@@ -92,10 +83,9 @@ def backward(
 ) -> Recording | None:
     """Write the wanted gradients of a problem; return the recorded launches, None if they cannot be repeated.
 
-    Those of q, k and v have the inputs' dtype, or all the accumulation's; with `adds` they are added to what their
-    arrays hold.
+    The gradients of q, k and v have the inputs' dtype, or all have the accumulation's; with `adds` they are added to
+    what their arrays hold.
     """
-    _check_head_dims(problem)
     of_lse = {} if dlse is None else {"dlse": dlse}
     residuals = {"dout": dout, "out": out, "lse": lse}
     results = {f"d{name}": x for name, x in grads.items()}

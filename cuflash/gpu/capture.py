@@ -14,14 +14,14 @@ class Block(NamedTuple):
     memory: Any  # keeps the memory alive
 
 
-# Free blocks by (capture, stream). Calls of one capture on one stream run one after the other, and share blocks.
+# Free blocks lie here by (capture, stream): calls of one capture on one stream run one after the other, and share them.
 _free: dict[tuple[int, int], list[Block]] = {}
 
 
 def take(capture: int, stream: int, size: int, allocate: Callable[[int], tuple[int, Any]]) -> Block:
-    """A block of at least `size` bytes for a captured call: a free one, or a new one by `allocate`.
+    """Take a block of at least `size` bytes for a captured call: a free one, or a new one by `allocate`.
 
-    No memory pool serves, as it has no more than the call before the capture left.
+    A memory pool does not serve, as it has no more than the call before the capture left.
     """
     free = _free.setdefault((capture, stream), [])
     fitting = [block for block in free if block.size >= size]

@@ -1,4 +1,4 @@
-"""Problems of mixed dtypes (FP8 inputs, an out_dtype): their arrays are converted around the families' kernels.
+"""Arrays of problems of mixed dtypes (FP8 inputs, an out_dtype) are converted around the families' kernels.
 
 The families compute in the accumulation's dtype, so that results are rounded once. This is right on every GPU; it takes
 as much memory as copies of the arrays in that dtype.
@@ -7,7 +7,6 @@ as much memory as copies of the arrays in that dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
 from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
-from cuflash.gpu.launch import Arguments, Work
+from cuflash.gpu.launch import BoundLaunch, Work
 from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -43,12 +42,11 @@ _RESIDUALS = ("dout", "out")
 _LENGTHS = {"q": "q_lengths", "k": "kv_lengths", "v": "kv_lengths", "dout": "q_lengths", "out": "q_lengths"}
 
 
-class _Launch:
+class _Launch(BoundLaunch):
     """A conversion's `replay.Launch`; `arrays` are those of its pointers that are not null."""
 
     def __init__(self, device: cuda_device.Device, arrays: Arrays) -> None:
         source, target = arrays["source"], arrays["target"]
-        self.pointer_words = tuple([CONVERSION.offset(name) // 8 for name in arrays])
         params = np.zeros(1, CONVERSION.dtype)
         p = params[0]
         p["extents"] = extents(source)
@@ -56,7 +54,6 @@ class _Launch:
         if "scale" in arrays:
             p["scale_strides"] = strides(arrays["scale"][..., None])
         rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
-        self._is_empty = not source.size
         blocks = math.ceil(rows * math.ceil(columns / _COLUMNS) / _THREADS)
         constants: dict[str, str | int] = {
             "source": CPP_TYPES[source.dtype.name],
@@ -65,25 +62,9 @@ class _Launch:
             "columns": _COLUMNS,
         }
         kernel = cuda_device.get(_FILE, _ENTRY, constants, device, 0, CONVERSION.headers)
-        self._values = (params,)
-        self._launch = kernel.bound((max(blocks, 1),), (_THREADS,), [params.nbytes], 0)
-        # Arguments that no thread uses, as in `launch.Launch`.
-        self._free: list[Arguments] = []
-
-    def enqueue(
-        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
-    ) -> None:
-        """Enqueue the kernel: see `replay.Launch`."""
-        if self._is_empty:
-            return
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._values)
-        for word, place in places:
-            arguments.words[word] = addresses[place]
-        self._launch(arguments.address, stream)
-        self._free.append(arguments)
+        launch = kernel.bound((blocks,), (_THREADS,), [params.nbytes], 0)
+        words = [CONVERSION.offset(name) // 8 for name in arrays]
+        super().__init__((params,), words, launch if source.size else None)
 
 
 _launches: Kept[Any, _Launch] = Kept()
@@ -96,14 +77,12 @@ def _convert(work: Work, **named: tuple[str, Array]) -> None:
     launch = _launches.get(key)
     if launch is None:
         launch = _launches[key] = _Launch(work.device, arrays)
-    addresses = [work.device.pointer(x) for x in arrays.values()]
-    places = zip(launch.pointer_words, range(len(addresses)), strict=True)
-    launch.enqueue(addresses, places, None, work.device.stream())
+    launch.enqueue_in_order([work.device.pointer(x) for x in arrays.values()], None, work.device.stream())
     work.recording.add(launch, dict(named.values()))
 
 
 def widened(work: Work, is_backward: bool = False) -> Work:
-    """The same work on arrays of the accumulation's dtype: inputs are converted, and `out` of a forward pass is new."""
+    """Return work on arrays of the accumulation's dtype: inputs are converted, and `out` of a forward pass is new."""
     problem: AttentionProblem = work.problem
     accum = problem.accum_dtype
     wide = copy(work)
@@ -125,13 +104,13 @@ def widened(work: Work, is_backward: bool = False) -> Work:
 
 
 def wide_results(work: Work, results: Arrays) -> Arrays:
-    """Arrays of the accumulation's dtype for results that `narrow` converts; those that have it themselves."""
+    """Return arrays of the accumulation's dtype for results, which `narrow` converts unless they have it themselves."""
     accum = work.problem.accum_dtype
     return {name: x if x.dtype.name == accum else work.empty(x.shape, accum) for name, x in results.items()}
 
 
 def narrow(work: Work, wide: Arrays, results: Arrays) -> None:
-    """Convert what `wide_results` gave; `results` are by their names in the recording."""
+    """Convert the arrays of `wide_results` to `results`, which are by their names in the recording."""
     for (name, result), x in zip(results.items(), wide.values(), strict=True):
         if x is not result:
             _convert(work, source=(f"wide_{name}", x), target=(name, result))

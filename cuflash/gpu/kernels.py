@@ -1,4 +1,4 @@
-"""The source texts of attention kernels: a configuration's constants, shared numbers and parameter structs.
+"""The source texts of attention kernels have a configuration's constants, shared numbers and parameter structs.
 
 `cuda.source` joins them with the files of cuda_src, `cuda.device` compiles and loads the result.
 """
@@ -21,7 +21,7 @@ from cuflash.plan.portable import SIDE
 from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import EMPTY, HEADER, functions_of
 
-# Numbers that host and kernels share and that are neither a tile's nor the hardware's.
+# Host and kernels share these numbers, which are neither a tile's nor the hardware's.
 _SHARED: Constants = {**store.CONSTANTS, "SIDE": SIDE, "ROW_ALIGNMENT": ROW_ALIGNMENT}
 _HEADERS = {**TENSOR.headers, **OPERANDS.headers}
 _NO_CONSTANTS = ("entry", "rules")
@@ -29,23 +29,23 @@ _NO_CONSTANTS = ("entry", "rules")
 
 @kept
 def headers_of(rules: Rules) -> dict[str, str]:
-    """The generated headers of a kernel with these rules."""
+    """Return the generated headers of a kernel with these rules."""
     functions = EMPTY if rules == NO_RULES else functions_of(rules)
     return {**_HEADERS, **struct_of(rules).headers, HEADER: functions}
 
 
 def constants_of(config: KernelConfig) -> Constants:
-    """Every field of a configuration but its entry and its rules."""
+    """Return every field of a configuration but its entry and its rules."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NO_CONSTANTS}
 
 
 def source_of(config: KernelConfig) -> str:
-    """The source text of a configuration's kernel."""
+    """Return the source text of a configuration's kernel."""
     return text_of(file_of(config.entry), constants_of(config), config.rules)
 
 
 def text_of(paths: str, constants: Constants, rules: Rules = NO_RULES) -> str:
-    """The source text of files of cuda_src that know AttentionParams; `paths` are as in `cuda.source.source_of`."""
+    """Return the text of files of cuda_src that know AttentionParams; `paths` are as in `cuda.source.source_of`."""
     return source_of_files(paths, {**_SHARED, **constants}, headers_of(rules))
 
 
@@ -58,7 +58,7 @@ def load(
     rules: Rules = NO_RULES,
     generated: Mapping[str, str] | None = None,
 ) -> cuda_device.LoadedKernel:
-    """A compiled function of such files (see `text_of`), loaded once for each device.
+    """Load a compiled function of such files (see `text_of`), once for each device.
 
     `generated`, as in `cuda.source.source_of`, stands in place of the headers of files that know AttentionParams.
     """
@@ -69,5 +69,5 @@ def load(
 def load_kernel(
     config: KernelConfig, entry: str, device: cuda_device.Device, smem_bytes: int
 ) -> cuda_device.LoadedKernel:
-    """The compiled kernel of a configuration; several entries may share one configuration."""
+    """Load the compiled kernel of a configuration; several entries may share one configuration."""
     return load(file_of(entry), function_of(entry), constants_of(config), device, smem_bytes, config.rules)

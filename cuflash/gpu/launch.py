@@ -1,4 +1,4 @@
-"""Launches of kernels of any family: their arguments, grids and scratch memory.
+"""Launches of kernels of any family, with their arguments, grids and scratch memory.
 
 The families' modules derive from `Kernel` and run kernels through a `Work`, which `replay` records for later calls.
 """
@@ -6,7 +6,7 @@ The families' modules derive from `Kernel` and run kernels through a `Work`, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ _SEED_WORD = word_of("dropout_key")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and how it is launched; families derive theirs."""
+    """One kernel and its launch; families derive theirs."""
 
     entry: str  # the kernel's name; several entries may share one configuration
     config: KernelConfig  # the constants of its source
@@ -73,7 +73,7 @@ class Kernel:
         return self.config.smem_bytes if self.visits_tiles else 0
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of tiles: (of one head, in all)."""
+        """Return the numbers of tiles: (of one head, in all)."""
         config = self.config
         if self.of_keys:
             tiles = num_tiles(problem, problem.seqlen_k, config.block_n)
@@ -82,21 +82,21 @@ class Kernel:
         return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
     def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """The problem and the views of the arrays that the kernel is launched with."""
+        """Return the problem and the views of the arrays that the kernel is launched with."""
         return problem, arrays
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """Values of members of the parameter struct that only this family sets."""
+        """Return the values of members of the parameter struct that only this family sets."""
         return {}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> ExtraArguments:
-        """The arguments behind the parameter struct and the grid of thread blocks, for so many `tiles`."""
+        """Return the arguments behind the parameter struct and the grid of thread blocks, for so many `tiles`."""
         return ExtraArguments((tiles,))
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel."""
+        """Load the compiled kernel."""
         return load_kernel(self.config, self.entry, device, self.smem_bytes)
 
 
@@ -112,12 +112,12 @@ class ExtraArguments:
 
 
 def num_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """The number of tiles of one head; of packed problems, the number of tile slots (work_of in params.cuh)."""
+    """Return the number of tiles of one head; of packed problems, that of tile slots (work_of in params.cuh)."""
     return rows // block + problem.batch + 2 if problem.packed else math.ceil(rows / block)
 
 
 def batch_heads(problem: AttentionProblem, heads: int) -> int:
-    """The number of (batch, head) pairs; packed sequences count as one."""
+    """Return the number of (batch, head) pairs; packed sequences count as one."""
     return heads if problem.packed else heads * problem.batch
 
 
@@ -144,8 +144,52 @@ class Arguments:
 _LINE = 64  # bytes of a cache line
 
 
-class Launch:
-    """A kernel's `replay.Launch`."""
+class BoundLaunch:
+    """A `replay.Launch`: a kernel bound to its grid, with the arguments of its launches; other launches derive from it.
+
+    `values` are the first launch's arguments, of which the words `pointer_words` receive addresses of arrays; `launch`
+    is the function of `LoadedKernel.bound`, or None where the grid is empty.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[np.ndarray[Any, Any]],
+        pointer_words: Iterable[int],
+        launch: Callable[[int, int], None] | None,
+    ) -> None:
+        self.pointer_words = tuple(pointer_words)
+        self._values = tuple(values)
+        self._launch = launch
+        # No thread uses these arguments. A thread takes one for a launch and puts it back, each in one atomic step.
+        self._free: list[Arguments] = []
+
+    def enqueue(
+        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
+    ) -> None:
+        """Enqueue the kernel: see `replay.Launch`."""
+        if self._launch is None:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = Arguments(self._values)
+        words = arguments.words
+        for word, place in places:
+            words[word] = addresses[place]
+        self._fill(arguments, seed, stream)
+        self._launch(arguments.address, stream)
+        self._free.append(arguments)
+
+    def enqueue_in_order(self, addresses: Sequence[int], seed: int | None, stream: int) -> None:
+        """Enqueue the kernel on addresses in the order of `pointer_words`."""
+        self.enqueue(addresses, zip(self.pointer_words, range(len(addresses)), strict=True), seed, stream)
+
+    def _fill(self, arguments: Arguments, seed: int | None, stream: int) -> None:
+        """Write what else changes between launches, which is nothing here."""
+
+
+class Launch(BoundLaunch):
+    """The launch of a `Kernel` of a family."""
 
     def __init__(self, kernel: Kernel, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device) -> None:
         problem, arrays = kernel.seen(problem, arrays)
@@ -155,37 +199,21 @@ class Launch:
         for name, number in kernel.numbers(problem).items():
             self.params[name] = number
         self._extra = kernel.extra_arguments(problem, arrays, device, tiles)
-        self.pointer_words = tuple([word_of(name, kernel.rules) for name in arrays])
-        self._is_empty = 0 in self._extra.grid
-        self._values = (self.params, *self._extra.values)
-        self._launch = kernel.load(device).bound(
+        values = self.params, *self._extra.values
+        launch = kernel.load(device).bound(
             self._extra.grid,
             (kernel.threads,),
-            [value.nbytes for value in self._values],
+            [value.nbytes for value in values],
             kernel.smem_bytes,
             kernel.begins_early,
         )
-        # Arguments that no thread uses. A thread takes one for a launch and puts it back, each in one atomic step.
-        self._free: list[Arguments] = []
+        words = [word_of(name, kernel.rules) for name in arrays]
+        super().__init__(values, words, None if 0 in self._extra.grid else launch)
 
-    def enqueue(
-        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
-    ) -> None:
-        """Enqueue the kernel: see `replay.Launch`."""
-        if self._is_empty:
-            return
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._values)
-        words = arguments.words
-        for word, place in places:
-            words[word] = addresses[place]
+    def _fill(self, arguments: Arguments, seed: int | None, stream: int) -> None:
         if seed is not None:
-            words[_SEED_WORD] = seed
-        self._extra.fill(words, arguments.begins, stream)
-        self._launch(arguments.address, stream)
-        self._free.append(arguments)
+            arguments.words[_SEED_WORD] = seed
+        self._extra.fill(arguments.words, arguments.begins, stream)
 
 
 _launches: Kept[Any, Launch] = Kept()
@@ -223,24 +251,24 @@ class Work:
         )
 
     def of_values(self, columns: slice) -> Work:
-        """The same work on some columns of v and out alone; no call can repeat it, as these are views."""
+        """Return the same work on some columns of v and out; no call can repeat it, as these are views."""
         part = copy(self)
         part.arrays = {name: x[..., columns] if name in ("v", "out") else x for name, x in self.arrays.items()}
         part.problem = replace(self.problem, head_dim_v=part.arrays["v"].shape[-1])
         return part
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory, which is uninitialised."""
+        """Allocate scratch memory, which is uninitialised."""
         return self.recording.empty(shape, dtype)
 
     def is_aligned(self, names: Sequence[str]) -> bool:
-        """Addresses and strides of the arrays are multiples of `ALIGNMENT`."""
+        """Return True if addresses and strides of the arrays are multiples of `ALIGNMENT`."""
         tensors = [self.arrays[name] for name in names]
         places = chain(map(self.device.pointer, tensors), *(x.strides[:-1] for x in tensors))
         return not any(place % ALIGNMENT for place in places)
 
     def layouts(self, names: Sequence[str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
-        """Strides (in bytes) and shapes of arrays for the plan; None if an address forbids tensor maps."""
+        """Return strides (in bytes) and shapes of arrays for the plan; None if an address forbids tensor maps."""
         tensors = [self.arrays[name] for name in names]
         if any(self.device.pointer(x) % ALIGNMENT for x in tensors):
             return None
@@ -258,9 +286,7 @@ class Work:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
-        addresses = [self.device.pointer(x) for x in arrays.values()]
-        places = zip(launch.pointer_words, range(len(addresses)), strict=True)
-        launch.enqueue(addresses, places, self._seed, self._stream)
+        launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:

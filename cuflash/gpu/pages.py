@@ -1,6 +1,6 @@
-"""Paged keys on a GPU: pages are gathered into rows before a family runs, and gradients scattered to pages behind it.
+"""Pages of keys on a GPU are gathered into rows before a family runs, and gradients are scattered to pages behind it.
 
-Any family then runs as with `kv_lengths`, and lengths stay on the device. A packed call gets its `cu_seqlens_k` there.
+Any family then runs as with `kv_lengths`, and lengths stay on the device. A packed call gets its `cu_seqlens_k` here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _THREADS = 256  # threads of a thread block
 # These are numbers of around/gather_pages.cu and around/scatter_pages.cu.
 _KEYS = 32
 _PER_THREAD = 8
-_BLOCKS_PER_SM = 8  # as many gather at once
-_MOST_BYTES = 1 << 28  # of rows that are gathered however small the pools are
+_BLOCKS_PER_SM = 8  # so many thread blocks gather at once
+_MOST_BYTES = 1 << 28  # rows of so many bytes are gathered however small the pools are
 _MOST_ROWS = 2**31 - 1  # cu_seqlens are int32
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -40,14 +40,14 @@ class _Gather(WithoutTiles):
     threads = _THREADS
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (of one sequence, in all)."""
+        """Return the numbers of thread blocks: (of one sequence, in all)."""
         assert problem.pages is not None
         most = math.ceil(self.num_sms * _BLOCKS_PER_SM / max(problem.batch, 1))
         blocks = max(min(math.ceil(problem.pages.capacity / _KEYS), most), 1)
         return blocks, max(blocks * problem.batch, int(problem.packed))
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel, which all dtypes of a size share."""
+        """Load the compiled kernel, which all dtypes of a size share."""
         constants = constants_of_sums(self.config) | {"element": _UNSIGNED[self.itemsize], "threads": _THREADS}
         return load("around/gather_pages", self.entry, constants, device)
 
@@ -59,24 +59,24 @@ class _Scatter(WithoutTiles):
     threads = _THREADS
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (of one page, in all)."""
+        """Return the numbers of thread blocks: (of one page, in all)."""
         assert problem.pages is not None
         widest = max(problem.head_dim, problem.head_dim_v)
         parts = math.ceil(problem.pages.page_size * problem.num_heads_kv * widest / (_THREADS * _PER_THREAD))
         return parts, parts * problem.pages.num_pages
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel, which all configurations of the same types share."""
+        """Load the compiled kernel, which all configurations of the same types share."""
         constants = constants_of_sums(self.config) | {"threads": _THREADS}
         return load("around/scatter_pages", self.entry, constants, device)
 
 
 def fits(work: Work) -> bool:
-    """There is room for a row of keys for each sequence, as long as its row of the table.
+    """Return True if there is room for a row of keys for each sequence, as long as its row of the table.
 
-    Tables that are much wider than the pool have keys, as those of a cache whose sequences may have any page, would ask
-    for many times the pool's memory. With splits of one size the dtype decides and not the table's width: pages are
-    read in place where tensor cores do that.
+    A table that is much wider than the pool has keys, as one whose sequences may have any page, would ask for many
+    times the pool's memory. With splits of one size the dtype decides in place of the table's width: pages are read in
+    place where kernels for tensor cores do that.
     """
     problem, k = work.problem, work.arrays["k"]
     assert problem.pages is not None
@@ -109,7 +109,7 @@ def _check_rows(problem: AttentionProblem) -> None:
 
 
 class Unpaged:
-    """A work on pages as one on rows: its arrays are replaced, and `scatter` writes the gradients of the pools."""
+    """Work on pages that becomes work on rows: its arrays are replaced, and `scatter` writes the pools' gradients."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -128,7 +128,7 @@ class Unpaged:
         work.arrays = {name: x for name, x in self._arrays.items() if name != "block_table"} | of_rows
 
     def gradients(self, grads: Arrays) -> Arrays:
-        """Targets for a family: those of k and v are rows."""
+        """Return targets for a family, of which those of k and v are rows."""
         self._grads = {name: x for name, x in grads.items() if name in ("k", "v")}
         self._grad_rows = {name: self._rows_of(x) for name, x in self._grads.items()}
         return grads | self._grad_rows

@@ -19,7 +19,7 @@ from cuflash.rules.to_cuda import type_of
 
 Arrays = dict[str, Array]
 
-MOST_AXES = 8  # of an operand whose gradient is written
+MOST_AXES = 8  # of a part of an operand's gradient that one launch writes, folded
 _MOST_BYTES = 4096  # of a kernel's parameters, tensor maps not counted
 
 # These are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
@@ -308,6 +308,19 @@ def begins_of_operands(problem: AttentionProblem) -> tuple[dict[str, int], int]:
     return begins, total
 
 
+def folded_axes(x: Array) -> list[tuple[int, int]]:
+    """Return (size, stride in bytes) of an array's axes, where neighbours that lie in memory as one axis are one."""
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape, x.strides, strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = axes[-1][0] * size, stride
+        else:
+            axes.append((size, stride))
+    return axes
+
+
 def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
     for name, value in problem.place._asdict().items():
         p[f"place_{name}"] = value
@@ -323,13 +336,11 @@ def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules:
     for name in begins:
         if f"d{name}" in arrays:
             x = arrays[f"d{name}"]
-            if len(x.shape) > MOST_AXES:
-                raise NotImplementedError(f"operands: a gradient has at most {MOST_AXES} axes, got {len(x.shape)}")
-            p["doperand_begin"], p["doperand_size"] = begins[name], x.size
-            missing = MOST_AXES - len(x.shape)
-            for axis in range(MOST_AXES):
-                p[f"doperand_size_{axis}"] = 1 if axis < missing else x.shape[axis - missing]
-                p[f"doperand_stride_{axis}"] = 0 if axis < missing else x.strides[axis - missing] // x.dtype.itemsize
+            p["doperand_size"] = x.size
+            axes = folded_axes(x)
+            axes = [(1, 0)] * (MOST_AXES - len(axes)) + axes
+            for axis, (size, stride) in enumerate(axes):
+                p[f"doperand_size_{axis}"], p[f"doperand_stride_{axis}"] = size, stride // x.dtype.itemsize
 
 
 def num_splits(arrays: Arrays) -> int:

@@ -15,7 +15,7 @@ from cuflash.hardware import WARP
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, PartialResult
 
-_MAX_PARTS = 16  # that one launch takes; more are merged in several
+_MAX_PARTS = 16  # one launch takes so many parts; more are merged in several launches
 _THREADS = 256
 _PART = np.dtype([("x", "u8"), ("lse", "u8"), ("first_row", "i8"), ("rows", "i8")])
 _PARAMS = Struct(
@@ -35,7 +35,7 @@ _HEADERS = _PARAMS.headers
 
 
 def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
-    """Write the attention over all keys, from those over disjoint parts of them.
+    """Merge attentions over disjoint parts of the keys into that over all of them.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def merge_parts(parts: Sequence[PartialResult], out: Array, lse: Array) -> None:
 
 
 def sum_parts(parts: Sequence[PartialResult], total: Array) -> None:
-    """Write the sum of parts that may each have some of the rows; arrays as of `merge_parts`."""
+    """Add parts that may each have some of the rows alone; the arrays are as for `merge_parts`."""
     while len(parts) > _MAX_PARTS:
         first = PartialResult(cuda_device.device_of(total).namespace.empty(total.shape, parts[0].x.dtype), None, 0)
         _launch("sum_parts", parts[:_MAX_PARTS], first.x, None)

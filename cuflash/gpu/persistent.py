@@ -1,4 +1,4 @@
-"""Arguments of persistent kernels, whose thread blocks take tile after tile: tensor maps and a counter of tiles."""
+"""Persistent kernels, whose thread blocks take tile after tile, get tensor maps and a counter of tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuflash.plan import sm90_forward
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _COUNTER_WORD = word_of("tile_counter")
-# Most sets of maps that a launch keeps: a program that reuses its arrays meets few addresses.
+# A launch keeps so many sets of maps, as a program that reuses its arrays meets few addresses.
 MAX_MAPS = 256
 # Launches take counters one after the other, so that one is met again long after its launch has ended. A captured
 # launch may run at any time and has a counter of its own.
@@ -59,7 +59,7 @@ class Persistent(ExtraArguments):
         return [self._device.tensor_map(address, *description, once=self._once) for address, description in tiled]
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Write the maps and a free counter: see `ExtraArguments.fill`."""
+        """Write the maps and a free counter, as `ExtraArguments.fill` says."""
         self._counter.put(words, stream)
         maps = self._maps[tuple([words[word] for word in self._words])]
         words[begins[0] : begins[0] + len(maps)] = maps
@@ -131,7 +131,7 @@ class _Counters:
         self._captured = count()
 
     def next(self, stream: int) -> int:
-        """The address of a free counter, or 0 where there is none and thread blocks take tiles by a fixed stride."""
+        """Return the address of a free counter, or 0, where thread blocks take tiles by a fixed stride."""
         if self._capture(stream):
             number = next(self._captured)
             return 0 if number >= _NUM_CAPTURED else self._address + 8 * (_NUM_COUNTERS + number)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from cuflash.cuda import device as cuda_device
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
+from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_splits
 from cuflash.hardware import WARP
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.entries import key_results
-from cuflash.plan.portable import key_kernels, plan, types_of
+from cuflash.plan.portable import PortableConfig, key_kernels, plan, types_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 _FILE = "around/reduce"
@@ -25,6 +25,22 @@ class Tiles(Kernel):
     """A kernel with a thread block for each tile of queries or keys."""
 
     orders_bits = False
+
+
+@dataclass(frozen=True)
+class InSlices(Tiles):
+    """A kernel with a thread block for each tile and each slice of the columns of its widest result."""
+
+    config: PortableConfig
+
+    def extra_arguments(
+        self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
+    ) -> ExtraArguments:
+        """Return the grid of thread blocks alone: tiles, and slices of the results that are wanted."""
+        entry = self.config.entry
+        results = key_results(entry) or (("out",) if entry == "forward" else ("dq",))
+        widest = max((arrays[name].shape[-1] for name in results if name in arrays), default=1)
+        return ExtraArguments((tiles, math.ceil(widest / self.config.slice_columns)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Rows(Sum):
     """A kernel that has a warp for each row of the queries."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (of one head, in all)."""
+        """Return the numbers of thread blocks: (of one head, in all)."""
         tiles = num_tiles(problem, problem.seqlen_q, SUM_ROWS)
         return tiles, tiles * batch_heads(problem, problem.num_heads_q)
 
@@ -92,21 +108,27 @@ class Reduce(Sum):
     """A kernel that sums over rows, sequences or splits."""
 
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """Numbers of thread blocks: (0, as they are no head's, and in all)."""
+        """Return the numbers of thread blocks: (0, as they are no head's, and in all)."""
         if "dbias" in arrays:
             return 0, math.ceil(arrays["dbias"].size / _SUM_THREADS)
         return 0, (arrays["dsink"] if "dsink" in arrays else arrays["dalibi_slopes"]).size
 
 
+def _tiles(work: Work, planned: str, entry: str = "") -> Tiles:
+    """Return the kernel that is `planned` under an entry, or the other `entry` of its configuration."""
+    config = plan(work.problem, planned, work.device.smem_limit)
+    return (InSlices if config.slice_columns else Tiles)(entry or planned, config)
+
+
 def forward(work: Work) -> bool:
     """Write out and lse; always True, as the portable kernels take every problem."""
-    work.run(Tiles("forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+    work.run(_tiles(work, "forward"), work.arrays)
     return True
 
 
 def paged_forward(work: Work) -> bool:
     """`forward` that reads pages where they lie; always True."""
-    work.run(Tiles("paged_forward", plan(work.problem, "forward", work.device.smem_limit)), work.arrays)
+    work.run(_tiles(work, "forward", "paged_forward"), work.arrays)
     return True
 
 
@@ -122,11 +144,11 @@ def gradients(work: Work, grads: Arrays) -> None:
     if "q" in grads:
         by_rows["dq"] = grads["q"]
     if by_rows:
-        work.run(Tiles("backward_dq", plan(problem, "backward_dq", limit)), arrays | by_rows)
+        work.run(_tiles(work, "backward_dq"), arrays | by_rows)
     for entry in key_kernels(problem):
         of_keys = {name: grads[name[1:]] for name in key_results(entry) if name[1:] in grads}
         if of_keys:
-            work.run(Tiles(entry, plan(problem, entry, limit)), arrays | of_keys)
+            work.run(_tiles(work, entry), arrays | of_keys)
     types = types_of(problem)
     if "bias" in grads:
         gradient_of_bias(work, grads["bias"], Bias("backward_bias", plan(problem, "backward_bias", limit)))

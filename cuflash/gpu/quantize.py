@@ -16,7 +16,8 @@ from cuflash.problem.attention_problem import Array, accum_of
 
 _THREADS = 256  # threads of a thread block
 _COLUMNS = 8  # columns that a thread quantises
-# Columns that a thread block of the transform has in shared memory, unless its blocks are larger; and their most.
+# A thread block of the transform has so many columns in shared memory, or as many as a larger block of the transform,
+# which has at most so many.
 _ELEMENTS, MOST_COLUMNS = 1024, 4096
 _WORD = np.dtype("u8")
 QUANTIZATION = Struct(
@@ -45,14 +46,14 @@ TRANSFORM = Struct(
 
 
 def quantize(x: Array, shared: tuple[int, ...]) -> tuple[Array, Array]:
-    """Codes of x (batch, seqlen, heads, dim) and scales (batch, seqlen, heads), which the `shared` axes have once."""
+    """Return codes of x (batch, seqlen, heads, dim), and scales (batch, seqlen, heads) of size 1 on `shared` axes."""
     device = cuda_device.device_of(x)
     xp = device.namespace
     shape = tuple([1 if axis in shared else n for axis, n in enumerate(x.shape[:3])])
     codes = xp.empty(x.shape, np.uint8)
     if not x.size:
         return codes, xp.ones(shape, np.float32)
-    # The scales keep the memory of the largest values alive: a graph that captured the launches writes it again.
+    # The scales keep the memory of the largest values alive, as a graph that captured the launches writes it again.
     groups = math.prod(shape)
     memory = xp.zeros(groups * 12, np.uint8)
     largest, scale = memory[: groups * 8].view(np.uint64), memory[groups * 8 :].view(np.float32).reshape(shape)
@@ -74,7 +75,7 @@ def quantize(x: Array, shared: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def transform(x: Array, seed: int, size: int) -> Array:
-    """The Hadamard transform of blocks of `size` columns, `MOST_COLUMNS` at most."""
+    """Apply the Hadamard transform to blocks of `size` columns, `MOST_COLUMNS` at most."""
     device = cuda_device.device_of(x)
     target = device.namespace.empty(x.shape, x.dtype)
     if not x.size:

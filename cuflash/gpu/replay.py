@@ -1,4 +1,4 @@
-"""A call's launches on a GPU, recorded so that later calls with the same metadata repeat them.
+"""A call's launches on a GPU are recorded, so that later calls with the same metadata repeat them.
 
 `launch.Work` records, `frontend.metadata` keeps the repetitions by metadata.
 """
@@ -26,7 +26,7 @@ Array = Any
 class Launch(Protocol):
     """The part of a kernel's launch that does not change from call to call."""
 
-    pointer_words: tuple[int, ...]  # where the arrays' pointers stand in the parameter struct, in words
+    pointer_words: tuple[int, ...]  # places of the arrays' pointers in the parameter struct, in words
 
     def enqueue(self, addresses: Addresses, places: Iterable[tuple[int, int]], seed: int | None, stream: int) -> None:
         """Enqueue the kernel; `places` are pairs (word of the parameters, index of the pointer in `addresses`)."""
@@ -54,7 +54,7 @@ class Repeat(NamedTuple):
     recorded: Recorded
 
     def __call__(self, metadata: Metadata) -> list[Array | None] | None:
-        """The results; None, and nothing is done, where other kernels may be needed."""
+        """Return the results; None, with nothing done, where other kernels may be needed."""
         device, (wanted, tiles, scratch_sizes, steps, apart) = self
         if not device.is_current():
             return None
@@ -77,7 +77,7 @@ class Repeat(NamedTuple):
         if tiles:
             addresses += cast("BlockMask", metadata.block_mask).addresses(tiles, device)
         stream = device.stream()
-        # Scratch memory is taken piece by piece as recorded: in a capture the pool only gives what it has given before.
+        # Scratch memory is taken piece by piece as recorded, as the pool gives in a capture only what it gave before.
         scratch = []
         captured = scratch_sizes and device.capture(stream)
         for size in scratch_sizes:
@@ -97,14 +97,14 @@ class Repeat(NamedTuple):
 
 
 def are_aligned(addresses: Iterable[int]) -> bool:
-    """All addresses are multiples of `ALIGNMENT`, by which kernels are chosen."""
+    """Return True if all addresses are multiples of `ALIGNMENT`, by which kernels are chosen."""
     bits = 0
     for address in addresses:
         bits |= address
     return bits % ALIGNMENT == 0
 
 
-# Members of the parameter struct that may be results under another name.
+# These members of the parameter struct may be results under another name.
 _ALIASES = {"out_splits": "out", "lse_splits": "lse"}
 
 
@@ -123,7 +123,7 @@ class Recording:
         self._of_mask: list[tuple[int, Array]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory of the call, which is uninitialised in each repetition too."""
+        """Allocate scratch memory of the call, which is uninitialised in each repetition, too."""
         if self._capture:
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self._blocks.append(take(self._capture, self._stream, size, self._device.lasting))
@@ -155,15 +155,15 @@ class Recording:
         results: Mapping[str, Array | None],
         targets: Mapping[str, Array | None],
     ) -> Repeat | None:
-        """The call again for other arrays; None if something about its launches is particular to it.
+        """Return the call for other arrays; None if something about its launches is particular to it.
 
         `arguments` are the arrays whose addresses the metadata of such a call has, in their order.
         """
         new = [name for name, x in results.items() if x is not None and targets.get(name) is None]
         order = [*arguments, *new]
-        # Arrays are found by name first: two of this call may be one array, and those of the next call not.
+        # Arrays are found by name first, as two names may be one array in this call and two in the next one.
         places = {(name, id(self._arrays[name])): i for i, name in enumerate(order) if name in self._arrays}
-        for alias, name in _ALIASES.items():  # results of the only split of the keys
+        for alias, name in _ALIASES.items():  # the only split of the keys writes results
             places |= {(alias, own): i for (of, own), i in tuple(places.items()) if of == name}
         begin = len(order) + len(dict(self._of_mask))
         others = {id(x): len(order) + i for i, x in self._of_mask} | {

@@ -1,4 +1,4 @@
-"""Launches of the kernels by mma.sync: both passes on 16 bits (`plan.sm80_*`) and on wide elements."""
+"""Launches of the kernels by mma.sync, for both passes on 16 bits (`plan.sm80_*`) and on wide elements."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 @dataclass(frozen=True)
 class _Gradient(Kernel):
-    """A kernel of the backward pass on 16 bits, or the one before or behind it."""
+    """A kernel of the backward pass on 16 bits: the main one, or the one before or behind it."""
 
     @property
     def visits_tiles(self) -> bool:
-        """This is the main kernel."""
+        """True of the main kernel alone."""
         return self.entry == MAIN
 
     of_keys = visits_tiles
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of query tiles, by which sums of dq are laid out."""
+        """Return the number of query tiles, by which sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
 
 
@@ -53,10 +53,10 @@ def forward(work: Work) -> bool:
 
 
 def forward_alike(work: Work) -> bool:
-    """`forward` by a kernel and a tile that dtypes, head dims and options alone choose; False where there is none.
+    """Do as `forward` by a kernel and a tile that dtypes, head dims and options alone choose; False without one.
 
-    No row's bits depend on other sequences: a thread block has queries of one head and loops over all of its keys in
-    tiles that begin at multiples of the tile's keys.
+    A row's bits do not depend on other sequences, because a thread block has queries of one head and loops over all of
+    its keys in tiles that begin at multiples of the tile's keys.
     """
     place = work.problem, True, work.device.capability, work.device.smem_limit
     config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
@@ -68,7 +68,7 @@ def forward_alike(work: Work) -> bool:
 
 
 def paged_forward(work: Work) -> bool:
-    """`forward` on 16 bits that reads pages where they lie; with splits of one size by the tile of `forward_alike`."""
+    """Do as `forward` on 16 bits, but read pages in place; splits of one size take the tile of `forward_alike`."""
     is_alike = work.problem.split_size is not None
     is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
     config = sm80_forward.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
@@ -97,7 +97,7 @@ def fp8_forward(work: Work) -> bool:
 
 
 def _aligned_as(work: Work, config: Any) -> Any:
-    """The same tile, which is filled element by element where arrays are not aligned."""
+    """Return the same tile, which is filled element by element where arrays are not aligned."""
     return config if work.is_aligned(("q", "k", "v")) else replace(config, aligned=False, has_bias_tiles=False)
 
 

@@ -1,4 +1,4 @@
-"""Launches on float32 operands as float16 parts: the work space that holds the parts, and Hopper's kernels.
+"""Launches on float32 operands in float16 parts, with the work space that holds the parts, and Hopper's kernels.
 
 `sm80` uses the same work space for its kernels on parts, and `run_passes` for all that have a kernel for each gradient.
 """
@@ -35,7 +35,7 @@ _THREADS = 256  # threads of a thread block
 _VECTOR = 4  # elements of a vector
 _LANES = 32  # most lanes of a row
 _COLUMN_CLASSES = (64, 128, 256)
-# The factors of a tile of keys are copied as a whole, so that their rows are padded to a multiple of this.
+# The factors of a tile of keys are copied as a whole, so their rows are padded to a multiple of this number.
 _FACTOR_ROWS = 128
 
 
@@ -76,7 +76,7 @@ class WorkSpace:
         self.size = size
         self.operands = operands.view(f"V{OPERANDS.dtype.itemsize}")
         self.grid = (blocks, len(tensors))
-        # Keys are the work space's address and the boxes of `OnOperands`.
+        # The maps' keys are the work space's address and the boxes of `OnOperands`.
         self.maps = KeptMaps(self._make_maps)
 
     def _make_maps(self, address_and_boxes: tuple[int, Sequence[int]]) -> list[Array]:
@@ -90,7 +90,7 @@ class WorkSpace:
 
 
 class OnOperands(ExtraArguments):
-    """Arguments: the operands' places in a work space, its address if `with_space`, and tensor maps.
+    """The arguments of the operands' places in a work space, its address if `with_space`, and tensor maps.
 
     `boxes` are the rows of a copy of each operand; without them there are no maps.
     """
@@ -108,7 +108,7 @@ class OnOperands(ExtraArguments):
         self._space, self._with_space, self._boxes, self._counter = space, with_space, boxes, counter
 
     def fill(self, words: Words, begins: tuple[int, ...], stream: int) -> None:
-        """Write the address, the maps and a free counter: see `ExtraArguments.fill`."""
+        """Write the address, the maps and a free counter, as `ExtraArguments.fill` says."""
         address = words[_SPACE_WORD]
         if self._with_space:
             words[begins[1]] = address
@@ -129,12 +129,12 @@ class Split(WithoutTiles):
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> OnOperands:
-        """The operands' places in work space."""
+        """Return the operands' places in work space."""
         space = WorkSpace(problem, self.config, device)
         return OnOperands(space.grid, space, True)
 
     def load(self, device: cuda_device.Device) -> cuda_device.LoadedKernel:
-        """The compiled kernel, which many configurations share."""
+        """Load the compiled kernel, which many configurations share."""
         constants = gpu_portable.constants_of_sums(self.config) | {
             "columns": _columns(self.config),
             "threads": _THREADS,
@@ -149,13 +149,13 @@ class Forward(Kernel):
     config: plan_split.SplitForwardConfig
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
         return {"num_grouped_heads": sm90_grid.num_grouped_heads(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> OnOperands:
-        """Tensor maps of q, k and v."""
+        """Return tensor maps of q, k and v."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
         space = WorkSpace(problem, self.config, device)
@@ -164,20 +164,20 @@ class Forward(Kernel):
 
 @dataclass(frozen=True)
 class Gradient(Kernel):
-    """A gradient kernel."""
+    """The kernel of one gradient."""
 
     config: plan_split.SplitGradientConfig
     orders_bits = False
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
-        """The number of heads whose tiles are mixed, which is the order of tiles."""
+        """Return the number of heads whose tiles are mixed, which gives the order of tiles."""
         num_grouped_heads = (sm90_backward if self.of_keys else sm90_grid).num_grouped_heads
         return {"num_grouped_heads": num_grouped_heads(problem)}
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
     ) -> OnOperands:
-        """Tensor maps of q, k, v and dout."""
+        """Return tensor maps of q, k, v and dout."""
         m, n = self.config.block_m, self.config.block_n
         blocks = min(tiles, device.num_sms)
         space = WorkSpace(problem, self.config, device)
@@ -216,7 +216,7 @@ def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[K
 
 
 def split(work: Work, config: Any) -> Arrays:
-    """The arrays for a kernel; where it takes the operands' parts, the work space is filled first."""
+    """Return the arrays for a kernel; where it takes the operands' parts, fill the work space first."""
     if not getattr(config, "parts", 0):
         return work.arrays
     size = WorkSpace(work.problem, config, work.device).size

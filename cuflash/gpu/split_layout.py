@@ -1,4 +1,4 @@
-"""The layout of float32 operands as float16 parts in work space: the structs of cuda_src/split/layout.cuh."""
+"""The structs of cuda_src/split/layout.cuh describe float32 operands as float16 parts in work space."""
 
 from __future__ import annotations
 

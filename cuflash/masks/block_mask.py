@@ -5,61 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib import import_module
-from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import interop
+from cuflash import hints, interop
+from cuflash.masks.algebra import combine, everything, is_same
 from cuflash.masks.checks import adopt_bools, bools_of_rule, check_block_size, check_count, check_rule
-from cuflash.masks.on_device import Device, GetKernel, OnDevice, TileLists, list_tiles, pack_on_device
+from cuflash.masks.on_device import GetKernel, OnDevice, pack_on_device
 from cuflash.masks.patterns import Patterns
+from cuflash.masks.picture import draw
+from cuflash.masks.prepared import HOST, PreparedMask, Window
 from cuflash.masks.store import (
     CANONICAL,
-    HIDDEN,
-    VISIBLE,
     Shape,
     Store,
     Words,
     count_visible,
     find_window,
-    intersect,
-    make_store,
     num_blocks,
     pack,
     to_dense,
     words_from_block_rows,
     words_from_bools,
 )
-from cuflash.problem.mask_metadata import MaskMetadata
 
 Array = Any
-Window = tuple[int | None, int | None]
 MaskFunction = Callable[[np.int64, np.int64, NDArray[np.int64], NDArray[np.int64]], Any]
 
 # Elements for one call of a user's function: its temporaries then stay in a core's cache.
 FUNCTION_ELEMENTS = 1 << 17
-_HOST = -1  # this stands for the host where others are numbers of devices
-_serials = count()
 
 
-def _only_and(operator: str) -> Callable[..., BlockMask]:
-    def refuse(*_: Any) -> BlockMask:
-        raise TypeError(
-            f"{operator}: expected &, the only operator of BlockMask; BlockMask.from_dense takes any bool array, "
-            f"such as ~mask.to_dense(), got {operator}"
-        )
-
-    return refuse
-
-
-class BlockMask(MaskMetadata, Patterns):
+class BlockMask(PreparedMask, Patterns):
     """A mask of shape (batch or 1, heads or 1, seqlen_q, seqlen_k) for the option `block_mask`.
 
     It is exact to the element, combines with every other option by AND, and costs time only for the blocks that hold a
-    visible element. Make one with `from_dense`, `from_blocks`, `from_function` or a named pattern; intersect two
-    with ``&``. A mask is immutable, and belongs to no device: it is prepared on each GPU where it is first used.
+    visible element. Make one with `from_dense`, `from_blocks`, `from_function` or a named pattern. A mask is immutable,
+    and belongs to no device: it is prepared on each GPU where it is first used.
+
+    Masks are sets of visible elements. ``a & b``, ``a | b`` and ``a ^ b`` are exact to the element; batch and heads
+    broadcast, and the blocks of the result divide those of both masks. ``~a`` sees what `a` hides. ``a == b`` says
+    whether two masks have the same shape and the same visible elements, whatever their block sizes and devices, and
+    ``hash(a)`` agrees with it. Operators, comparisons, `draw` and `density` copy a mask that was made on a GPU to the
+    host, once; a call that uses a mask never waits.
 
     Attributes
     ----------
@@ -68,16 +58,23 @@ class BlockMask(MaskMetadata, Patterns):
     block_size : tuple of int
         The rows and columns of a block, as given to the constructor. Where elements, not blocks, define the mask, it
         changes no element.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> mask = cuflash.BlockMask.sliding_window(8, 8, left=2, right=0)
+    >>> mask.shape, bool(mask.to_dense()[0, 0, 5, 2])
+    ((1, 1, 8, 8), False)
+    >>> q = np.ones((1, 8, 2, 8), np.float32)
+    >>> out = cuflash.attention(q, q, q, block_mask=mask)
+    >>> causal = cuflash.BlockMask.sliding_window(256, 256, left=None, right=0)
+    >>> near = cuflash.BlockMask.sliding_window(256, 256, left=64, right=64)
+    >>> (causal & near) == cuflash.BlockMask.sliding_window(256, 256, left=64, right=0)
+    True
+    >>> (~causal).density + causal.density
+    1.0
     """
 
-    _home: int
-    _release: Callable[[Array], Any] | None
-    _host: Store | None
-    _on_device: dict[int, OnDevice[tuple[Array, Array]]]
-    _lists: dict[tuple[int, int, int, bool | None], OnDevice[TileLists]]
-    _addresses: dict[Any, list[int]]
-    _window: tuple[Window | None] | None  # None until it was looked for
-    _density: float | None
     # NumPy's arrays leave operators to this class, which says what it expects.
     __array_ufunc__ = None
 
@@ -93,24 +90,15 @@ class BlockMask(MaskMetadata, Patterns):
         shape: Shape,
         block_size: tuple[int, int],
         store: Store | OnDevice[tuple[Array, Array]],
-        device: int = _HOST,
+        device: int = HOST,
         release: Callable[[Array], Any] | None = None,
     ) -> BlockMask:
         mask = cls.__new__(cls)
-        mask.shape = shape
-        mask.block_size = block_size
-        mask.serial = next(_serials)
-        mask._home = device
-        mask._release = release
-        mask._host = store if isinstance(store, Store) else None
-        mask._on_device = {} if isinstance(store, Store) else {device: store}
-        mask._lists = {}
-        mask._addresses = {}
-        mask._window = None
-        mask._density = None
+        mask._begin(shape, block_size, store, device, release)
         return mask
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_dense(cls, mask: Array, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
         """The mask that a bool array says.
 
@@ -133,6 +121,7 @@ class BlockMask(MaskMetadata, Patterns):
         return cls._from_cells(library, cells, (1, 1), cells.shape[-2], cells.shape[-1], block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_blocks(
         cls, blocks: Array, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
     ) -> BlockMask:
@@ -167,6 +156,7 @@ class BlockMask(MaskMetadata, Patterns):
         return cls._from_cells(library, cells, block_size, seqlen_q, seqlen_k, block_size)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def from_function(
         cls,
         function: MaskFunction,
@@ -259,7 +249,7 @@ class BlockMask(MaskMetadata, Patterns):
         Without lengths and packed sequences such a mask is computed as that window.
         """
         if self._window is None:
-            self._window = (find_window(self._store, *self.shape[2:]) if self._home == _HOST else None,)
+            self._window = (find_window(self._store, *self.shape[2:]) if self._home == HOST else None,)
         return self._window[0]
 
     @property
@@ -272,7 +262,7 @@ class BlockMask(MaskMetadata, Patterns):
 
     def to_dense(self) -> Array:
         """The bool array of `shape`, of the library and on the device of the array that the mask was made from."""
-        if self._home == _HOST:
+        if self._home == HOST:
             dense = to_dense(np, self._store.slots, self._store.bits, self.shape)
         else:
             import cupy
@@ -281,30 +271,104 @@ class BlockMask(MaskMetadata, Patterns):
                 dense = to_dense(cupy, *self.arrays(cupy), self.shape)
         return dense if self._release is None else self._release(dense)
 
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """The mask of the elements that both masks see.
+    def draw(self, batch: int = 0, head: int = 0, *, rows: int = 32, columns: int = 64) -> str:
+        """A small picture of one head in plain text: queries go down, keys go across.
 
-        Batch and heads broadcast; a block of the result divides those of both masks.
+        A character stands for one element, or for a rectangle of them where the mask is larger than the picture; the
+        first line says which, and what the characters mean.
+
+        Parameters
+        ----------
+        batch, head : int
+            Which part of the mask to draw, from 0.
+        rows, columns : int
+            The picture has at most so many lines, the first not counted, of so many characters.
+
+        Returns
+        -------
+        str
+            Lines to `print`, without a newline at the end.
+
+        Raises
+        ------
+        TypeError
+            If an argument is no integer.
+        ValueError
+            If the mask has no such batch entry or head, or for `rows` or `columns` below 1.
+
+        Examples
+        --------
+        >>> print(BlockMask.sliding_window(6, 12, left=2, right=0).draw())
+        6 queries (down) x 12 keys (across), 1 x 1 elements a character: . none, # all
+        ....###.....
+        .....###....
+        ......###...
+        .......###..
+        ........###.
+        .........###
         """
+        batch = check_count("batch", batch, 0, self.shape[0] - 1)
+        head = check_count("head", head, 0, self.shape[1] - 1)
+        limits = check_count("rows", rows, 1), check_count("columns", columns, 1)
+        return draw(self._store, self.shape[2:], batch, head, limits)
+
+    def _combine(self, sign: str, operation: np.ufunc, other: BlockMask) -> BlockMask:
+        """The mask of ``operation(self, other)``, of each element; `sign` is what errors call it."""
         if not isinstance(other, BlockMask):
-            raise TypeError(f"&: expected two of BlockMask (from_dense takes a bool array), got {type(other).__name__}")
+            raise TypeError(
+                f"{sign}: expected two of BlockMask (from_dense takes a bool array), got {type(other).__name__}"
+            )
         if self.shape[2:] != other.shape[2:] or any(
             a != b and 1 not in (a, b) for a, b in zip(self.shape, other.shape, strict=True)
         ):
             raise ValueError(
-                f"&: expected masks of the same (batch or 1, heads or 1, seqlen_q, seqlen_k), "
+                f"{sign}: expected masks of the same (batch or 1, heads or 1, seqlen_q, seqlen_k), "
                 f"got {self.shape} and {other.shape}"
             )
-        store = intersect(self._store, other._store)
+        store = combine(operation, self._store, other._store, *self.shape[2:])
         rows, columns = (math.gcd(a, b) for a, b in zip(self.block_size, other.block_size, strict=True))
         shape = (*store.slots.shape[:2], *self.shape[2:])
         return BlockMask._of(shape, (rows, columns), store, self._home, self._release)
 
-    __rand__ = __and__
-    __or__ = __ror__ = _only_and("|")
-    __xor__ = __rxor__ = _only_and("^")
-    __sub__ = __rsub__ = _only_and("-")
-    __invert__ = _only_and("~")
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """The mask of the elements that both masks see."""
+        return self._combine("&", np.bitwise_and, other)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """The mask of the elements that one of the masks sees, or both."""
+        return self._combine("|", np.bitwise_or, other)
+
+    def __xor__(self, other: BlockMask) -> BlockMask:
+        """The mask of the elements that just one of the masks sees."""
+        return self._combine("^", np.bitwise_xor, other)
+
+    # A reflected operator is called for what is no mask, which is an error in any order.
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self) -> BlockMask:
+        """The mask of the elements that this one hides."""
+        store = combine(np.bitwise_xor, self._store, everything(*self.shape[2:]), *self.shape[2:])
+        return BlockMask._of(self.shape, self.block_size, store, self._home, self._release)
+
+    def __sub__(self, other: Any) -> BlockMask:
+        """Refused: bools have no difference, as in NumPy."""
+        raise TypeError("-: expected &, |, ^ or ~, the operators of BlockMask; what a sees and b hides is a & ~b")
+
+    __rsub__ = __sub__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return self is other or (self.shape == other.shape and is_same(self._store, other._store))
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.density))
+
+    def __dir__(self) -> list[str]:
+        """The names for users, and Python's own; those for backends are left out."""
+        internal = vars(PreparedMask).keys() | {"serial"}
+        names = [name for name in super().__dir__() if name not in internal and not name.startswith("_")]
+        return names + [name for name in super().__dir__() if name.startswith("__")]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are masks of their own, prepared on no device."""
@@ -316,86 +380,3 @@ class BlockMask(MaskMetadata, Patterns):
             f"BlockMask(batch={batch}, heads={heads}, seqlen_q={seqlen_q}, seqlen_k={seqlen_k}, "
             f"block_size={self.block_size}, density={self.density:.4g})"
         )
-
-    def arrays(self, xp: Any) -> tuple[Array, Array]:
-        """The slots and bits of `Store` as arrays of `xp` (numpy or cupy) on the current device, moved there once.
-
-        Bit ``j % 32`` of word ``bits[slots[..., i // 64, j // 64], i % 64, j % 64 // 32]`` says whether (i, j) is
-        visible; 0 beyond the array.
-        """
-        if xp is np:
-            return self._store.slots, self._store.bits
-        device = xp.cuda.runtime.getDevice()
-        made = self._on_device.get(device)
-        if made is None:
-            slots, bits = self._store.slots, self._store.bits
-            # Threads that come at once use the same arrays, or one's would be freed while others read.
-            made = self._on_device.setdefault(device, OnDevice(xp, lambda: (xp.asarray(slots), xp.asarray(bits))))
-        return made.get()
-
-    def tile_lists(
-        self, block_m: int, block_n: int, get_kernel: GetKernel, xp: Any, *, of_keys: bool | None = None
-    ) -> TileLists:
-        """The tiles of block_m x block_n elements that a kernel visits, listed once for each device and tile size.
-
-        `get_kernel` is `cuda.device.get`. Rows of the kernel's fragments are queries or, with `of_keys`, keys; it is
-        None where the kernel takes bits as the store has them. The call never waits for the device.
-        """
-        device = _HOST if xp is np else xp.cuda.runtime.getDevice()
-        key = (device, block_m, block_n, of_keys)
-        lists = self._lists.get(key)
-        if lists is None:
-            slots, bits = self.arrays(xp)
-            made = OnDevice(
-                xp, lambda: list_tiles(xp, get_kernel, slots, bits, *self.shape[2:], block_m, block_n, of_keys)
-            )
-            lists = self._lists.setdefault(key, made)  # threads that come at once use the same lists
-        return lists.get()
-
-    def addresses(self, tiles: tuple[tuple[int, int, bool | None], ...], device: Device) -> list[int]:
-        """Addresses of the store and of the lists for `tiles` on the current device, ready on this stream."""
-        known = self._addresses.get((device, tiles))
-        if known is None:
-            xp = device.namespace
-            number = _HOST if xp is np else xp.cuda.runtime.getDevice()
-            lists = [self._lists[(number,) + tile] for tile in tiles]
-            arrays = [*self.arrays(xp), *(x for made in lists for x in made.get())]
-            known = [device.pointer(x) for x in arrays]
-            store = self._on_device.get(number)
-            if all(made.is_complete for made in lists) and (store is None or store.is_complete):
-                self._addresses[device, tiles] = known
-        return known
-
-    def tile_visible(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int) -> bool | NDArray[np.bool_] | None:
-        """The part of columns [j0, j1) that rows [i0, i1) see, in the call's `b` and `h`: None, True (all) or bools."""
-        slots, table = self._store
-        top, left = i0 // CANONICAL, j0 // CANONICAL
-        covered = slots[
-            b if slots.shape[0] > 1 else 0,
-            h if slots.shape[1] > 1 else 0,
-            top : num_blocks(i1),
-            left : num_blocks(j1),
-        ]
-        states = set(covered.ravel().tolist())
-        if states <= {HIDDEN}:
-            return None
-        if states == {VISIBLE}:
-            return True
-        rows = table[covered].transpose(0, 2, 1).reshape(-1, covered.shape[1])
-        own_rows = np.ascontiguousarray(rows[i0 - top * CANONICAL : i1 - top * CANONICAL])
-        bits = np.unpackbits(own_rows.view(np.uint8), axis=1, bitorder="little")
-        visible = bits[:, j0 - left * CANONICAL : j1 - left * CANONICAL].view(np.bool_)
-        if visible.all():
-            return True
-        return visible if visible.any() else None
-
-    @property
-    def _store(self) -> Store:
-        """The store on the host, copied from the device when first needed."""
-        if self._host is None:
-            import cupy
-
-            with cupy.cuda.Device(self._home):
-                slots, bits = (cupy.asnumpy(x) for x in self._on_device[self._home].get())
-            self._host = make_store(slots, [bits.reshape(len(bits), 2 * CANONICAL).view(np.uint64)])
-        return self._host

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash import hints
 from cuflash.masks.checks import (
     MAX_REACH,
     check_block_size,
@@ -54,6 +55,7 @@ class Patterns:
         raise NotImplementedError
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def sliding_window(
         cls: type[M],
         seqlen_q: int,
@@ -85,6 +87,7 @@ class Patterns:
         return cls._from_words(words_of, seqlen_q, seqlen_k, heads, block_size, causal)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def strided(
         cls: type[M],
         seqlen: int,
@@ -127,6 +130,7 @@ class Patterns:
         return cls._from_words(words_of, seqlen, seqlen, heads, block_size, causal)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def fixed(
         cls: type[M],
         seqlen: int,
@@ -167,6 +171,7 @@ class Patterns:
         return cls._from_words(words_of, seqlen, seqlen, heads, block_size, causal)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def longformer(
         cls: type[M],
         seqlen: int,
@@ -206,6 +211,7 @@ class Patterns:
         return cls._from_words(words_of, seqlen, seqlen, heads, block_size, causal)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def bigbird(
         cls: type[M],
         seqlen: int,
@@ -266,6 +272,7 @@ class Patterns:
         return cls._from_words(words_of, seqlen, seqlen, heads, block_size, causal, heads_differ=True)
 
     @classmethod
+    @hints.with_hints(hints.MASKS)
     def random(
         cls: type[M],
         seqlen_q: int,

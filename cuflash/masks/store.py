@@ -25,7 +25,7 @@ Shape = tuple[int, int, int, int]
 ELEMENTS_AT_ONCE = 1 << 22  # looked at in one go: their words stay in a core's cache
 
 _BELOW = np.array([(1 << count) - 1 for count in range(CANONICAL + 1)], np.uint64)
-_ONES = np.uint64(2**64 - 1)
+ONES = np.uint64(2**64 - 1)
 CONSTANTS = {
     "CANONICAL": CANONICAL,
     "HIDDEN": HIDDEN,
@@ -57,7 +57,7 @@ def num_blocks(seqlen: int, size: int = CANONICAL) -> int:
 def make_store(slots: NDArray[np.int32], partial: list[Words]) -> Store:
     """A store out of slots and the bits of the partial blocks, in pieces (blocks, 64)."""
     constants = np.zeros((2, CANONICAL), np.uint64)
-    constants[VISIBLE] = _ONES
+    constants[VISIBLE] = ONES
     return Store(slots, np.concatenate([*partial, constants]))
 
 
@@ -90,20 +90,6 @@ def pack(shape: Shape, words_of: WordsOf) -> Store:
     return make_store(slots, partial)
 
 
-def intersect(a: Store, b: Store) -> Store:
-    """The elements that both stores see; batch and heads broadcast."""
-    rows_a, rows_b = (store.slots % np.int64(len(store.table)) for store in (a, b))
-    pairs, where = np.unique(rows_a * len(b.table) + rows_b, return_inverse=True)
-    bits = a.table[pairs // len(b.table)]
-    bits &= b.table[pairs % len(b.table)]
-    is_visible = (bits == _ONES).all(axis=1)
-    is_partial = bits.any(axis=1) & ~is_visible
-    slot = np.full(len(pairs), HIDDEN, np.int32)
-    slot[is_visible] = VISIBLE
-    slot[is_partial] = np.arange(np.count_nonzero(is_partial))
-    return make_store(slot[where.reshape(np.broadcast_shapes(rows_a.shape, rows_b.shape))], [bits[is_partial]])
-
-
 def count_visible(store: Store, seqlen_q: int, seqlen_k: int) -> int:
     """The number of visible elements of a store."""
     rows, columns = (
@@ -122,7 +108,7 @@ def to_dense(xp: Any, slots: Any, bits: Any, shape: Shape) -> Any:
     if dense.size == 0:
         return dense
     constants = xp.zeros((2, CANONICAL), xp.uint64)
-    constants[VISIBLE] = _ONES
+    constants[VISIBLE] = ONES
     table = xp.concatenate([bits.reshape(len(bits), 2 * CANONICAL).view(xp.uint64), constants])
     step = _rows_at_once(seqlen_k) // CANONICAL
     for b, h, block in product(range(batch), range(heads), range(0, slots.shape[2], step)):

@@ -1,19 +1,19 @@
 """Exact attention whose keys and values lie in host memory, of which a GPU's memory holds two chunks at a time.
 
 Chunks are copied while the ones before are computed; a share of the keys can be attended by the CPU where it lies, at
-the same time. Backward, dk and dv leave for the host behind the computation.
+the same time. In the backward pass dk and dv leave for the host behind the computation.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from cuflash import interop
-from cuflash.frontend.call import check_outs
+from cuflash.frontend.call import Gradients, check_outs, gradient_function
+from cuflash.frontend.run import show_options
 from cuflash.offload import in_place
 from cuflash.offload.call import Call, prepare
 from cuflash.offload.devices import device_of
@@ -22,9 +22,11 @@ from cuflash.offload.passes import forward as _forward_pass
 from cuflash.offload.pinned import pinned_empty
 from cuflash.offload.share import check_share, share_of
 from cuflash.problem.checks import check_bool
+from cuflash.problem.fp8 import refuse_gradients
 from cuflash.problem.gradients import check_grads, check_like
-from cuflash.problem.options import Options
 from cuflash.problem.overlap import check_target
+from cuflash.problem.own_rules import label_of
+from cuflash.typing import ArrayT, Backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,21 +37,52 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_vjp", "pinned_empty"]
 
 Array = Any
-Gradients = tuple[Any, ...]
-Backward = Callable[..., Gradients]
 
 
+@overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
     *,
-    share: str | float = "auto",
-    out: Array | None = None,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+def attention(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Any:
-    """Attention over keys and values in host memory.
+    """Compute attention over keys and values in host memory.
 
     Parameters
     ----------
@@ -67,8 +100,9 @@ def attention(
         Whether to return lse, too.
     **options
         Those of `cuflash.attention`; arrays among them lie where q does. Lengths are read by the host: keys beyond
-        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied. `block_table`, FP8 arrays
-        and `split_size` are for q in NumPy's memory only, and leave the CPU no share of its own.
+        them, or hidden by causal, a window or a whole chunk of `block_mask`, are not copied. With `block_table`, which
+        the host reads too, k and v are pools of pages, of whose rows those in use are copied, for each sequence that
+        uses them. `k_scale` and `v_scale` may also be NumPy arrays. With `split_size` a `share` of "auto" is 0.
 
     Returns
     -------
@@ -80,6 +114,15 @@ def attention(
     ------
     TypeError, ValueError, NotImplementedError
         As `cuflash.attention`; TypeError where k or v is no NumPy array.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.ones((1, 1, 2, 8), np.float32)  # or an array on a GPU
+    >>> k = v = cuflash.offload.pinned_empty((1, 64, 2, 8), "float32")
+    >>> k[...] = 1
+    >>> cuflash.offload.attention(q, k, v).shape
+    (1, 1, 2, 8)
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
@@ -92,16 +135,49 @@ def attention(
         return (result, call.library.release(lse)) if return_lse else result
 
 
+@overload
 def attention_vjp(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
     *,
-    share: str | float = "auto",
-    out: Array | None = None,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT, Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[OptionKeywords],
+) -> tuple[tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
+    return_lse: bool,
+    **options: Unpack[OptionKeywords],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Backward[ArrayT]]: ...
+def attention_vjp(
+    q: ArrayT,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    *,
+    share: Literal["auto"] | float = "auto",
+    out: ArrayT | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionKeywords],
-) -> tuple[Any, Backward]:
+) -> tuple[Any, Backward[ArrayT]]:
     """`attention` over keys in host memory, and its gradient function.
 
     Parameters
@@ -121,36 +197,41 @@ def attention_vjp(
     ------
     TypeError, ValueError, NotImplementedError
         As `attention` here.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((1, 6, 2, 8), np.float32)
+    >>> out, backward = cuflash.offload.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = backward(out)
+    >>> dk.shape
+    (1, 6, 2, 8)
     """
     return_lse = check_bool("return_lse", return_lse)
     of_cpu = check_share(share)
     if in_place.is_in_place((q, k, v), options):
         return in_place.vjp((q, k, v), options, out, return_lse)
     call = prepare(q, k, v, options)
+    refuse_gradients(call.q, k, v)
     with interop.on_stream_of(call.library, call.q):
         residual, lse = _forward(call, of_cpu, out)
         result = call.library.release(residual) if out is None else out
 
-    def backward(
-        dout: Array,
-        dlse: Array | None = None,
-        *,
-        out: Sequence[Array | None] | None = None,
-        grads: Sequence[str] | None = None,
+    def compute(
+        dout: Array, dlse: Array | None, outs: Sequence[Array | None] | None, grads: Sequence[str] | None
     ) -> Gradients:
-        """Gradients of the inputs; see `offload.attention_vjp`."""
         given = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
         adopted = interop.adopt_all(call.library, given, reference=call.q)
         residuals = adopted["dout"], residual, lse, adopted.get("dlse")
         with interop.on_stream_of(call.library, call.q):
-            return _backward(call, of_cpu, residuals, out, grads)
+            return _backward(call, of_cpu, residuals, outs, grads)
 
-    return ((result, call.library.release(lse)) if return_lse else result), backward
+    return ((result, call.library.release(lse)) if return_lse else result), gradient_function(compute)
 
 
 @np.errstate(all="ignore")  # casts of the sums may overflow
 def _forward(call: Call, of_cpu: float | None, out: Array | None) -> tuple[Array, Array]:
-    """Out in q's dtype, in the given memory if there is one, and lse."""
+    """Return out in q's dtype, in the given memory if there is one, and lse."""
     device = device_of(call.q)
     inputs = {"q": call.q, "k": call.k, "v": call.v, **call.extras}
     target = (
@@ -183,8 +264,9 @@ def _backward(
     targets: dict[str, Array] = {}
     for name, x in like.items():
         if given[name] is not None:
-            targets[name] = _target(call, f"out, d{name}", given[name], x.shape, x.dtype.name, inputs)
-            inputs[f"d{name}"] = targets[name]
+            grad = f"d{label_of(name)}"
+            targets[name] = _target(call, f"out, {grad}", given[name], x.shape, x.dtype.name, inputs)
+            inputs[grad] = targets[name]
         elif name in ("k", "v") and name in wanted:
             targets[name] = np.empty(x.shape, x.dtype)
     on_host = {name: x for name, x in targets.items() if name in ("k", "v")}
@@ -196,7 +278,7 @@ def _backward(
 def _result(
     call: Call, name: str, like: Array, found: Mapping[str, Array], targets: Mapping[str, Array], given: Any
 ) -> Any:
-    """A gradient as the caller gets it."""
+    """Return a gradient as the caller gets it."""
     if name not in found:
         return given if given is not None else targets.get(name)
     grad = found[name].reshape(like.shape)
@@ -209,7 +291,7 @@ def _result(
 def _target(
     call: Call, name: str, out: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Array | None]
 ) -> Array:
-    """The caller's memory for a result: dk and dv in NumPy's, others where q lies."""
+    """Return the caller's memory for a result: dk and dv in NumPy's, others where q lies."""
     if name in ("out, dk", "out, dv"):
         if not isinstance(out, np.ndarray):
             raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {type(out)}")
@@ -224,8 +306,4 @@ def _target(
     return target
 
 
-# `help` and editors show every option.
-_options = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Options).parameters.values()]
-for _function in (attention, attention_vjp):
-    *_named, _ = inspect.signature(_function).parameters.values()
-    vars(_function)["__signature__"] = inspect.Signature((*_named, *_options))
+show_options(attention, attention_vjp)

@@ -14,9 +14,11 @@ from cuflash import interop
 from cuflash.frontend.partial import Part
 from cuflash.offload.device import Device
 from cuflash.offload.devices import HostDevice
+from cuflash.offload.host_keys import HostKeys, PooledKeys
 from cuflash.offload.stream import Chunk, Piece
 from cuflash.problem import checks
-from cuflash.problem.attention_problem import EXTRA_GRADS, AttentionProblem, Place, operand_name
+from cuflash.problem.attention_problem import AttentionProblem, Place
+from cuflash.problem.gradients import extras_of
 from cuflash.problem.make import make_problem
 from cuflash.problem.operands import to_full_rank
 from cuflash.problem.options import Options, check_names
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
 
 Array = Any
-# Options that are arrays on q's device.
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths")
+# Options that are arrays on q's device, and those that may also lie where the keys do.
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "q_lengths", "kv_lengths", "block_table", "q_scale")
+_OF_KEYS = ("k_scale", "v_scale")
 # Options that hold for a chunk as `Side.part` cuts them; another one's meaning would change with the chunk's place.
 SUPPORTED = (
     *("causal", "window", "softmax_scale", "softcap", "dropout_p", "dropout_seed", "block_mask", "deterministic"),
-    *("precision", *_ARRAYS, "score_mod", "mask_mod", "operands", "num_splits", "out_dtype"),
+    *("precision", *_ARRAYS, *_OF_KEYS, "score_mod", "mask_mod", "operands", "num_splits", "split_size", "out_dtype"),
 )
 
 
@@ -44,15 +47,14 @@ class Call:
     q: Array  # of NumPy or CuPy
     k: Array  # of NumPy, as v
     v: Array
-    options: Options  # with arrays of q's kind
+    options: Options  # with arrays of q's kind, and scales of keys and values of NumPy
     pieces: tuple[Piece, ...]
+    host: HostKeys  # where k and v have the keys of a chunk
 
     @property
     def extras(self) -> dict[str, Array]:
         """The differentiable options that were given, in the order of their gradients."""
-        given = {name: getattr(self.options, name) for name in EXTRA_GRADS}
-        operands = {operand_name(n): x for n, x in enumerate(self.options.operands) if "float" in x.dtype.name}
-        return {name: x for name, x in {**given, **operands}.items() if x is not None}
+        return extras_of(self.options)
 
     def seen_keys(self, piece: Piece) -> tuple[int, int]:
         """The first key of a piece that causal and the window show to some query, and the one after the last."""
@@ -63,7 +65,7 @@ class Call:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of k and v, all heads of one sequence."""
+        """The bytes of one key and its value, of all heads of one sequence."""
         return int(self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * self.k.dtype.itemsize)
 
 
@@ -79,7 +81,11 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
             raise TypeError(f"{name}: expected a NumPy array, as keys and values lie in host memory, got {_kind(x)}")
         interop.refuse_masked(name, x)
     options = Options(**keywords)
-    given = {name: x for name in _ARRAYS if (x := getattr(options, name)) is not None}
+    of_keys = {name: x for name in _OF_KEYS if isinstance(x := getattr(options, name), np.ndarray)}
+    for name, x in of_keys.items():
+        interop.refuse_masked(name, x)
+    names = *_ARRAYS, *(name for name in _OF_KEYS if name not in of_keys)
+    given = {name: x for name in names if (x := getattr(options, name)) is not None}
     if hasattr(options.dropout_seed, "shape"):
         given["dropout_seed"] = options.dropout_seed
     operands = {f"operands[{n}]": x for n, x in enumerate(check_operands(options.operands))}
@@ -89,9 +95,19 @@ def prepare(q: Any, k: Any, v: Any, keywords: Mapping[str, Any]) -> Call:
     q = adopted["q"]
     problem = make_problem({"q": q, "k": k, "v": v}, options)
     checks.check_seed(options.dropout_seed, problem.dropout_p)
+    if problem.has_fp8_keys:  # CuPy knows their bytes alone
+        k, v = k.view(np.uint8), v.view(np.uint8)
     with interop.on_stream_of(library, q):
         pieces = _pieces(problem, options)
-    return Call(library, problem, q, k, v, options, pieces)
+        scales = {name: _on_host(getattr(options, name)) for name in _OF_KEYS}
+        options = replace(options, **scales)
+        table = _on_host(options.block_table)
+    host = HostKeys() if problem.pages is None else PooledKeys(problem.pages, table)
+    return Call(library, problem, q, k, v, options, pieces, host)
+
+
+def _on_host(x: Any) -> Any:
+    return x if x is None or isinstance(x, np.ndarray) else x.get()
 
 
 def _kind(x: object) -> str:
@@ -112,8 +128,7 @@ def _pieces(problem: AttentionProblem, options: Options) -> tuple[Piece, ...]:
 def _lengths(lengths: Array | None, batch: int, most: int) -> list[int]:
     if lengths is None:
         return [most] * batch
-    on_host = lengths if isinstance(lengths, np.ndarray) else lengths.get()
-    clamped: list[int] = np.clip(on_host, 0, most).tolist()
+    clamped: list[int] = np.clip(_on_host(lengths), 0, most).tolist()
     return clamped
 
 
@@ -149,9 +164,16 @@ class Side:
             kv_lengths=None,
             block_mask=None,
             num_splits=None,
+            block_table=None,
+            q_scale=_cut(options.q_scale, "q_scale", chunk),
+            **{name: self._scale(getattr(options, name), chunk) for name in _OF_KEYS},
         )
         place = Place(first_k=chunk.first, first_batch=piece.batch, diagonal=piece.diagonal)
         return Part(self.q[piece.batches, : piece.rows], k, v, own, place)
+
+    def _scale(self, scale: Array | None, chunk: Chunk) -> Any:
+        own = self.call.host.scale(scale, chunk)
+        return None if own is None else self.device.put(np.ascontiguousarray(own))
 
     def _mask_of_blocks(self, chunk: Chunk, only_some: bool = False) -> Array | None:
         """Bool (batch | 1, heads | 1, rows, keys) on the host; `only_some`: True, or None where nothing is."""
@@ -179,7 +201,9 @@ def place_in(name: str, shape: tuple[int, ...], chunk: Chunk) -> tuple[slice | E
     whole, piece = slice(None), chunk.piece
     if name == "alibi_slopes":
         return (piece.batches if shape[0] > 1 else whole, whole)
-    own = piece.batches, whole, slice(piece.rows), chunk.keys
+    own: tuple[slice, ...] = (piece.batches, whole, slice(piece.rows), chunk.keys)
+    if name == "q_scale":
+        own = piece.batches, slice(piece.rows), whole
     return tuple(index if size > 1 else whole for index, size in zip(own, shape, strict=True))
 
 

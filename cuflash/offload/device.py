@@ -1,4 +1,4 @@
-"""What streaming asks of a device: flat memory, copies beside the computation, and events to order both."""
+"""The device that streaming asks for: flat memory, copies during the computation, and events to order both."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 Array = Any
-Event = Any  # what a device gives to order its work by
-# Keys and values of one chunk: so many that a launch and a merge, some 50 us, cost little beside their 1.2 ms on a
-# link of 55 GB/s, and that two of them leave a GPU's memory to others.
+Event = Any  # a device orders its work by it
+# One chunk of keys and values has so many bytes that a launch and a merge, some 50 us, cost little compared with its
+# 1.2 ms on a link of 55 GB/s, and that two chunks leave a GPU's memory to others.
 CHUNK_BYTES = 64 << 20
 
 
@@ -22,7 +22,7 @@ class Outgoing(ABC):
 
 
 class Device(ABC):
-    """Where queries lie and chunks are computed; used as a context, whose end waits for all copies."""
+    """The place of the queries, where chunks are computed; it is a context, whose end waits for all copies."""
 
     xp: ModuleType  # the namespace of its arrays
     is_host: bool  # it is the CPU itself, with which the CPU's share could only compete
@@ -36,11 +36,11 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, count: int, dtype: Any) -> Array:
-        """Memory for `count` numbers of a chunk."""
+        """Allocate memory for `count` numbers of a chunk."""
 
     @abstractmethod
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
-        """Begin to copy the host's `source` into `memory` once `after` is done; the array there, ready at the event."""
+        """Begin to copy the host's `source` into `memory` once `after` is done; return the array and its event."""
 
     @abstractmethod
     def take(self, target: Array, source: Array) -> Outgoing:
@@ -48,23 +48,23 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> Event:
-        """An event behind the computation that was enqueued so far."""
+        """Record an event behind the computation that was enqueued so far."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Computation that is enqueued from now on comes after the event."""
+        """Let computation that is enqueued from now on come after the event."""
 
     @abstractmethod
     def finish(self) -> None:
-        """The host waits for the computation so far."""
+        """Let the host wait for the computation so far."""
 
     @abstractmethod
     def put(self, x: Array) -> Array:
-        """A small array of the host, on the device."""
+        """Copy a small array of the host to the device."""
 
     @abstractmethod
     def get(self, x: Array) -> Array:
-        """A small array of the device, on the host."""
+        """Copy a small array of the device to the host."""
 
     @abstractmethod
     def close(self) -> None:

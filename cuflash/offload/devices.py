@@ -1,4 +1,4 @@
-"""The devices that queries can lie on; NumPy's own memory is the simplest: nothing needs to be copied."""
+"""The devices that queries can lie on; NumPy's own memory is the simplest, as nothing needs to be copied."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ Array = Any
 
 class _Done(Outgoing):
     def finish(self) -> None:
-        """It was done at once."""
+        """Do nothing, as the copy was made at once."""
 
 
 class HostDevice(Device):
-    """NumPy's memory: chunks are views of the caller's arrays."""
+    """NumPy's memory, where chunks are views of the caller's arrays."""
 
     xp = np
     is_host = True
-    chunk_bytes = 4 * CHUNK_BYTES  # they cost no memory, and each has threads started for it
+    chunk_bytes = 4 * CHUNK_BYTES  # chunks cost no memory here, and threads are started for each
 
     def empty(self, count: int, dtype: Any) -> Array:
-        """None is needed."""
+        """Allocate nothing, as no memory is needed."""
         return None
 
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
-        """The source itself."""
+        """Return the source itself."""
         return source, None
 
     def take(self, target: Array, source: Array) -> Outgoing:
-        """Copied at once."""
+        """Copy at once."""
         np.copyto(target, source)
         return _Done()
 
     def mark(self) -> Event:
-        """All work is done when its call returns."""
+        """Do nothing, as all work is done when its call returns."""
 
     def wait(self, event: Event) -> None:
-        """There is nothing to wait for."""
+        """Do nothing, as there is nothing to wait for."""
 
     def finish(self) -> None:
-        """All work is done when its call returns."""
+        """Do nothing, as all work is done when its call returns."""
 
     def put(self, x: Array) -> Array:
         """The array itself."""
@@ -54,11 +54,11 @@ class HostDevice(Device):
         return x
 
     def close(self) -> None:
-        """No copy is under way."""
+        """Do nothing, as no copy is under way."""
 
 
 def device_of(q: Array) -> Device:
-    """The device of an array of NumPy or CuPy."""
+    """Return the device of an array of NumPy or CuPy."""
     if isinstance(q, np.ndarray):
         return HostDevice()
     from cuflash.offload.gpu_device import GpuDevice

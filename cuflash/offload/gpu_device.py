@@ -1,4 +1,4 @@
-"""A GPU as `device.Device`: one stream of copies in, one of copies out, beside the caller's current stream.
+"""A GPU as `device.Device`, with one stream of copies in and one of copies out besides the caller's current stream.
 
 Pinned memory of the host is copied where it lies. Other memory goes through pinned staging buffers, into which several
 threads copy while the GPU works.
@@ -17,7 +17,7 @@ import numpy as np
 from cuflash.offload.device import Device, Event, Outgoing
 
 Array = Any
-# Staging buffers a direction: k and v of two chunks.
+# Each direction has so many staging buffers, for k and v of two chunks.
 _NUM_STAGES = 4
 # One thread copies about 10 GB/s, a link takes 55; a copy smaller than this is not worth a thread's wake-up.
 _MOST_THREADS = 8
@@ -33,16 +33,16 @@ class _Stage:
         self._bytes = np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
     def holds(self, num_bytes: int) -> bool:
-        """It is large enough."""
+        """Return True if the buffer is large enough."""
         return self._bytes.size >= num_bytes
 
     def like(self, x: Array) -> Array:
-        """Its beginning as an array of x's shape and dtype."""
+        """Return its beginning as an array of x's shape and dtype."""
         return self._bytes[: x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 class _Copy(Outgoing):
-    """A copy to the host on its stream, and what is left to do on the host."""
+    """A copy to the host on its stream, and the rest of the way on the host."""
 
     def __init__(self, source: Array, event: Any, then: Callable[[], None] | None) -> None:
         self._source: Array | None = source  # its memory must not be used again before the copy is done
@@ -69,11 +69,11 @@ class GpuDevice(Device):
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "cuflash")
 
     def empty(self, count: int, dtype: Any) -> Array:
-        """Of the current stream's pool: copies into it wait for an event behind what used the memory before."""
+        """Allocate from the current stream's pool; copies wait for an event behind what used the memory before."""
         return cupy.empty(count, dtype)
 
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
-        """On the stream of copies in; the host waits only for a staging buffer that is still in use."""
+        """Copy on the stream of copies in; the host waits only for a staging buffer that is still in use."""
         target = memory[: source.size].reshape(source.shape)
         self._incoming.wait_event(after)
         stage = None
@@ -90,7 +90,7 @@ class GpuDevice(Device):
         return target, event
 
     def take(self, target: Array, source: Array) -> Outgoing:
-        """On the stream of copies out, behind the computation so far."""
+        """Copy on the stream of copies out, behind the computation so far."""
         self._outgoing.wait_event(self.mark())
         is_direct = _is_direct(target)
         stage = None if is_direct else self._next_stage(self._outgoing, target.nbytes)
@@ -104,11 +104,11 @@ class GpuDevice(Device):
         return _Copy(source, event, lambda: self._copy_on_host(target, landing))
 
     def mark(self) -> Event:
-        """Recorded on the caller's current stream."""
+        """Record an event on the caller's current stream."""
         return _record(cupy.cuda.get_current_stream())
 
     def wait(self, event: Event) -> None:
-        """The current stream waits, the host does not."""
+        """Let the current stream wait, and not the host."""
         cupy.cuda.get_current_stream().wait_event(event)
 
     def finish(self) -> None:
@@ -116,22 +116,22 @@ class GpuDevice(Device):
         cupy.cuda.get_current_stream().synchronize()
 
     def put(self, x: Array) -> Array:
-        """On the current stream."""
+        """Copy on the current stream."""
         return cupy.asarray(x)
 
     def get(self, x: Array) -> Array:
-        """On the current stream, which the host waits for."""
+        """Copy on the current stream, which the host waits for."""
         return cupy.asnumpy(x)
 
     def close(self) -> None:
-        """Staging buffers go back to CuPy's pool, which knows no streams: all copies are done before."""
+        """Wait for all copies before staging buffers go back to CuPy's pool, which knows no streams."""
         for stream, stages in self._stages.items():
             stream.synchronize()
             stages.clear()
         self._threads.shutdown()
 
     def _next_stage(self, stream: Any, num_bytes: int) -> _Stage:
-        """The buffer whose last copy is longest ago, free to be used."""
+        """Return the buffer whose last copy is longest ago, when it is free to be used."""
         stages = self._stages[stream]
         stage = stages.popleft() if len(stages) == _NUM_STAGES else None
         if stage is not None and stage.event is not None:
@@ -142,7 +142,7 @@ class GpuDevice(Device):
         return stage
 
     def _copy_on_host(self, target: Array, source: Array) -> None:
-        """All threads copy some keys of each sequence; arrays are (batch, keys, heads, dim)."""
+        """Copy arrays (batch, keys, heads, dim) by threads, each of which copies some keys of each sequence."""
         # NumPy copies integers without its lock, and other libraries' dtypes with it.
         target, source = (x.view(f"u{x.dtype.itemsize}") for x in (target, source))
         keys = source.shape[1]
@@ -169,10 +169,10 @@ def _copy_async(target: int, source: int, num_bytes: int, *, to_host: bool, stre
 
 
 def _is_direct(x: Array) -> bool:
-    """The GPU can copy it where it lies: it is pinned, and each sequence's chunk is contiguous."""
+    """Return True if the GPU can copy x where it lies: it is pinned, and each sequence's chunk is contiguous."""
     if not x.size or not x[0].flags.c_contiguous:
         return False
     try:
         return bool(cupy.cuda.runtime.pointerGetAttributes(x.ctypes.data).type == _HOST_MEMORY)
-    except cupy.cuda.runtime.CUDARuntimeError:  # an old driver knows nothing of other memory
+    except cupy.cuda.runtime.CUDARuntimeError:  # an old driver knows nothing of memory that is not pinned
         return False

@@ -1,4 +1,4 @@
-"""The two passes: chunks of keys on q's device, the rest on the CPU at the same time, and their sums."""
+"""The two passes compute chunks of keys on q's device and the rest on the CPU at the same time, and their sums."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.frontend.combine import Residuals, gradient_of_sink, merge_into
+from cuflash.frontend.combine import Residuals, gradient_of_sink
 from cuflash.offload.call import Call, Side, cpu_side_of, place_in, side_of
 from cuflash.offload.device import CHUNK_BYTES, Device
 from cuflash.offload.devices import HostDevice
+from cuflash.offload.host_keys import GradientSide
 from cuflash.offload.share import Measurement, Share
 from cuflash.offload.stream import Chunk, Outbox, chunks_of, incoming
+from cuflash.problem.merging import merge_into
 from cuflash.problem.operands import to_full_rank
 
 Array = Any
 Grads = dict[str, Array]
-# Results of so many queries are small beside the keys that several threads read for them at once.
+# Results of so many queries are small compared with the keys that several threads read for them at once.
 _FEW_QUERIES = 64
 
 
 def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
-    """Out and lse in the accumulation's dtype, on q's device."""
+    """Return out and lse in the accumulation's dtype, on q's device."""
     with device:
         own, others = _split(call, device, share)
         side = side_of(call, device)
@@ -39,16 +41,16 @@ def forward(call: Call, device: Device, share: Share) -> tuple[Array, Array]:
         for cpu_out, cpu_lse in found:
             merge_into(out, lse, device.put(cpu_out), device.put(cpu_lse))
         share.end(own, others, cpu.seconds)
-    return out, lse
+    return out, lse.astype(call.problem.accum_dtype, copy=False)
 
 
 def _forward_of(
     side: Side, chunks: Sequence[Chunk], sink: Array | None, measurement: Measurement | None = None
 ) -> tuple[Array, Array]:
-    """One side's results; the sink, whose value is 0, is what they begin with."""
+    """Return one side's results, which begin with the sink, whose value is 0; lse is float64 until all is merged."""
     problem, xp = side.call.problem, side.device.xp
     out = xp.zeros(problem.out_shape, problem.accum_dtype)
-    lse = xp.full(problem.lse_shape, -np.inf, problem.accum_dtype)
+    lse = xp.full(problem.lse_shape, -np.inf, np.float64)
     if sink is not None:
         for piece in side.call.pieces:
             lse[piece.batches, :, : piece.rows] = sink[:, None]
@@ -64,19 +66,19 @@ def _forward_of(
 
 
 def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[Array, Array] | None]]:
-    """Each chunk with its out and lse, None where no query sees a key, in order."""
+    """Yield each chunk in order with its out and lse, None where no query sees a key."""
 
     @np.errstate(all="ignore")  # the setting holds for one thread only
     def compute(arrived: tuple[Chunk, Array, Array]) -> tuple[Chunk, tuple[Array, Array] | None]:
         part = side.part(*arrived)
         return arrived[0], part.forward() if part.sees_anything else None
 
-    arriving = incoming(side.device, chunks, side.call.k, side.call.v)
+    arriving = incoming(side.device, chunks, side.call.k, side.call.v, side.call.host.rows)
     lanes = max(1, min(len(chunks), _lanes(side)))
     if lanes == 1:
         yield from map(compute, arriving)
         return
-    arrived = list(arriving)  # on the host they are views
+    arrived = list(arriving)  # these are views on the host
     with ThreadPoolExecutor(lanes, "cuflash") as threads:
         try:
             begun = [threads.submit(compute, each) for each in arrived]
@@ -89,9 +91,9 @@ def _results_of(side: Side, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tu
 
 
 def _lanes(side: Side) -> int:
-    """Chunks that are computed at once: the CPU path gives few queries a thread for each sequence and KV head."""
+    """Return how many chunks are computed at once; one of few queries has a thread for each sequence and KV head."""
     problem = side.call.problem
-    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES:
+    if not side.device.is_host or problem.seqlen_q > _FEW_QUERIES or side.call.host.is_copied:
         return 1
     return -(-(os.cpu_count() or 1) // max(1, problem.batch * problem.num_heads_kv))
 
@@ -103,19 +105,18 @@ def backward(
     with device:
         own, others = _split(call, device, share)
         side = side_of(call, device)
-        for name in ("k", "v"):
-            if name in targets:
-                _zero_unseen(targets[name], (*own, *others))
+        of_keys = call.host.gradients(targets, (*own, *others), call.problem.accum_dtype)
         found: list[Grads] = []
-        # They are copied by the caller's thread, whose current stream has made them.
+        # The caller's thread copies these, because its current stream has made them.
         dout, out, lse, dlse = ((None if x is None else device.get(x)) if others else x for x in residuals)
 
         def on_cpu(cpu: Side, chunks: Sequence[Chunk]) -> None:
-            found.append(_backward_of(cpu, chunks, (dout, out, lse, dlse), targets, wanted))
+            found.append(_backward_of(cpu, chunks, (dout, out, lse, dlse), of_keys.side(), wanted))
 
         with _Beside(_cpu_work(call, device, others, on_cpu)) as cpu:
-            grads = _backward_of(side, own, residuals, targets, wanted, share.measurement)
+            grads = _backward_of(side, own, residuals, of_keys.side(), wanted, share.measurement)
             cpu.join()
+        of_keys.end()
         if "sink" in wanted:
             xp = device.xp
             inside = np.zeros(call.problem.lse_shape, bool)
@@ -133,16 +134,16 @@ def _backward_of(
     side: Side,
     chunks: Sequence[Chunk],
     residuals: Residuals,
-    targets: Grads,
+    of_keys: GradientSide,
     wanted: frozenset[str],
     measurement: Measurement | None = None,
 ) -> Grads:
-    """One side's sums, apart from the sink's; its dk and dv go to the host."""
+    """Return one side's sums, apart from the sink's; its dk and dv go to the host."""
     call, xp, accum = side.call, side.device.xp, side.call.problem.accum_dtype
     like = {"q": side.q, **{name: to_full_rank(name, x) for name, x in call.extras.items()}}
     grads = {name: xp.zeros(x.shape, accum) for name, x in like.items() if name in wanted and name != "sink"}
     outbox = Outbox(side.device)
-    for chunk, k, v in incoming(side.device, chunks, call.k, call.v):
+    for chunk, k, v in incoming(side.device, chunks, call.k, call.v, call.host.rows):
         part, piece = side.part(chunk, k, v), chunk.piece
         rows = piece.batches, slice(piece.rows)
         dout, out, lse, dlse = residuals
@@ -150,14 +151,8 @@ def _backward_of(
         shares: Grads = {}
         if part.sees_anything:
             shares = part.backward(dout[rows], out[rows], of_lse[0], of_lse[1], wanted - {"sink"})
-        for name in ("k", "v"):
-            if name in targets:
-                target = targets[name][piece.batches, chunk.keys]
-                source = shares.pop(name).astype(target.dtype, copy=False) if shares else None
-                if source is None:
-                    target[...] = 0
-                else:
-                    outbox.post(target, source)
+        for name in of_keys.names:
+            of_keys.post(outbox, name, chunk, shares.pop(name, None))
         for name, x in shares.items():
             grads[name][rows if name == "q" else place_in(name, grads[name].shape, chunk)] += x
         if measurement is not None:
@@ -169,38 +164,27 @@ def _backward_of(
 
 
 def _split(call: Call, device: Device, share: Share) -> tuple[list[Chunk], list[Chunk]]:
-    """The chunks of q's device, and those of the CPU, which has the last of each sequence's keys that are seen."""
+    """Return the chunks of q's device and those of the CPU, which has the last seen keys of each sequence."""
     own: list[Chunk] = []
     others: list[Chunk] = []
     side = side_of(call, device)
     of_device, of_cpu = device.chunk_bytes, HostDevice.chunk_bytes
-    if call.problem.block_mask:  # its bools of a chunk are memory, too
+    if call.problem.block_mask:  # the mask's bools of a chunk take memory, too
         of_device, of_cpu = (min(size, CHUNK_BYTES) for size in (of_device, of_cpu))
     for piece in call.pieces:
         first, stop = call.seen_keys(piece)
         middle = stop - round(share.of_cpu * (stop - first))
         for chunks, a, b in ((own, first, middle), (others, middle, stop)):
-            found = chunks_of(piece, a, b, call.bytes_per_key, of_device if chunks is own else of_cpu)
+            size = of_device if chunks is own else of_cpu
+            found = chunks_of(piece, a, b, call.bytes_per_key, size, call.problem.split_size)
             chunks.extend(chunk for chunk in found if side.shows(chunk))
     return own, others
-
-
-def _zero_unseen(target: Array, chunks: Sequence[Chunk]) -> None:
-    """Keys of no chunk have the gradient 0."""
-    seen = np.zeros(target.shape[:2], bool)
-    for chunk in chunks:
-        seen[chunk.piece.batches, chunk.keys] = True
-    for batch, of_keys in enumerate(seen):
-        # Stretches of keys that nobody sees begin and end where this changes.
-        edges = np.flatnonzero(np.diff(of_keys.astype(np.int8), prepend=1, append=1))
-        for first, stop in edges.reshape(-1, 2):
-            target[batch, first:stop] = 0
 
 
 def _cpu_work(
     call: Call, device: Device, chunks: Sequence[Chunk], work: Callable[[Side, Sequence[Chunk]], None]
 ) -> Callable[[], None] | None:
-    """The CPU's work; what lies on q's device is copied now, by the caller's thread and its current stream."""
+    """Return the CPU's work; the caller's thread and its current stream copy what lies on q's device now."""
     if not chunks:
         return None
     side = cpu_side_of(call, device)
@@ -208,7 +192,7 @@ def _cpu_work(
 
 
 class _Beside:
-    """Work in a thread of its own within a context; where no thread can be started, once it is waited for."""
+    """Work that a thread of its own does within a context, or `join` where no thread can be started."""
 
     def __init__(self, work: Callable[[], None] | None) -> None:
         self._work = work
@@ -225,7 +209,7 @@ class _Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """No thread reads the caller's arrays behind an error."""
+        """Wait for the thread, so that none reads the caller's arrays behind an error."""
         if self._thread is not None:
             self._thread.join()
 

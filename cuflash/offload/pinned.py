@@ -13,7 +13,7 @@ Array = Any
 
 
 def pinned_empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
-    """A NumPy array in pinned memory, with anything in it.
+    """Make a NumPy array in pinned memory, with anything in it.
 
     Parameters
     ----------

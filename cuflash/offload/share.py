@@ -1,4 +1,4 @@
-"""The share of the keys that the CPU computes: as given, or by what was measured once."""
+"""The share of the keys that the CPU computes is given, or was measured once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from cuflash.kept import Kept
 from cuflash.offload.call import Call
 from cuflash.offload.device import Device
-from cuflash.offload.stream import Chunk
+from cuflash.offload.stream import Chunk, num_keys
 from cuflash.problem.checks import check_number
 
 Array = Any
-# While it is measured, the CPU has this share, but at most so many multiply-adds' worth: a tenth of a second.
+# The CPU has this share while the share is measured, but at most so many operations, some tenth of a second.
 _TRIAL = 1 / 8
 _TRIAL_FLOPS = 4e9
-# With fewer keys than these the CPU has too many queries to keep up with any link.
+# The CPU has too many queries to keep up with any link where its keys are fewer than these.
 _LEAST_KEYS = 256
 # A share that gains less than this is not worth a thread.
 _LEAST_SHARE = 0.03
-# Matrix products of each pass.
+# Each pass has so many matrix products.
 _PRODUCTS = {"forward": 2, "backward": 5}
 
 _measured: Kept[tuple[Any, ...], float] = Kept()
@@ -31,14 +31,14 @@ _lock = threading.Lock()
 
 
 def _fix(key: tuple[Any, ...], share: float) -> None:
-    """The first measurement stays, whichever thread made it."""
+    """Keep a share unless another thread has measured one before."""
     with _lock:
         if key not in _measured:
             _measured[key] = share
 
 
 class Measurement:
-    """How fast q's device gets through its chunks; the first one, which may compile kernels, does not count."""
+    """The speed of q's device on its chunks; the first one, which may compile kernels, does not count."""
 
     def __init__(self) -> None:
         self._start: float | None = None
@@ -46,7 +46,7 @@ class Measurement:
         self.keys_per_second: float | None = None
 
     def chunk_done(self, device: Device, chunk: Chunk) -> None:
-        """A chunk's work is enqueued."""
+        """Note that a chunk's work is enqueued."""
         if self._start is None:
             device.finish()
             self._start = time.perf_counter()
@@ -54,14 +54,14 @@ class Measurement:
             self._keys += num_keys([chunk])
 
     def all_done(self, device: Device) -> None:
-        """All chunks' work is enqueued."""
+        """Note that all chunks' work is enqueued."""
         device.finish()
         if self._start is not None and self._keys:
             self.keys_per_second = self._keys / max(time.perf_counter() - self._start, 1e-9)
 
 
 class Share:
-    """The CPU's share in one call, and where it is not known yet the measurement of both sides."""
+    """The CPU's share in one call, with the measurement of both sides where it is not known yet."""
 
     def __init__(self, of_cpu: float, key: tuple[Any, ...] | None = None) -> None:
         self.of_cpu = of_cpu
@@ -80,13 +80,8 @@ class Share:
         _fix(self._key, share if share >= _LEAST_SHARE else 0.0)
 
 
-def num_keys(chunks: Sequence[Chunk]) -> int:
-    """Keys of all sequences."""
-    return sum((chunk.stop - chunk.first) * (chunk.piece.batch_stop - chunk.piece.batch) for chunk in chunks)
-
-
 def check_share(share: Any) -> float | None:
-    """A number from 0 to 1; None for "auto"."""
+    """Return a number from 0 to 1; None for "auto"."""
     if isinstance(share, str):
         if share == "auto":
             return None
@@ -98,12 +93,12 @@ def check_share(share: Any) -> float | None:
 
 
 def share_of(call: Call, device: Device, share: float | None, direction: str) -> Share:
-    """The share of a call; None is what was measured for such calls, or is measured in this one."""
+    """Return the share of a call; None takes what was measured for such calls, or measures it in this one."""
     if share is not None:
         return Share(share)
-    if device.is_host:
-        return Share(0.0)
     p = call.problem
+    if device.is_host or p.split_size is not None:  # a row's bits would depend on a measured one
+        return Share(0.0)
     rows = p.batch * p.seqlen_q
     keys = sum(piece.batch_stop - piece.batch for piece in call.pieces if piece.rows) * p.seqlen_k
     if not rows or not keys:
@@ -114,7 +109,7 @@ def share_of(call: Call, device: Device, share: float | None, direction: str) ->
     known = _measured.get(key)
     if known is not None:
         return Share(known)
-    # Two products forward and five backward, of a multiplication and an addition each.
+    # Each of these products has a multiplication and an addition for every pair.
     flops_per_key = _PRODUCTS[direction] * p.num_heads_q * (p.head_dim + p.head_dim_v) * p.seqlen_q
     trial = min(_TRIAL, _TRIAL_FLOPS / flops_per_key / keys)
     if trial * keys < _LEAST_KEYS:

@@ -1,24 +1,25 @@
-"""Keys and values come in chunks through two buffers of the device; gradients of chunks leave behind them."""
+"""Keys and values come in chunks through two buffers of the device, and gradients of chunks leave behind them."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuflash.offload.device import Device, Event, Outgoing
 
 Array = Any
-# A chunk is computed while the next one is copied.
+# There are two buffers, as a chunk is computed while the next one is copied.
 NUM_BUFFERS = 2
-# Gradients of so many chunks may be on their way out: dk and dv of two.
+# So many gradients may be on their way out: dk and dv of two chunks.
 _MOST_OUTGOING = 4
 # Chunks of many keys hold whole tiles of the kernels.
 KEYS_OF_TILES = 128
 
 
 class Piece(NamedTuple):
-    """Sequences of a batch with as many queries and keys, of which those of the arrays' beginning count."""
+    """Sequences of a batch with equal numbers of queries and keys, which are the first rows of the arrays."""
 
     batch: int
     batch_stop: int
@@ -27,12 +28,12 @@ class Piece(NamedTuple):
 
     @property
     def batches(self) -> slice:
-        """Their place in the batch."""
+        """The sequences' place in the batch."""
         return slice(self.batch, self.batch_stop)
 
     @property
     def diagonal(self) -> int:
-        """Query i is aligned to key ``i + diagonal``."""
+        """The key that query 0 is aligned to; query i is aligned to key ``i + diagonal``."""
         return self.keys - self.rows
 
 
@@ -45,12 +46,22 @@ class Chunk(NamedTuple):
 
     @property
     def keys(self) -> slice:
-        """Their place in the arrays."""
+        """The keys' place in the arrays."""
         return slice(self.first, self.stop)
 
 
-def chunks_of(piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_bytes: int) -> list[Chunk]:
-    """Keys first to stop - 1 cut into chunks of at most `chunk_bytes`, but of one key at least."""
+def chunks_of(
+    piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_bytes: int, split_size: int | None = None
+) -> list[Chunk]:
+    """Cut keys first to stop - 1 into chunks of at most `chunk_bytes`, but of one key at least.
+
+    With a `split_size` the cuts lie at multiples of it, which other sequences do not move, and `chunk_bytes` holds for
+    one sequence.
+    """
+    if split_size is not None:
+        step = max(split_size, chunk_bytes // max(1, bytes_per_key) // split_size * split_size)
+        begins = [first, *range((first // step + 1) * step, stop, step)]
+        return [Chunk(piece, a, b) for a, b in zip(begins, (*begins[1:], stop), strict=True) if a < b]
     step = max(1, chunk_bytes // max(1, bytes_per_key * (piece.batch_stop - piece.batch)))
     if step > KEYS_OF_TILES:
         step -= step % KEYS_OF_TILES
@@ -58,13 +69,18 @@ def chunks_of(piece: Piece, first: int, stop: int, bytes_per_key: int, chunk_byt
 
 
 def is_part_of(v: Array, k: Array) -> bool:
-    """V is a view of k's first columns, which come with them."""
+    """Return True if v is a view of k's first columns, and comes with them."""
     return bool(
         v.ctypes.data == k.ctypes.data
         and v.shape[:-1] == k.shape[:-1]
         and v.shape[-1] <= k.shape[-1]
         and all(n == 1 or a == b for n, a, b in zip(v.shape, v.strides, k.strides, strict=True))
     )
+
+
+def num_keys(chunks: Sequence[Chunk]) -> int:
+    """Count the keys of all sequences."""
+    return sum((chunk.stop - chunk.first) * (chunk.piece.batch_stop - chunk.piece.batch) for chunk in chunks)
 
 
 class _Buffer:
@@ -76,15 +92,18 @@ class _Buffer:
         self.arrays: list[tuple[Array, Event]] = []
 
 
-def incoming(device: Device, chunks: Sequence[Chunk], k: Array, v: Array) -> Iterator[tuple[Chunk, Array, Array]]:
-    """Each chunk with its keys and values on the device; what is enqueued until the next one may read them."""
+def incoming(
+    device: Device, chunks: Sequence[Chunk], k: Array, v: Array, numbers: Callable[[Array, Chunk], Array]
+) -> Iterator[tuple[Chunk, Array, Array]]:
+    """Yield each chunk with its keys and values on the device, which work enqueued before the next one may read.
+
+    `numbers` gives a chunk's part of k or v, (sequences, keys, heads, columns).
+    """
     with_keys = is_part_of(v, k)
     sources = [k] if with_keys else [k, v]
 
-    def numbers(x: Array, chunk: Chunk) -> Array:
-        return x[chunk.piece.batches, chunk.keys]
-
-    sizes = [max((numbers(x, chunk).size for chunk in chunks), default=0) for x in sources]
+    most_keys = max((num_keys([chunk]) for chunk in chunks), default=0)
+    sizes = [most_keys * math.prod(x.shape[2:]) for x in sources]
     buffers = [_Buffer(device, sizes, k.dtype) for _ in range(min(NUM_BUFFERS, len(chunks)))]
 
     def bring(number: int) -> None:
@@ -106,19 +125,25 @@ def incoming(device: Device, chunks: Sequence[Chunk], k: Array, v: Array) -> Ite
 
 
 class Outbox:
-    """Copies to the host that were begun; few at once, as each holds memory of the device."""
+    """Copies to the host that were begun, of which there are few at once, as each holds memory of the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._begun: deque[Outgoing] = deque()
+        self._begun: deque[tuple[Outgoing, Callable[[], None] | None]] = deque()
 
-    def post(self, target: Array, source: Array) -> None:
-        """Begin to copy, and end the oldest copies."""
+    def post(self, target: Array, source: Array, then: Callable[[], None] | None = None) -> None:
+        """Begin to copy, and end the oldest copies; `then` is called once the target is written."""
         while len(self._begun) >= _MOST_OUTGOING:
-            self._begun.popleft().finish()
-        self._begun.append(self._device.take(target, source))
+            self._finish_oldest()
+        self._begun.append((self._device.take(target, source), then))
 
     def finish(self) -> None:
-        """End all."""
+        """End all copies."""
         while self._begun:
-            self._begun.popleft().finish()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        copy, then = self._begun.popleft()
+        copy.finish()
+        if then is not None:
+            then()

@@ -1,1 +1,1 @@
-"""Which kernel a problem takes, with which tile: pure functions, without CuPy."""
+"""Pure functions choose the kernel that a problem takes, and its tile, without CuPy."""

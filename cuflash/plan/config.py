@@ -6,8 +6,9 @@ turns every field of one into a constant of the kernel's source.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
@@ -15,6 +16,10 @@ from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
+WIDEST = HEAD_DIM_CLASSES[-1]  # columns of a result that a kernel computes at once, at most
+COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
+# Users read these words where a forward pass runs once for each half of v's columns.
+BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ WANTED: dict[str, Callable[[AttentionProblem], bool]] = {
     "has_alibi": lambda problem: problem.alibi is not None,
     "has_dropout": lambda problem: problem.dropout_p != 0,
     "has_block_mask": lambda problem: problem.block_mask,
-    # Users' own rules take places in every kernel that knows them.
+    # Rules of users' own ask for no flag here, as every kernel that knows them takes their places.
     "has_place": lambda problem: problem.place != WHOLE and (problem.alibi is not None or problem.dropout_p != 0),
     "has_score_mod": lambda problem: problem.rules.score is not None,
     "has_mask_mod": lambda problem: problem.rules.visible is not None,
@@ -88,8 +93,8 @@ KNOWN_TO_ALL = (
 
 
 def head_dim_class(head_dim: int) -> int:
-    """The smallest of `HEAD_DIM_CLASSES` that is no smaller than `head_dim`."""
-    return next(c for c in HEAD_DIM_CLASSES if head_dim <= c)
+    """The smallest of `HEAD_DIM_CLASSES` that is no smaller than `head_dim`, or the widest of them."""
+    return next((c for c in HEAD_DIM_CLASSES if head_dim <= c), WIDEST)
 
 
 def common(
@@ -111,17 +116,17 @@ def common(
 
 
 def has_plain_scale(problem: AttentionProblem) -> bool:
-    """The scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
+    """Return True if the scale is positive and moderate, so that kernels may multiply it by log2(e) in advance."""
     return 2.0**-64 <= problem.softmax_scale <= 2.0**64
 
 
 def without_window(flags: tuple[str, ...]) -> set[str]:
-    """The flags but the window's, which choose a tile: a window takes the tile of plain scores, or one of its own."""
+    """Return the flags but the window's, which takes the tile of plain scores or one of its own."""
     return set(flags) - {"has_window"}
 
 
 def are_products(flags: tuple[str, ...]) -> bool:
-    """Scores are products of q and k times the scale, and nothing is added or applied to them."""
+    """Return True if scores are products of q and k times the scale, with nothing added or applied to them."""
     return not {"has_softcap", "has_bias", "has_alibi", "has_score_mod"} & set(flags)
 
 
@@ -133,6 +138,20 @@ def flags_of(problem: AttentionProblem) -> tuple[str, ...]:
 def unknown(handled: tuple[str, ...], problem: AttentionProblem) -> str:
     """Names of a problem's options that are missing from the flags `handled`; an empty string if none is."""
     return ", ".join(flag.removeprefix("has_") for flag in flags_of(problem) if flag not in handled)
+
+
+def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
+    """Return what a problem has that a family's kernels, which hold whole rows, lack: `unknown` options or head dims.
+
+    The portable kernels alone take columns of q, k and v, and of the results, in slices.
+    """
+    is_wide = max(problem.head_dim, problem.head_dim_v) > WIDEST
+    return unknown(handled, problem) or (f"head dims above {WIDEST}" if is_wide else "")
+
+
+def of_half(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem with the first half of v's columns alone."""
+    return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / COLUMNS) * COLUMNS)
 
 
 def table_flags(handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

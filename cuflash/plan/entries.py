@@ -39,7 +39,7 @@ _FILES = {
     "split_forward": "split/sm90_forward",
     **{f"split_{name}": "split/sm90_backward" for name in ("dq", "dkv", "dk", "dv")},
 }
-# Files whose function is not named like the entry, because several entries share it.
+# The function in these files is not named like the entry, because several entries share it.
 _FUNCTIONS = {
     "portable/forward.cu": "forward",
     "portable/backward_dkv": "backward_dkv",
@@ -50,7 +50,7 @@ _FUNCTIONS = {
     "split/sm90_backward": "split_backward",
 }
 
-# Gradients that a kernel computes whose thread blocks stay with keys, by the end of its name.
+# A kernel whose thread blocks stay with keys computes the gradients that the end of its name tells.
 _KEY_RESULTS = {"dkv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}
 
 

@@ -15,6 +15,7 @@ from cuflash.kept import kept
 from cuflash.plan.config import (
     HEAD_DIM_CLASSES,
     KNOWN_TO_ALL,
+    WIDEST,
     KernelConfig,
     common,
     flags_of,
@@ -52,6 +53,8 @@ class PortableRow:
     # Tiles without options but a window; the first whose shared memory the GPU has is taken, and the last fits all.
     tiles: tuple[PortableTile, ...]
     with_options: PortableTile  # the smaller tile with any other option, as options take registers
+    # The tile with options of results in slices, whose first column takes a register; the same where there is none.
+    in_slices: PortableTile | None = None
 
 
 # The gradients of operands: by float additions, or in two passes that repeat their bits.
@@ -84,13 +87,19 @@ PORTABLE: dict[tuple[str, str, int], PortableRow] = {
     ("backward_dkv", "float32", 32): PortableRow((PortableTile(64, 128, 8, 8),), PortableTile(64, 64, 16, 16)),
     ("backward_dkv", "float32", 64): PortableRow((PortableTile(64, 128, 8, 8),), PortableTile(64, 64, 16, 16)),
     ("backward_dkv", "float32", 128): PortableRow((PortableTile(64, 64, 16, 16),), PortableTile(32, 64, 16, 16, 0)),
-    ("backward_dkv", "float32", 256): PortableRow((PortableTile(64, 32, 16, 4, 0),), PortableTile(32, 32, 16, 4)),
+    ("backward_dkv", "float32", 256): PortableRow(
+        (PortableTile(64, 32, 16, 4, 0),), PortableTile(32, 32, 16, 4), PortableTile(32, 32, 8, 4)
+    ),
     ("backward_dkv", "float64", 32): PortableRow((PortableTile(32, 64, 16, 2),), PortableTile(32, 64, 8, 4)),
     ("backward_dkv", "float64", 64): PortableRow((PortableTile(32, 64, 16, 2, 0),), PortableTile(32, 64, 4, 4, 0)),
     ("backward_dkv", "float64", 128): PortableRow((PortableTile(64, 32, 8, 2, 64),), PortableTile(32, 32, 8, 2, 64)),
     # dk and dv have a kernel each where both together do not fit the registers.
-    ("backward_dk", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
-    ("backward_dv", "float64", 256): PortableRow((PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64)),
+    ("backward_dk", "float64", 256): PortableRow(
+        (PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64), PortableTile(32, 32, 8, 2, 64)
+    ),
+    ("backward_dv", "float64", 256): PortableRow(
+        (PortableTile(32, 32, 8, 4, 64),), PortableTile(32, 32, 8, 4, 64), PortableTile(32, 32, 8, 2, 64)
+    ),
     ("backward_bias", "float32", 0): PortableRow((), PortableTile(64, 64, 16, 16)),
     ("backward_bias", "float64", 0): PortableRow((), PortableTile(64, 32, 8, 4)),
     **{
@@ -108,6 +117,7 @@ class PortableConfig(KernelConfig):
     block_k: int  # see `PortableTile`
     unroll: int
     sum_columns: int
+    slice_columns: int = 0  # columns of the results that a thread block computes; 0 where it has them all
 
     @property
     def tile(self) -> str:
@@ -153,27 +163,31 @@ def config_of(
     head_dim_v: int,
     flags: tuple[str, ...],
     smem_limit: int = SMALLEST_SMEM,
+    in_slices: bool = False,
 ) -> PortableConfig:
     """The configuration of a portable kernel.
 
-    Head dims are classes, `flags` a subset of `FLAGS`, and `smem_limit` the bytes that a thread block may use.
+    Head dims are classes, `flags` a subset of `FLAGS`, and `smem_limit` the bytes that a thread block may use. Results
+    of more columns than the widest class has are computed `in_slices` of so many.
     """
     accum = accum_of(dtype)
     row = PORTABLE[entry, accum, max(head_dim, head_dim_v)]
-    tiles = (row.with_options,) if without_window(flags) else row.tiles
+    with_options = row.in_slices if in_slices and row.in_slices else row.with_options
+    tiles = (with_options,) if without_window(flags) else row.tiles
     fitting = (t for t in tiles if _smem_bytes(entry, t, accum, head_dim, head_dim_v) <= smem_limit)
-    tile = next(fitting, row.with_options)
+    tile = next(fitting, with_options)
     return PortableConfig(
         entry=entry,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         smem_bytes=_smem_bytes(entry, tile, accum, head_dim, head_dim_v),
+        slice_columns=WIDEST if in_slices else 0,
         **common(PortableConfig, dtype, bias_dtype, flags, tile),
     )
 
 
-def _result_classes(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head-dim classes (of q, of v) where the kernel accumulates results of these widths; 0 where it does not."""
+def _of_results(entry: str, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return those of two numbers (of q, of v) on whose side the kernel accumulates results; 0 where it does not."""
     of_k = entry in ("backward_dq", "backward_dkv", "backward_dk")
     of_v = entry in ("forward", "backward_dkv", "backward_dv")
     return head_dim if of_k else 0, head_dim_v if of_v else 0
@@ -186,11 +200,11 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
         raise NotImplementedError(f"{entry}: no kernel takes these inputs with {unknown(HANDLES, problem)}")
     flags = flags_of(problem)
     if entry in ("backward_dk", "backward_dv"):
-        head_dim, head_dim_v = _result_classes(entry, HEAD_DIM_CLASSES[-1], HEAD_DIM_CLASSES[-1])
+        head_dim, head_dim_v = _of_results(entry, WIDEST, WIDEST)
     else:
-        classes = head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v)
-        head_dim, head_dim_v = _result_classes(entry, *classes)
-    config = config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit)
+        head_dim, head_dim_v = _of_results(entry, head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v))
+    in_slices = max(_of_results(entry, problem.head_dim, problem.head_dim_v)) > WIDEST
+    config = config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit, in_slices)
     return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
 
 
@@ -210,7 +224,8 @@ _ONLY_WITH = {
 def table(smem_limit: int) -> Iterator[tuple[PortableConfig, str]]:
     """Every kernel for a GPU of so much shared memory, with its dtype."""
     for entry, accum, widest in PORTABLE:
-        head_dim, head_dim_v = _result_classes(entry, widest, widest)
+        head_dim, head_dim_v = _of_results(entry, widest, widest)
         for dtype in ("float64",) if accum == "float64" else ("float16", "bfloat16", "float32"):
             for flags in _ONLY_WITH.get(entry, table_flags(_OF_CALLS)):
-                yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit), dtype
+                for in_slices in (False, True) if widest == WIDEST else (False,):
+                    yield config_of(entry, dtype, None, head_dim, head_dim_v, flags, smem_limit, in_slices), dtype

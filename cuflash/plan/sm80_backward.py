@@ -15,7 +15,7 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward, sm80_wide
-from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, are_products, flags_of, unknown
+from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, are_products, flags_of, not_taken
 from cuflash.plan.sm80_forward import (
     ANY,
     BLACKWELL,
@@ -167,7 +167,7 @@ OF_BIAS = (
     *(Sm80Row(d, d, _BIAS_TILES, _HALF_OF_KEYS) for d in (64, 128, 192)),
     Sm80Row(256, 256, tuple(replace(tile, stages=2) for tile in _BIAS_TILES), _HALF_OF_KEYS),
 )
-# Queries that a tile of keys meets: up to so many, thread blocks that share a multiprocessor are faster.
+# Thread blocks that share a multiprocessor are faster where a tile of keys meets at most so many queries.
 _SHORT = 1024
 _ROW_WARPS = 4  # most warps of a thread block of the kernel before the gradients
 # GPUs from this capability on add to global memory by vectors of four floats, or in bulk out of shared memory.
@@ -270,7 +270,7 @@ def backward(
     problem: AttentionProblem, aligned: bool, capability: Capability, limit: int
 ) -> tuple[Sm80BackwardConfig, ...]:
     """The kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option, or no tile fits."""
-    if problem.dtype not in dtypes(capability) or unknown(HANDLES, problem):
+    if problem.dtype not in dtypes(capability) or not_taken(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
@@ -316,7 +316,7 @@ def reason(problem: AttentionProblem) -> str:
     for name in ("sm_80", "sm_86"):
         chosen = backward(problem, True, capability_of(name), smem_limit(name))
         if not chosen:
-            own_options = unknown(HANDLES, problem)
+            own_options = not_taken(HANDLES, problem)
             lacking = f"with {own_options}" if own_options else f"for {problem.dtype} of this size"
             return f"portable kernels: mma.sync has none {lacking}"
         tiles.append(f"{chosen[0].tile} on {name}")

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, WARP, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
     FLAGS,
     KNOWN_TO_ALL,
     KernelConfig,
@@ -21,7 +22,8 @@ from cuflash.plan.config import (
     common,
     flags_of,
     has_plain_scale,
-    unknown,
+    not_taken,
+    of_half,
     without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
@@ -29,9 +31,9 @@ from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
-# Bytes of shared memory that are no tile's: which keys are seen, and the padding before them.
+# So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
 SMEM_BESIDE_TILES = 256
-# Bytes of shared memory that the driver takes for each thread block.
+# The driver takes so many bytes of shared memory for each thread block.
 _RESERVED_SMEM = 1024
 
 
@@ -80,7 +82,7 @@ class Sm80Row(Generic[T]):
 
 
 def meets_whole_blocks(size: int, block: int) -> bool:
-    """Tiles of `size` queries or keys lie within one block of a mask: else most would be half hidden."""
+    """Return True if tiles of `size` queries or keys lie within one block of a mask, as most are half hidden if not."""
     return size <= _FINE or block % size == 0
 
 
@@ -189,7 +191,7 @@ def _forward_smem(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
 
 
 def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
-    """A multiprocessor holds `min_blocks` thread blocks together, of which one alone may use `limit` bytes."""
+    """Return True if a multiprocessor holds `min_blocks` thread blocks, of which one alone may use `limit` bytes."""
     return min_blocks * (smem_bytes + _RESERVED_SMEM) <= limit + _RESERVED_SMEM
 
 
@@ -238,7 +240,7 @@ def forward_config(
     need of a tile.
     """
     tiles = row.tiles_for(flags, plain_scores and aligned)
-    # A step takes several listed tiles only where they are neighbours, that is, where one block has them all.
+    # A step takes several listed tiles only where they are neighbours, which means that one block has them all.
     keys_of_block = 0 if "has_window" in flags else block_size[1]
     tiles = tuple(
         t
@@ -282,7 +284,7 @@ def forward(
     in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
     `forward_config`'s entry and smem_bytes.
     """
-    if problem.dtype not in dtypes(capability) or unknown(handled or HANDLES, problem):
+    if problem.dtype not in dtypes(capability) or not_taken(handled or HANDLES, problem):
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
@@ -294,13 +296,17 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the forward kernels that a problem takes on GPUs other than Hopper."""
     if problem.dtype not in dtypes((8, 0)):
         return f"portable kernel: mma.sync has none for {problem.dtype} of this size"
-    if unknown(HANDLES, problem):
-        return f"portable kernel: mma.sync has none with {unknown(HANDLES, problem)}"
+    whole = problem
+    if not_taken(HANDLES, whole):
+        problem = of_half(whole)
+    if not_taken(HANDLES, problem):
+        return f"portable kernel: mma.sync has none with {not_taken(HANDLES, whole)}"
     older = (
         "" if problem.dtype in dtypes((7, 5)) else f"; portable kernel on sm_75, which multiplies no {problem.dtype}"
     )
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_86")}
-    return f"mma.sync, tiles of {', '.join(f'{c.tile} on {name}' for name, c in tiles.items() if c is not None)}{older}"
+    in_words = ", ".join(f"{c.tile} on {name}" for name, c in tiles.items() if c is not None)
+    return f"mma.sync, tiles of {in_words}{'' if problem is whole else BY_HALVES}{older}"
 
 
 BLOCK_FLAGS = ("has_block_mask",), ("has_window", "has_block_mask")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward
-from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, unknown
+from cuflash.plan.config import CPP_TYPES, flags_of, has_plain_scale, not_taken
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig, Sm80Row, Sm80Tile, forward_config
 from cuflash.problem.attention_problem import HALF_DTYPES, AttentionProblem
 from cuflash.problem.fp8 import FP8
@@ -36,7 +36,7 @@ _SMEM_BESIDE_TILES = 512
 FORWARD = tuple(
     Sm80Row(d, d_v, tuple(replace(t, stages=2) for t in tiles), tuple(replace(t, stages=2) for t in with_options))
     for d, d_v, tiles, with_options in (
-        (64, 64, (Sm80Tile(128, 64, 4, min_blocks=2), Sm80Tile(128, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
+        (64, 64, (Sm80Tile(64, 64, 4, min_blocks=2), Sm80Tile(64, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
         (96, 96, (Sm80Tile(64, 64, 4, min_blocks=2), Sm80Tile(64, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
         (128, 128, (Sm80Tile(64, 64, 4, min_blocks=2), Sm80Tile(64, 64, 4)), (Sm80Tile(64, 32, 4, min_blocks=2),)),
         (192, 128, (Sm80Tile(64, 64, 4), Sm80Tile(64, 32, 4)), (Sm80Tile(64, 32, 4),)),
@@ -95,11 +95,9 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
     in bytes.
     """
-    if not problem.has_fp8_keys or capability < _OLDEST or unknown(HANDLES, problem):
+    if not problem.has_fp8_keys or capability < _OLDEST or not_taken(HANDLES, problem):
         return None
-    row = next((r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v), None)
-    if row is None:
-        return None
+    row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     plain = has_plain_scale(problem)
     config = fp8_config(*given, plain, aligned, problem.block_size, problem.result_dtype)
@@ -108,8 +106,8 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
 
 def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the forward kernels that a problem on e4m3 keys takes."""
-    if unknown(HANDLES, problem):
-        return f"converted to float32: mma.sync on e4m3 has none with {unknown(HANDLES, problem)}"
+    if not_taken(HANDLES, problem):
+        return f"converted to float32: mma.sync on e4m3 has none with {not_taken(HANDLES, problem)}"
     tiles = {name: forward(problem, True, capability_of(name), smem_limit(name)) for name in ("sm_80", "sm_89")}
     named = ", ".join(
         f"{c.tile} on {name}{' by products of codes' if c.multiplies_codes else ''}"

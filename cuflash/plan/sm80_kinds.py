@@ -1,4 +1,4 @@
-"""The kinds of products on wide elements: float64, float32 as float16 parts, and tf32; and on which GPUs they pay.
+"""The kinds of products on wide elements (float64, float32 as float16 parts, tf32), and the GPUs on which they pay.
 
 `sm80_wide_tiles` has their tiles and `sm80_wide` their kernels' configurations.
 """
@@ -14,7 +14,7 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 # float16 parts of an element of v and dout, by kind of products; float64 has whole elements.
 PARTS_OF = {"float32": PARTS[None], "tf32": PARTS["tf32"], "float64": 0}
-# Words for users on how each kind multiplies, and with which error.
+# These words tell users how each kind multiplies, and with which error.
 PRODUCTS = {
     "float32": "float16 parts, float32's error",
     "tf32": "one product of float16 each, TF32's error",
@@ -23,8 +23,8 @@ PRODUCTS = {
 _AMPERE = (8, 0)
 # The GPUs whose products of float64 are faster than their multiply-adds.
 FLOAT64 = (8, 0), (9, 0)
-# Words in names of cards that add products of float16 in float32 at half the rate; nothing else tells them apart. Exact
-# float32 takes 4.5 products for a multiply-add, which pays there only in gradients up to head dim 64.
+# These words in a card's name tell that it adds products of float16 in float32 at half the rate, which nothing else
+# tells. Exact float32 takes 4.5 products for a multiply-add, which pays there only in gradients up to head dim 64.
 HALF_RATE = "GeForce", "A10G", "L20", "L40", "GB10"
 
 
@@ -34,13 +34,13 @@ def kind_of(problem: AttentionProblem) -> str:
 
 
 def pays(problem: AttentionProblem, name: str, gradients: bool) -> bool:
-    """Tensor cores are faster for a problem than multiply-adds on a card of this name."""
+    """Return True if tensor cores are faster for a problem than multiply-adds on a card of this name."""
     is_small = gradients and max(problem.head_dim, problem.head_dim_v) <= 64
     return is_small or kind_of(problem) != "float32" or set(HALF_RATE).isdisjoint(re.findall(r"\w+", name))
 
 
 def multiplies(kind: str, capability: Capability) -> bool:
-    """Products of this kind are faster than multiply-adds."""
+    """Return True if products of this kind are faster than multiply-adds."""
     return capability in FLOAT64 if kind == "float64" else kind in PARTS_OF and capability >= _AMPERE
 
 
@@ -61,5 +61,5 @@ def element_bytes(kind: str) -> tuple[int, int]:
 
 
 def has_few_registers(kind: str, capability: Capability) -> bool:
-    """Kernels for this kind have smaller tiles on a GPU whose compiler takes more registers."""
+    """Return True if kernels for this kind have smaller tiles on a GPU, whose compiler takes more registers."""
     return kind == "float32" and capability >= BLACKWELL

@@ -12,13 +12,15 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
     KNOWN_TO_ALL,
     are_products,
     common,
     flags_of,
     has_plain_scale,
+    not_taken,
+    of_half,
     table_flags,
-    unknown,
     without_window,
 )
 from cuflash.plan.entries import key_results
@@ -44,12 +46,12 @@ from cuflash.plan.sm80_kinds import (
     pays,
 )
 from cuflash.plan.sm80_wide_tiles import BIAS, WideGradientRow, backward_rows_of, forward_rows_of
-from cuflash.plan.split import BY_HALVES, KEY_PARTS, of_half
+from cuflash.plan.split import KEY_PARTS
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
 _FACTORS = 4  # floats a key takes in the forward kernel: its factor and its value's, in two buffers each
-# Bytes that a row of a gradient's tile takes besides its elements: lse and delta in float64, or both and two factors
+# A row of a gradient's tile takes so many bytes besides its elements: lse and delta in float64, or both and two factors
 # in float32.
 _NUMBERS_BYTES = 16
 
@@ -156,7 +158,8 @@ def gradient_configs(
     tile = row.tile if is_plain else row.with_options
     if tile is None:
         return ()
-    # Kernels of the widest head dims spilled 8 bytes with these flags.
+    # Kernels of the widest head dims have no register left with these flags, so they unroll less, or have
+    # smaller tiles.
     is_tight = row.head_dim > 192 and set(flags) == {"has_window", "has_block_mask"}
     if has_few_registers(kind, capability) and not is_plain and (tile.key_warps == 1 or is_tight):
         tile = replace(tile, block_n=16)
@@ -164,7 +167,7 @@ def gradient_configs(
     takes_wider = not parts and capability >= (9, 0)
     # A warp that has half of a result's columns holds many sums, so its loop is not unrolled.
     unroll = 1 if takes_wider and tile.key_warps == 2 else _unroll(kind) - (is_tight and not parts)
-    sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns spilled 8 bytes with two stages
+    sum_columns = 64 if parts > 1 and tile.stages > 1 else 32  # 32 columns take more registers than two stages leave
     configs = []
     size, size_v = element_bytes(kind)
     for name in ("dq", *row.key_kernels):
@@ -234,7 +237,7 @@ def _made(make: Any, rows: Any, problem: AttentionProblem, *place: Any, **given:
     `place` is (aligned, capability, limit) as in `sm80_forward.forward`.
     """
     aligned, capability, limit = place
-    if unknown(HANDLES, problem):
+    if not_taken(HANDLES, problem):
         return None
     kind = kind_of(problem)
     for row in rows(kind, limit) if multiplies(kind, capability) else ():

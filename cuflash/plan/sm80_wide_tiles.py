@@ -11,7 +11,8 @@ from cuflash.plan.config import FLAGS
 from cuflash.plan.sm80_forward import BLACKWELL, Sm80Row, Sm80Tile
 
 _64X48 = Sm80Tile(64, 48, 4, below=BLACKWELL)
-# Exact float32 takes these tiles with several options, and with one: on Blackwell all together spill with 32 keys.
+# Exact float32 takes `_SEVERAL` with several options and `_ONE` with one. On Blackwell several options leave too few
+# registers for 32 keys.
 _SEVERAL = Sm80Tile(64, 32, 4, below=BLACKWELL), Sm80Tile(64, 16, 4)
 _ONE = (Sm80Tile(64, 32, 4, only=FLAGS),)
 # Keys are kinds of products. The first row is taken whose head dims are no smaller than the problem's.
@@ -53,7 +54,7 @@ class WideGradientRow:
 _TOGETHER, _APART = ("dkv",), ("dk", "dv")  # two kernels run where dk and dv together do not fit the registers
 _SHARED = Sm80Tile(64, 32, 8, key_warps=2)  # `gradient_configs` takes fewer rows where these do not fit
 _PAIRS = Sm80Tile(32, 32, 4, min_blocks=2, key_warps=2)
-# Tiles of float64 whose rows four and two warps share.
+# Four and two warps share the rows of these tiles of float64.
 _SHARED_BY_FOUR, _SHARED_BY_TWO = Sm80Tile(32, 32, 8, key_warps=4), Sm80Tile(64, 16, 8, key_warps=2)
 BACKWARD = {
     "float32": (

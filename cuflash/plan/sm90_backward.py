@@ -28,7 +28,7 @@ from cuflash.plan.config import (
     are_products,
     common,
     flags_of,
-    unknown,
+    not_taken,
     without_window,
 )
 from cuflash.plan.sm90_backward_tiles import (
@@ -56,13 +56,14 @@ ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 _REGISTERS = {NARROW: (24, 240, 0), WIDE: (48, 200, 64)}
 _REGISTERS_WITH_OPTIONS, _REGISTERS_OF_PAIR = (96, 176, 64), (64, 192, 64)
 _REGISTERS_OF_WIDEST = (32, 208, 64)  # the widest head dims with dropout or a mask and another option
-# The widest head dims with a bias and another option, and with softcap and dropout.
+# The widest head dims have these with a bias and another option, and with softcap and dropout.
 _REGISTERS_OF_BIAS, _REGISTERS_OF_CAPPED = (32, 216, 64), (24, 216, 64)
-# The loading warp reads arrays to find hidden keys: with several options, and with all three arrays in NARROW.
+# The loading warp reads arrays to find hidden keys, and has more registers with several options, and with all three
+# arrays in NARROW.
 _REGISTERS_OF_SEVERAL, _REGISTERS_OF_ARRAYS = {NARROW: (40, 232, 0), WIDE: (64, 208, 64)}, (48, 224, 0)
 _GROUP_OF_DRAWS = 16  # queries whose random bits are drawn at once
-# Sums of a tile's dq where additions have an order, so that an addition waits for the last but one. With a diagonal few
-# wait, and one sum is enough.
+# A tile's dq has so many sums where additions have an order, so that an addition waits for the last but one. With a
+# diagonal few wait, and one sum is enough.
 _DQ_SUMS = 2
 
 _ROW_WARPGROUPS = 7  # computing warpgroups of ROWS and DQ
@@ -227,12 +228,12 @@ def _early_draws(row: Sm90BackwardRow, flags: tuple[str, ...]) -> int:
 
 
 def obstacle(problem: AttentionProblem) -> str:
-    """Why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
+    """Say why a problem's backward pass cannot take the Hopper kernel; empty if it can."""
     if sm90_forward.inputs_obstacle(problem):
         return sm90_forward.inputs_obstacle(problem)
-    if unknown(HANDLES, problem):
-        return f"no kernel with {unknown(HANDLES, problem)}"
-    # Scores below that bound have weights of 1 +- 2^-22, from which the gradient of tanh cannot be found again.
+    if not_taken(HANDLES, problem):
+        return f"no kernel with {not_taken(HANDLES, problem)}"
+    # Scores that a bound below this one caps have weights of 1 +- 2^-22, which do not tell the gradient of tanh.
     if 0 < problem.softcap < sm90_forward.SMALLEST_BOUND:
         return f"softcap is below {sm90_forward.SMALLEST_BOUND}"
     if problem.head_dim * HALF_BYTES % ALIGNMENT or problem.head_dim_v * HALF_BYTES % ALIGNMENT:
@@ -283,7 +284,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _is_whole(problem: AttentionProblem) -> bool:
-    """The gradient of a bias has one element for each score, and its rows are vectors of 16 bytes."""
+    """Return True if the gradient of a bias has one element for each score, and its rows are vectors of 16 bytes."""
     scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     vectors = problem.seqlen_k * HALF_BYTES % ALIGNMENT == 0
     return problem.bias == scores and problem.bias_dtype == problem.dtype and vectors
@@ -355,5 +356,5 @@ def last_heads(problem: AttentionProblem, config: Sm90BackwardConfig) -> int:
     """The number of last KV heads whose tiles of keys are mixed, the longest first, while dq of others is written."""
     if not config.ping_pong or config.deterministic:
         return num_grouped_heads(problem)
-    # Tiles have one length in a narrow window, so that one head suffices.
+    # All tiles have one length in a narrow window, so that one head suffices.
     return 1 if 4 * queries_seen(problem) <= problem.seqlen_q else max(num_grouped_heads(problem), 8)

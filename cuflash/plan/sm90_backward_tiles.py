@@ -1,4 +1,4 @@
-"""Tiles of Hopper's backward kernels on 16 bits, and which row of them a problem's options leave registers for."""
+"""Tiles of Hopper's backward kernels on 16 bits, and the choice of a row by the registers that options leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cuflash.plan.config import flags_of, without_window
 from cuflash.problem.attention_problem import AttentionProblem
 
-# Computing warpgroups of NARROW have 64 keys each. Those of WIDE, which is for wide heads, share 64 keys, and
-# compute dv, dk and dq of them.
+# Computing warpgroups of NARROW have 64 keys each. The warpgroups of WIDE, which is for wide heads, share 64 keys, of
+# which they compute dv, dk and dq.
 NARROW, WIDE = "backward_sm90", "backward_sm90_wide"
 _SHORT = 4096  # most queries that see a key where they are few
 
@@ -28,7 +28,7 @@ class Sm90BackwardRow:
     key_stages: int = 1  # buffers of keys; values have one
 
     def holds(self, problem: AttentionProblem) -> bool:
-        """The row is wide enough for a problem."""
+        """Return True if the row is wide enough for a problem."""
         return problem.head_dim <= self.head_dim and problem.head_dim_v <= self.head_dim_v
 
 
@@ -42,26 +42,26 @@ BACKWARD = (
     Sm90BackwardRow(WIDE, 256, 256, 64, 64, 2, 2, 2),
 )
 
-# Rows with softcap, a bias that TMA loads, or a mask that is read in vectors. The mask needs too many registers where
-# additions to dq have an order.
+# These rows are for softcap, a bias that TMA loads, or a mask that is read in vectors. The mask needs too many
+# registers where additions to dq have an order.
 _FEW_QUERIES = Sm90BackwardRow(NARROW, 64, 64, 64, 128, 2, 2, 2)
 WITH_ONE_OPTION = (_FEW_QUERIES, *BACKWARD[1:])
-# Rows with options that take registers.
+# These rows are for options that take registers.
 WITH_OPTIONS = (_FEW_QUERIES, Sm90BackwardRow(WIDE, 128, 128, 64, 64, 2, 2, 2), *BACKWARD[3:])
 WITH_BIAS_TILES = (*WITH_ONE_OPTION[:-1], WITH_OPTIONS[1])  # rows with room for tiles of a bias
-# Rows for keys that few queries see. There is a third tile of queries, as those that a block mask picks come from
-# farther away, and steps that are half hidden are skipped.
+# These rows are for keys that few queries see. There is a third tile of queries, because the queries that a block mask
+# picks come from farther away and half-hidden steps are skipped.
 FOR_SHORT_RANGES = (*BACKWARD[:2], Sm90BackwardRow(NARROW, 128, 128, 64, 128, 3, 3, 2), *BACKWARD[3:])
 ARRAYS = {"has_bias", "has_mask", "has_block_mask"}
 
 
 def options_of(problem: AttentionProblem) -> set[str]:
-    """The flags of a problem but the window's."""
+    """Return the flags of a problem but the window's."""
     return without_window(flags_of(problem))
 
 
 def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardRow | None:
-    """The row whose registers suffice for a problem's options, or None."""
+    """Choose the row whose registers suffice for a problem's options, or None."""
     options = options_of(problem)
     rows: tuple[Sm90BackwardRow, ...] = WITH_OPTIONS
     # Registers hold no random bits where the additions to dq have an order.
@@ -78,7 +78,7 @@ def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
         or (options == {"has_mask"} and mask_vectors and not problem.deterministic)
     ):
         rows = WITH_ONE_OPTION
-    # Registers are too few for the options that remain.
+    # There are too few registers for the options that remain.
     if "has_bias" in options:
         capped = "has_softcap" in options and options & {"has_mask", "has_dropout"}
         dropped = "has_dropout" in options and options & {"has_mask", "has_alibi"}
@@ -91,11 +91,11 @@ def row_for(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: b
 
 
 def _has_short_ranges(problem: AttentionProblem) -> bool:
-    """A key is seen by so few queries, in a window, that steps at its ends count."""
+    """Return True if so few queries see a key, in a window, that steps at its ends count."""
     return "has_window" in flags_of(problem) and queries_seen(problem) <= _SHORT
 
 
 def queries_seen(problem: AttentionProblem) -> int:
-    """Queries that see one key."""
+    """Return the number of queries that see one key."""
     left, right = problem.window_left, problem.window_right
     return problem.seqlen_q if left is None or right is None else min(left + right + 1, problem.seqlen_q)

@@ -27,6 +27,7 @@ from cuflash.plan.config import (
     common,
     flags_of,
     has_plain_scale,
+    not_taken,
     unknown,
     without_window,
 )
@@ -35,22 +36,22 @@ from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = KNOWN_TO_ALL  # the flags that the kernel knows
-# The options that treat all heads alike. With others the query heads of a group cannot be rows of one tile.
+# These options treat all heads alike. With others the query heads of a group cannot be rows of one tile.
 _SAME_FOR_HEADS = ("has_window", "has_softcap")
 # Registers of a thread that loads and of one that computes, by the number of computing warpgroups; 64 K in all. With a
 # block mask, and with a mask or a bias alone, the loading warpgroup needs more.
 REGISTERS = {1: (80, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MORE_TO_LOAD = {1: (80, 248), 2: (56, 224), 3: (56, 152), 4: (32, 112)}
-OTHER_GPUS = "as on other GPUs"  # words for users where other kernels run
+OTHER_GPUS = "as on other GPUs"  # users read this where other kernels run
 # A thread computes powers in groups of four, two in each of its rows.
 _POWERS_AT_ONCE = 4
-# Bytes of shared memory that are no tile's: barriers, the tiles under way, and which keys are seen.
+# So many bytes of shared memory are no tile's: barriers, the numbers of tiles under way, and which keys are seen.
 SMEM_BESIDE_TILES = 1024
 LONG_QUERIES = 4096  # from so many queries on, pairs of thread blocks pay and causal tiles have to even out
 DTYPES = ("float16", "bfloat16")
 _ELEMENT_BYTES_OF = {"float16": HALF_BYTES, "bfloat16": HALF_BYTES, "float32": FLOAT_BYTES}
-# Bounds of scores by softcap with which no maximum is needed: sums of 2^40 powers times values of 2^15 stay finite, as
-# does the cubic term's factor, and none is denormal.
+# A softcap between these bounds needs no maximum of scores: sums of 2^40 powers times values of 2^15 stay finite, as
+# does the cubic term's factor, and no power is denormal.
 _LARGEST_BOUND, SMALLEST_BOUND = 50, 2**-10
 _BOUNDED_DTYPES = ("bfloat16",)  # weights without a maximum need exponents like float32's
 MANY_KEYS = 2048  # from so many keys on, maxima seldom grow and larger tiles pay
@@ -192,7 +193,7 @@ def config_of(
     smem_bytes += mask_stages * mask_bytes
     bias_stages = 2 if bias_bytes and smem_bytes + 2 * bias_bytes <= most_bytes else 1
     smem_bytes += bias_stages * bias_bytes
-    # Where there is room, results leave through shared memory, and the next tile's queries are loaded early.
+    # Results leave through shared memory where there is room, and the next tile's queries are loaded early.
     staging_bytes = tile.block_m * SWIZZLE_BYTES
     staging_panels = int(smem_bytes + staging_bytes <= most_bytes)
     smem_bytes += staging_panels * staging_bytes
@@ -228,7 +229,7 @@ def config_of(
 def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig | None:
     """The kernel that writes float32 results, as the only split of the keys; None where there is none.
 
-    Its epilogue holds addresses, which beside a softcap's numbers do not fit the registers of the largest tiles.
+    Its epilogue holds addresses, for which a softcap's numbers leave the largest tiles too few registers.
     """
     if config.teams > 1:
         return None
@@ -244,7 +245,7 @@ def _mask_row_bytes(block_n: int) -> int:
 
 
 def inputs_obstacle(problem: AttentionProblem) -> str:
-    """Why a problem's inputs cannot take the Hopper kernels of either pass; empty if they can."""
+    """Say why a problem's inputs cannot take the Hopper kernels of either pass; empty if they can."""
     if problem.dtype not in DTYPES:
         return f"wgmma takes 16-bit inputs, not {problem.dtype}"
     if problem.is_empty:
@@ -253,21 +254,21 @@ def inputs_obstacle(problem: AttentionProblem) -> str:
 
 
 def obstacle(problem: AttentionProblem) -> str:
-    """Why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
-    option = f"no kernel with {unknown(HANDLES, problem)}" if unknown(HANDLES, problem) else ""
+    """Say why a problem's forward pass cannot take the Hopper kernel; empty if it can."""
+    option = f"no kernel with {not_taken(HANDLES, problem)}" if not_taken(HANDLES, problem) else ""
     return inputs_obstacle(problem) or option
 
 
 def expressible(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """A tensor map can describe an array whose last axis is contiguous; `strides` are in bytes."""
+    """Return True if a tensor map can describe an array whose last axis is contiguous; `strides` are in bytes."""
     axes = zip(strides[:-1], shape[:-1], strict=True)
     return all(size == 1 or (stride > 0 and stride % ALIGNMENT == 0) for stride, size in axes)
 
 
 def heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
-    """The problem whose queries are the query heads of a KV head, where each head has one query.
+    """Return the problem whose queries are the query heads of a KV head, where each head has one query.
 
-    These heads then are rows of one tile. It is the same problem where anything but q tells heads apart.
+    These heads are then rows of one tile. The result is the given problem where anything but q tells heads apart.
     """
     options = unknown(_SAME_FOR_HEADS, problem), problem.window_left is not None, problem.sink, problem.q_lengths
     plain = not any(options)
@@ -296,7 +297,7 @@ def forward(
 
 
 def has_vectors(layout: Layout | None, itemsize: int) -> bool:
-    """Rows of a bias or mask begin at multiples of 16 bytes; axes may be broadcast, `itemsize` is in bytes."""
+    """Return True if rows of a bias or mask begin at multiples of 16 bytes; axes may be broadcast."""
     if layout is None:
         return False
     strides, shape = layout
@@ -312,7 +313,7 @@ def _has_many_keys(problem: AttentionProblem) -> bool:
 
 
 def has_few_queries(problem: AttentionProblem) -> bool:
-    """One tile has the queries of a head, so that keys are read once."""
+    """Return True if one tile has the queries of a head, so that keys are read once."""
     return problem.seqlen_q <= _FEW_QUERIES
 
 

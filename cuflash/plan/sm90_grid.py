@@ -1,4 +1,4 @@
-"""Which kernel of Hopper's forward pass on 16 bits fills a GPU best: tiles, splits of the keys, the order of heads.
+"""The kernel of Hopper's forward pass on 16 bits that fills a GPU best, by tiles, splits of keys and order of heads.
 
 `sm90_forward` finds the configuration for a grid that fills the GPU. For smaller grids this module compares it with
 other tiles, and with splits of the keys, by the times that `sm90_times` predicts.
@@ -25,9 +25,9 @@ from cuflash.problem.attention_problem import AttentionProblem
 
 _SHORT_QUERIES = 512  # up to so many queries, the heads that go together fill only half of `L2_BYTES`
 _EVEN_TILES = 4 * 132  # causal tiles that even out: four for each of an H100's multiprocessors
-# Keys of a split where one tile holds all queries: shorter splits gain less than their merging costs.
+# A split has at least so many keys where one tile holds all queries; shorter ones gain less than their merging costs.
 _SHORTEST_SPLIT = 128
-# Tiles that a multiprocessor computes one after the other. With more, the tile that fills the GPU best is the fastest.
+# A multiprocessor computes so many tiles one after the other; with more, the tile that fills the GPU best is fastest.
 _MOST_WAVES = 7
 
 
@@ -47,7 +47,7 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
     if problem.packed or problem.block_mask:
         return Launches(config, 1)
     if problem.num_splits is not None:
-        # More splits than tiles of keys would have none to compute.
+        # A split needs a tile of keys to compute, so that there are no more splits than tiles.
         num_splits = max(min(problem.num_splits, -(-problem.seqlen_k // config.block_n)), 1)
         return Launches(_with_exact_maxima(problem, config, num_splits, config.follows_every_maximum), num_splits)
     seen = heads_as_rows(problem)
@@ -65,7 +65,7 @@ def for_grid(problem: AttentionProblem, config: Sm90ForwardConfig, num_sms: int)
 
 
 def _candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm90ForwardConfig]:
-    """A problem's own configuration, and behind it those of other tiles where it has no option but a window."""
+    """Return a problem's own configuration and, where it has no option but a window, those of other tiles."""
     flags = flags_of(problem)
     if without_window(flags) or not config.plain_scores:
         return [config]
@@ -78,9 +78,9 @@ def _candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> list[Sm
 def _with_exact_maxima(
     problem: AttentionProblem, config: Sm90ForwardConfig, num_splits: int, always: bool
 ) -> Sm90ForwardConfig:
-    """The configuration with exact maxima where a split has few keys, as weights are large there; else the same one.
+    """Return the configuration with exact maxima where a split has few keys, as weights are large there.
 
-    It changes only where the kernel for few keys has exact maxima, or for `always`.
+    It is the given one unless the kernel for few keys has exact maxima, or with `always`.
     """
     few = problem.seqlen_k < sm90_forward.MANY_KEYS * num_splits and row_of(problem).full.exact
     plain = config.plain_scores and not without_window(flags_of(problem))
@@ -109,5 +109,5 @@ def num_grouped_heads(problem: AttentionProblem, block_m: int = 128) -> int:
 
 
 def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
-    """A warp merges the splits of a row; else a thread block does, which reads many of them at once."""
+    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not."""
     return num_splits <= WARP and not has_few_queries(heads_as_rows(problem))

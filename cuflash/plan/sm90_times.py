@@ -1,4 +1,4 @@
-"""A prediction of how long Hopper's forward kernels on 16 bits take; `sm90_grid` chooses by it for small grids."""
+"""Predicted times of Hopper's forward kernels on 16 bits, by which `sm90_grid` chooses for small grids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from cuflash.problem.attention_problem import AttentionProblem
 
-# Numbers of splits of the keys that are tried: merging more splits takes as long as they save.
+# These numbers of splits of the keys are tried; merging more splits takes as long as they save.
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MOST_BLOCKS = 2  # most splits of tiles that a multiprocessor is given
 
@@ -28,9 +28,9 @@ class Merge(NamedTuple):
     megabyte: float  # a megabyte of partial results
 
 
-# Fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale (batch 1 and 2, 1 to 32 heads, 512
-# to 16k queries and keys, full and causal), on an H200: half of them are within 4%, nine of ten within 12%.
-# Keys are head dim, block_m and block_n.
+# These times are fitted to 2,000 times of 195 problems in CUDA graphs, drawn at random in log scale (batch 1 and 2, 1
+# to 32 heads, 512 to 16k queries and keys, full and causal), on an H200: half of them are within 4%, nine of ten within
+# 12%. Keys are head dim, block_m and block_n.
 _MEASURED = {
     (64, 256, 64): Times(2.4, 1.044, 2.5),
     (64, 192, 128): Times(2.4, 1.472, 3.0),
@@ -41,7 +41,7 @@ _MEASURED = {
     (128, 64, 64): Times(1.6, 0.631, 3.3),
 }
 _MERGE = Merge(4.2, 0.68)
-# Operations per microsecond and multiprocessor, from which the steps of tiles that were not measured are predicted.
+# The steps of tiles that were not measured are predicted from these operations per microsecond and multiprocessor.
 _FLOPS = 5.0e6
 _OTHER = Times(1.5, 0.0, 4.0)  # times of a tile that was not measured; `_times` fills in its step
 
@@ -62,7 +62,7 @@ def _known(kernel: _Kernel) -> Times | None:
 
 
 def is_timed(kernel: _Kernel) -> bool:
-    """Times of the kernel's tile were measured; else they are predicted from its products."""
+    """Return True if times of the kernel's tile were measured; they are predicted from its products if not."""
     return _known(kernel) is not None
 
 
@@ -73,7 +73,7 @@ def _times(kernel: _Kernel) -> Times:
 
 
 def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
-    """Numbers of tiles of keys that each tile of queries of one head sees."""
+    """Return the numbers of tiles of keys that each tile of queries of one head sees."""
     first = np.arange(0, problem.seqlen_q, block_m)
     last = np.minimum(first + block_m, problem.seqlen_q) - 1
     diagonal = problem.seqlen_k - problem.seqlen_q
@@ -86,14 +86,14 @@ def _steps(problem: AttentionProblem, block_m: int, block_n: int) -> np.ndarray:
 
 
 def splits_worth_trying(problem: AttentionProblem, block_m: int, block_n: int, num_sms: int) -> list[int]:
-    """Numbers of splits of the keys that leave each split two tiles of keys, and each multiprocessor few splits."""
+    """Return numbers of splits that leave each split two tiles of keys, and each multiprocessor few splits."""
     tiles = -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
     most_steps = -(-problem.seqlen_k // block_n)
     return [p for p in _SPLITS if p == 1 or (tiles * p <= _MOST_BLOCKS * num_sms and 2 * p <= most_steps)]
 
 
 def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, num_sms: int) -> float:
-    """Microseconds that a forward pass takes on the device, merging included and the host's work left out."""
+    """Predict the microseconds of a forward pass on the device, merging included and the host's work left out."""
     times = _times(kernel)
     heads = problem.num_heads_q * problem.batch
     steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // num_splits)

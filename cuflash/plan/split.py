@@ -21,19 +21,21 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    BY_HALVES,
+    COLUMNS,
     KNOWN_TO_ALL,
     are_products,
     common,
     flags_of,
     has_plain_scale,
-    unknown,
+    not_taken,
+    of_half,
     without_window,
 )
 from cuflash.plan.entries import key_results
 from cuflash.plan.sm90_forward import REGISTERS, SMEM_BESIDE_TILES, Sm90Config
 from cuflash.plan.split_tiles import (
     BACKWARD,
-    COLUMNS,
     DK,
     DKV,
     DQ,
@@ -48,18 +50,16 @@ from cuflash.plan.split_tiles import (
 from cuflash.problem.attention_problem import AttentionProblem
 
 HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
-# float16 parts of an element of weights, v and dout, by precision, and by these the parts of q and k. One part has the
-# 11 bits of TF32.
+# An element of weights, v and dout has so many float16 parts, by precision; an element of q and k has its own number,
+# by the former. One part has the 11 bits of TF32.
 PARTS = {None: 2, "tf32": 1}
 KEY_PARTS = {2: 3, 1: 1}
 
 
-# float32 vectors that come with a tile of columns: factors of keys and values, or those of q and dout, lse and delta.
+# A tile of columns comes with so many float32 vectors: factors of keys and values, or of q and dout, lse and delta.
 _VECTORS = {DQ: 2, DKV: 4, DK: 4, DV: 4}
 _FORWARD_REGISTERS = REGISTERS | {1: (80, 248)}
 _BLOCK_MASK_REGISTERS = (56, 224)
-# Words for users where a forward pass runs once for each half of v's columns.
-BY_HALVES = "; half of v's columns at a time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def gradient_configs(
 
 
 def _is_taken(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float32" and not problem.is_empty and not unknown(HANDLES, problem)
+    return problem.dtype == "float32" and not problem.is_empty and not not_taken(HANDLES, problem)
 
 
 @kept
@@ -217,11 +217,6 @@ def forward(problem: AttentionProblem) -> SplitForwardConfig | None:
     parts = PARTS[problem.precision]
     row = next(r for r in FORWARD[parts] if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     return forward_config(row, parts, problem.bias_dtype, flags_of(problem), has_plain_scale(problem))
-
-
-def of_half(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem with the first half of v's columns alone."""
-    return replace(problem, head_dim_v=math.ceil(problem.head_dim_v / 2 / COLUMNS) * COLUMNS)
 
 
 @kept

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 # Entries of the gradient kernels: each computes the results that its name ends with.
 DQ, DKV, DK, DV = "split_dq", "split_dkv", "split_dk", "split_dv"
-COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class SplitRow:
     with_options: SplitTile | None  # tile with any option but a bias and a mask
     with_array: SplitTile | None  # tile with a bias or a mask alone
     with_all: SplitTile | None  # tile with a bias or a mask and any other option but a window
-    # Tiles with a block mask and one or more options, where the keys above are no multiple of a word's bits.
+    # These tiles are for a block mask and more options, where the keys above are no multiple of a word's bits.
     with_blocks: SplitTile | None = None
     with_blocks_and_more: SplitTile | None = None
 

@@ -1,4 +1,4 @@
-"""What a call of `append_kv` asks for, without its data: its metadata, and every check and message."""
+"""The problem of a call of `append_kv`, known from its metadata, and every check and message of such a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cuflash.problem.attention_problem import DTYPES, Array, accum_of
 
-# uint8 arrays hold e4m3 codes, as those of ml_dtypes do.
+# Arrays of uint8 hold e4m3 codes, as those of ml_dtypes do.
 FP8_DTYPES = ("uint8", "float8_e4m3fn")
 
 
@@ -51,7 +51,7 @@ class AppendProblem:
 
 
 def make_append_problem(arrays: dict[str, Array], interleaved: bool) -> AppendProblem:
-    """The problem of adopted arrays by the names of `append_kv`'s arguments (those of `rotary` are cos and sin).
+    """Make the problem of adopted arrays by the names of `append_kv`'s arguments (those of `rotary` are cos and sin).
 
     Raises TypeError for a dtype and ValueError for a shape that does not fit.
     """
@@ -124,7 +124,7 @@ def _check_places(arrays: dict[str, Array], packed: bool) -> int:
 
 
 def _check_caches(arrays: dict[str, Array], batch: int, dtype: str) -> bool:
-    """Check both caches; True if they hold FP8."""
+    """Check both caches, and return True if they hold FP8."""
     k, v, k_cache, v_cache = (arrays[name] for name in ("k", "v", "k_cache", "v_cache"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype.name not in (dtype, *FP8_DTYPES):

@@ -34,7 +34,7 @@ def operand_name(number: int) -> str:
 
 
 class Place(NamedTuple):
-    """Where a part of a longer problem stands in it.
+    """The place of a part in the longer problem that it belongs to.
 
     Query i of the part is the whole's query ``first_q + i * stride``, key j its key ``first_k + j * stride``. ALiBi and
     dropout depend on these; windows of a part are already its own.
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     stride: int = 1
     first_head: int = 0  # the query head of the whole that is the part's first
     first_batch: int = 0
-    # The whole's query 0 is aligned to this key: seqlen_k - seqlen_q of the whole. Windows and ALiBi count from it,
+    # The whole's query 0 is aligned to this key: seqlen_k - seqlen_q of the whole. Windows and ALiBi count from it;
     # dropout counts from ``first_q`` alone.
     diagonal: int = 0
 
@@ -157,7 +157,7 @@ class AttentionProblem:
 
     @property
     def wide(self) -> AttentionProblem:
-        """The same problem where every array has the accumulation's dtype."""
+        """The problem with every array in the accumulation's dtype."""
         accum = self.accum_dtype
         bias_dtype = None if self.bias is None else accum
         return replace(self, dtype=accum, bias_dtype=bias_dtype, has_fp8_keys=False, out_dtype=None)

@@ -23,7 +23,7 @@ def _is_int(x: object) -> bool:
 
 
 def check_bool(name: str, x: object) -> bool:
-    """The value of a bool of Python or NumPy. Other things, even "no", would pass as true."""
+    """Return the value of a bool of Python or NumPy; TypeError for other things, of which even "no" is true."""
     if x is True or x is False:
         return x
     if not isinstance(x, np.bool_):
@@ -32,14 +32,14 @@ def check_bool(name: str, x: object) -> bool:
 
 
 def check_int(name: str, x: object) -> int:
-    """The value of an integer of Python or NumPy."""
+    """Return the value of an integer of Python or NumPy."""
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
         raise TypeError(f"{name}: expected an integer, got {_kind(x)}")
     return int(x)
 
 
 def check_number(name: str, x: object) -> float:
-    """A finite real number."""
+    """Return a finite real number as a float."""
     if not isinstance(x, numbers.Real) or isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a real number, got {_kind(x)}")
     try:
@@ -52,7 +52,7 @@ def check_number(name: str, x: object) -> float:
 
 
 def check_scale(scale: object, head_dim: int, accum: str) -> float:
-    """A number that is finite in dtype `accum`, by default ``1 / sqrt(head_dim)``."""
+    """Return a scale that is finite in dtype `accum`; the default is ``1 / sqrt(head_dim)``."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = check_number("softmax_scale", scale)
@@ -66,7 +66,7 @@ def check_scale(scale: object, head_dim: int, accum: str) -> float:
 
 
 def check_softcap(softcap: object, accum: str) -> float:
-    """The bound of the scores; 0.0 is off."""
+    """Return the bound of the scores; 0.0 is off."""
     value = 0.0 if softcap is None else check_number("softcap", softcap)
     if value < 0:
         raise ValueError(f"softcap: expected None or 0 (off) or a positive number, got {value}")
@@ -76,7 +76,7 @@ def check_softcap(softcap: object, accum: str) -> float:
 
 
 def check_window(causal: object, window: object) -> tuple[int | None, int | None]:
-    """(left, right) with `causal` folded in; None is unbounded."""
+    """Return (left, right) with `causal` folded in; None is unbounded."""
     causal = check_bool("causal", causal)
     if window is None:
         return None, 0 if causal else None
@@ -112,7 +112,7 @@ def check_cu_seqlens(cu_q: Array, cu_k: Array | None) -> int:
 
 
 def check_extra(name: str, x: Array | None, dtype: str, shapes: list[tuple[int, ...]], form: str) -> None:
-    """A sink, slopes or lengths, of one of `shapes`, which `form` tells in words."""
+    """Check that a sink, slopes or lengths have one of `shapes`, which `form` tells in words."""
     if x is None:
         return
     if x.dtype.name != dtype:
@@ -125,7 +125,7 @@ def check_extra(name: str, x: Array | None, dtype: str, shapes: list[tuple[int, 
 def check_scores_like(
     name: str, x: Array | None, score_shape: tuple[int | None, ...], dtypes: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """The 4-D shape of a bias or mask that broadcasts to the scores."""
+    """Check that a bias or mask broadcasts to the scores, and return its shape with four axes."""
     if x is None:
         return None
     if x.dtype.name not in dtypes:
@@ -147,7 +147,7 @@ def check_scores_like(
 
 
 def check_block_mask(block_mask: object, score_shape: tuple[int | None, ...]) -> None:
-    """A BlockMask whose batch and heads are the call's or 1."""
+    """Check that the batch and heads of a BlockMask are the call's or 1."""
     if block_mask is None:
         return
 
@@ -168,7 +168,7 @@ def check_block_mask(block_mask: object, score_shape: tuple[int | None, ...]) ->
 
 
 def check_dropout_p(p: object) -> float:
-    """A number in [0, 1)."""
+    """Return a probability, which lies in [0, 1)."""
     value = check_number("dropout_p", p)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p: expected 0 <= dropout_p < 1, got {value}")
@@ -176,13 +176,13 @@ def check_dropout_p(p: object) -> float:
 
 
 def check_deterministic(deterministic: object) -> None:
-    """A bool or None."""
+    """Check that it is a bool or None."""
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(f"deterministic: expected a bool or None, got {_kind(deterministic)}")
 
 
 def check_precision(precision: object) -> None:
-    """None or "tf32"."""
+    """Check that it is None or "tf32"."""
     if precision is not None and not isinstance(precision, str):
         raise TypeError(f'precision: expected None or "tf32", got {_kind(precision)}')
     if precision not in (None, "tf32"):
@@ -190,7 +190,7 @@ def check_precision(precision: object) -> None:
 
 
 def check_seed(seed: Any, dropout_p: float) -> None:
-    """Required where `dropout_p` > 0."""
+    """Check a seed, which dropout requires where its `dropout_p` is above 0."""
     form = "an int in [0, 2**64) or a uint64 array of one element"
     if seed is None:
         if dropout_p > 0:

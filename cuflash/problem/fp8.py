@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SCALES = ("q_scale", "k_scale", "v_scale")
 FP8 = e4m3.NAME  # the dtype of a problem whose queries are FP8
-# ml_dtypes' e4m3, and the bytes of one.
+# FP8 arrays have ml_dtypes' e4m3, or its bytes.
 _DTYPES = (e4m3.NAME, "uint8")
 _RESULTS = (*HALF_DTYPES, "float32")  # of FP8 and 16-bit queries
 
@@ -25,7 +25,7 @@ def is_fp8(x: Array) -> bool:
 
 
 def check_fp8_dtypes(q: Array, k: Array, v: Array) -> str:
-    """k and v are FP8, and q is so too or has 16 bits; returns q's dtype."""
+    """Check that k and v are FP8 and q is FP8 or of 16 bits, and return q's dtype."""
     for name, x, other, its in (("k", k, "v", v), ("v", v, "k", k)):
         if is_fp8(its) and not is_fp8(x):
             raise TypeError(f"{name}: expected uint8 or {e4m3.NAME}, as {other} is FP8, got {x.dtype.name}")
@@ -41,7 +41,7 @@ def check_fp8_dtypes(q: Array, k: Array, v: Array) -> str:
 
 
 def check_scales(arrays: dict[str, Array], options: Options) -> None:
-    """Scales belong to FP8 arrays, are float32 and broadcast to all but the last axis of theirs."""
+    """Check that scales belong to FP8 arrays, are float32 and broadcast to all axes of theirs but the last."""
     for name in SCALES:
         scale = getattr(options, name)
         if scale is None:
@@ -63,7 +63,7 @@ def check_scales(arrays: dict[str, Array], options: Options) -> None:
 
 
 def check_out_dtype(out_dtype: Any, dtype: str) -> str:
-    """The result's dtype for queries of a dtype."""
+    """Return the result's dtype for queries of a dtype."""
     if out_dtype is None:
         return "bfloat16" if dtype == e4m3.NAME else dtype
     allowed = _RESULTS if dtype in (e4m3.NAME, *HALF_DTYPES) else (dtype,)
@@ -84,7 +84,7 @@ def spread_scales(operands: dict[str, Array]) -> None:
 
 
 def refuse_gradients(*arrays: Array) -> None:
-    """NotImplementedError where one is FP8."""
+    """Raise NotImplementedError where an array is FP8."""
     for x in arrays:
         if is_fp8(x):
             raise NotImplementedError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuflash.problem.attention_problem import GRAD_NAMES, Array, AttentionProblem
+from cuflash.problem.attention_problem import EXTRA_GRADS, GRAD_NAMES, Array, AttentionProblem, operand_name
+from cuflash.problem.options import Options
+from cuflash.problem.own_rules import is_differentiable
 
 
 def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: str) -> None:
@@ -15,8 +17,15 @@ def check_like(name: str, x: Array, shape: tuple[int, ...], dtype: str, what: st
         raise ValueError(f"{name}: expected shape {shape} ({what}), got {tuple(x.shape)}")
 
 
+def extras_of(options: Options) -> dict[str, Array]:
+    """Return the differentiable options that were given, by the names and in the order of their gradients."""
+    given = {name: getattr(options, name) for name in EXTRA_GRADS}
+    operands = {operand_name(n): x for n, x in enumerate(options.operands or ()) if is_differentiable(x)}
+    return {name: x for name, x in {**given, **operands}.items() if x is not None}
+
+
 def check_grads(grads: Sequence[str] | None, problem: AttentionProblem) -> frozenset[str]:
-    """The names of the wanted gradients; all if `grads` is None."""
+    """Return the names of the wanted gradients; all of them if `grads` is None."""
     available = ("q", "k", "v", *problem.extra_grads, *(("operands",) if problem.operands else ()))
     if grads is None:
         return frozenset(problem.grad_names)

@@ -1,4 +1,4 @@
-"""The heads that are computed together."""
+"""The heads that one product computes together."""
 
 from __future__ import annotations
 

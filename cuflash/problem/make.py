@@ -91,9 +91,9 @@ def make_problem(arrays: dict[str, Array], options: Options) -> AttentionProblem
 
 
 def _windows(o: Options, packed: bool) -> tuple[tuple[int | None, int | None], bool]:
-    """The window with causal, and with a block mask that is a window; whether there is another block mask."""
+    """Return the window with causal and with a block mask that is one, and whether there is another block mask."""
     window = checks.check_window(o.causal, o.window)
-    # Lengths move a window, and no mask: only without them it is looked for.
+    # Lengths move a window but no mask, so a mask counts as a window only where there are no lengths.
     are_whole = not packed and o.q_lengths is None and o.kv_lengths is None
     if o.block_mask is None or not are_whole or not o.block_mask.window:
         return window, o.block_mask is not None
@@ -104,7 +104,7 @@ def _windows(o: Options, packed: bool) -> tuple[tuple[int | None, int | None], b
 
 
 def _check_inputs(q: Array, k: Array, v: Array, packed: bool, is_paged: bool) -> str:
-    """Shapes and heads of q, k and v fit; returns their dtype."""
+    """Check that shapes and heads of q, k and v fit, and return their dtype."""
     q_axes, k_axes = ("total_q", "total_k") if packed else ("batch, seqlen_q", "batch, seqlen_k")
     rank = 3 if packed else 4
     k_axes, k_rank = ("num_pages, page_size", 4) if is_paged else (k_axes, rank)

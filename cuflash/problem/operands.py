@@ -1,4 +1,4 @@
-"""The arrays of one call: checked, brought to full rank, and what tells a repeated call from a new one."""
+"""The arrays of one call, checked and brought to full rank, and the metadata by which a repeated call is known."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def make_operands(problem: AttentionProblem, arrays: dict[str, Array], options: 
     )
 
 
-# Ranks of `Operands`; the caller's array may lack leading axes.
+# `Operands` have these ranks; the caller's array may lack leading axes.
 _FULL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2}
 _OF_ANY_STRIDES = ("bias", "mask", *SCALES)
 
 
 def to_full_rank(name: str, x: Array | None) -> Array | None:
-    """A view of option or gradient `name` with all axes of `Operands`."""
+    """Return a view of option or gradient `name` with all axes of `Operands`."""
     missing = 0 if x is None else _FULL_RANK.get(name, 0) - len(x.shape)
     return x[(None,) * missing + (...,)] if x is not None and missing > 0 else x
 

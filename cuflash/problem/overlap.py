@@ -1,4 +1,4 @@
-"""Which bytes two arrays have in common: an output must not overlap an input."""
+"""Checks that an output shares no byte with an input or with another output."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.problem.checks import Array
+from cuflash.problem.own_rules import label_of
 
-# Most steps of the exact test; slices of a fused qkv take a few hundred.
+# The exact test takes at most so many steps; slices of a fused qkv take a few hundred.
 _MAX_WORK: Any = 1_000_000
 
 
@@ -23,7 +24,7 @@ def check_target(name: str, target: Array, inputs: dict[str, Array | None]) -> N
 
 
 def check_written(name: str, target: Array, inputs: dict[str, Array | None]) -> None:
-    """`check_target` of an array whose last axis may have any stride."""
+    """Check as `check_target` does, but let the last axis have any stride."""
     _check_writable(name, target)
     if target.size == 0:
         return
@@ -37,7 +38,7 @@ def check_written(name: str, target: Array, inputs: dict[str, Array | None]) -> 
     for other, x in inputs.items():
         if x is not None and share_memory(target, x):
             raise ValueError(
-                f"{name}: expected no overlap with an input or another output, got memory shared with {other}"
+                f"{name}: expected no overlap with an input or another output, got memory shared with {label_of(other)}"
             )
 
 
@@ -47,7 +48,7 @@ def _check_writable(name: str, target: Array) -> None:
 
 
 def share_memory(a: Array, b: Array) -> bool:
-    """They have a byte in common; interleaved slices of one buffer have none."""
+    """Return True if two arrays have a byte in common; interleaved slices of one buffer have none."""
     first, second = _phantom(a), _phantom(b)
     if not np.may_share_memory(first, second):
         return False
@@ -75,11 +76,11 @@ def _phantom(x: Array) -> np.ndarray:
 
 
 class Distances(NamedTuple):
-    """From one array's address to another's where two arrays of their metadata have no byte in common."""
+    """Distances from one array's address to another's at which two arrays of their metadata share no byte."""
 
-    before: int  # this or less: the first ends where the second begins
-    behind: int  # this or more
-    known: int  # between the two, such as slices of one buffer have
+    before: int  # at this distance or less the first array ends where the second begins
+    behind: int  # at this distance or more it begins where the second ends
+    known: int  # lies between the two and is known to be right, as of slices of one buffer
 
     @classmethod
     def between(cls, target: Array, other: Array) -> Distances:

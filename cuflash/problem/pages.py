@@ -18,12 +18,12 @@ class Pages(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys of one sequence at most: the length of its logical keys."""
+        """The most keys of one sequence, which is the length of its logical keys."""
         return self.max_pages * self.page_size
 
 
 def check_pages(table: Array, batch: int, pool: tuple[int, ...], kv_lengths: Array | None) -> Pages:
-    """The sizes of a block table (batch, max_pages) and of the pools that it points into, of this shape."""
+    """Return the sizes of a block table (batch, max_pages) and of the pools, of this shape, that it points into."""
     if table.dtype.name != "int32":
         raise TypeError(f"block_table: expected dtype int32, got {table.dtype.name}")
     if len(table.shape) != 2 or table.shape[0] != batch:
@@ -39,7 +39,7 @@ def check_pages(table: Array, batch: int, pool: tuple[int, ...], kv_lengths: Arr
 
 
 def check_cu_seqlens_k(cu_seqlens_k: Array | None, block_table: Array | None) -> None:
-    """Packed queries over pages have lengths of keys, and no cu_seqlens_k; all others have one."""
+    """Check that packed queries have cu_seqlens_k, unless pages hold their keys, whose lengths tell the same."""
     if block_table is None and cu_seqlens_k is None:
         raise TypeError("cu_seqlens_k: expected an int32 array (batch + 1,), got None")
     if block_table is not None and cu_seqlens_k is not None:
@@ -50,7 +50,7 @@ def check_cu_seqlens_k(cu_seqlens_k: Array | None, block_table: Array | None) ->
 
 
 def check_splits(num_splits: object, split_size: object) -> tuple[int | None, int | None]:
-    """The number of splits of the keys, or the keys of a split; at most one of them is given."""
+    """Return the number of splits of the keys and the keys of a split, of which at most one is given."""
     if num_splits is not None and split_size is not None:
         raise ValueError(
             f"split_size: expected None, as num_splits = {num_splits} is given (one of them decides), got {split_size}"

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: Philox, as the contract says it."""
+"""Dropout keeps the probabilities that Philox chooses, as the contract says it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int, rounds: int = 7) -> Array:
-    """Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+    """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
     Parameters
     ----------
@@ -40,19 +40,19 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int, rounds: int = 7) -
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The least of the 65536 values of a weight's random half word that keeps the weight."""
+    """Return the least of the 65536 values of a weight's random half word that keeps the weight."""
     return int(np.floor(dropout_p * 65536))
 
 
 def dropout_rescale(dropout_p: float) -> float:
-    """The factor of the weights that are kept."""
+    """Return the factor of the weights that are kept."""
     return 65536 / (65536 - dropout_threshold(dropout_p))
 
 
 def dropout_keep(
     batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float, seed: Any, first_batch: int = 0
 ) -> Array:
-    """The keep decision of every probability, bool ``(batch, num_heads_q, seqlen_q, seqlen_k)``.
+    """Decide whether each probability is kept, as bool ``(batch, num_heads_q, seqlen_q, seqlen_k)``.
 
     Elements {i, i^8} x {j, j^1, j^8, j^9} share one Philox call and take half of one of its four words each.
     """

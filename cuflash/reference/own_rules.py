@@ -1,4 +1,4 @@
-"""Users' own rules in the reference: the function itself on whole arrays, its derivatives by differences."""
+"""The reference calls users' own rules on whole arrays, and finds their derivatives by differences."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def _given(operands: Sequence[Any], real: Any) -> list[Any]:
 
 
 def places(shape: tuple[int, int, int, int], first_batch: int) -> list[Array]:
-    """b, h, i and j of all scores, int32."""
+    """Return b, h, i and j of all scores, int32."""
     b, h, i, j = np.ix_(*[np.arange(size, dtype=np.int32) for size in shape])
     return [b + np.int32(first_batch), h, i, j]
 
 
 def scored(rule: Rule, scores: Array, first_batch: int, operands: Sequence[Any]) -> Array:
-    """What a score_mod makes of all scores."""
+    """Apply a score_mod to all scores."""
     found = rule(scores, *places(scores.shape, first_batch), *_given(operands, scores.dtype))
     return np.broadcast_to(np.asarray(found).astype(scores.dtype), scores.shape)
 
 
 def shown(rule: Rule, shape: tuple[int, int, int, int], first_batch: int, operands: Sequence[Any], real: Any) -> Array:
-    """What a mask_mod shows."""
+    """Return what a mask_mod shows."""
     return np.broadcast_to(rule(*places(shape, first_batch), *_given(operands, real)), shape)
 
 
 def slope(rule: Rule, scores: Array, first_batch: int, operands: Sequence[Any]) -> Array:
-    """The derivative of a score_mod by the score."""
+    """Return the derivative of a score_mod by the score."""
     wide = scores.astype(np.promote_types(scores.dtype, np.float64))
     above, below = (scored(rule, wide + step, first_batch, operands) for step in (_STEP, -_STEP))
     return np.asarray((above - below) / (2 * _STEP), scores.dtype)
@@ -59,9 +59,9 @@ def slope(rule: Rule, scores: Array, first_batch: int, operands: Sequence[Any]) 
 def operand_gradients(
     rule: Rule | None, scores: Array, ds: Array, first_batch: int, operands: Sequence[Any], magnitudes: bool
 ) -> list[Array | None]:
-    """The gradient of each floating-point operand, where `ds` is that of the new scores; None of the others.
+    """Return the gradient of each floating-point operand, None of the others; `ds` is that of the new scores.
 
-    With `magnitudes` the sums of absolute values of their terms.
+    `magnitudes` asks for the sums of absolute values of their terms in place of the gradients.
     """
     wide = scores.astype(np.promote_types(scores.dtype, np.float64))
     found: list[Array | None] = []

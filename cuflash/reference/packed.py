@@ -1,4 +1,4 @@
-"""Attention and its gradients of packed sequences: each by itself."""
+"""Attention and its gradients of packed sequences, each of which is computed by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def _sequences(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[tuple[slice, slice]]:
-    """The rows of every sequence, clamped to the arrays."""
+    """Return the rows of every sequence, clamped to the arrays."""
 
     def slices(cu_seqlens: Any, total: int) -> list[slice]:
         ends = np.clip(np.asarray(cu_seqlens, np.int64), 0, total).tolist()
@@ -26,7 +26,7 @@ def _sequences(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int)
 
 
 def _sequence_options(index: int, seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one packed sequence as those of a padded call with batch 1."""
+    """Return the options of one packed sequence as those of a padded call with batch 1."""
     own = dict(options, first_batch=index)
     for name in ("bias", "mask", "block_mask"):
         if options.get(name) is not None:
@@ -41,7 +41,7 @@ def _sequence_options(index: int, seqlen_q: int, seqlen_k: int, options: dict[st
 
 
 def _sequence_extra(x: Array, index: int, seqlen_q: int, seqlen_k: int) -> Array:
-    """The part of a bias, mask or gradient of shape (batch | 1, heads | 1, rows | 1, columns | 1) for one sequence."""
+    """Return one sequence's part of a bias, mask or gradient (batch | 1, heads | 1, rows | 1, columns | 1)."""
     x = np.reshape(x, (1,) * (4 - x.ndim) + x.shape)
     batch = slice(index, index + 1) if x.shape[0] > 1 else slice(None)
     rows = slice(seqlen_q) if x.shape[2] > 1 else slice(None)
@@ -52,7 +52,7 @@ def _sequence_extra(x: Array, index: int, seqlen_q: int, seqlen_k: int) -> Array
 def _without_pages(
     k: Array, v: Array, cu_seqlens_k: Any, options: dict[str, Any]
 ) -> tuple[Array, Array, Any, dict[str, Any]]:
-    """Packed keys and values, where they begin, and the options but the block table."""
+    """Return packed keys and values, where they begin, and the options but the block table."""
     rest = {name: x for name, x in options.items() if name != "block_table"}
     table = options.get("block_table")
     if table is None:
@@ -66,7 +66,7 @@ def _without_pages(
 def attention_varlen(
     q: Array, k: Array, v: Array, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
 ) -> tuple[Array, Array]:
-    """Packed sequences: q (total_q, num_heads_q, head_dim); returns out like q and lse (num_heads_q, total_q).
+    """Attend within packed sequences, q (total_q, num_heads_q, head_dim); out is like q, lse (num_heads_q, total_q).
 
     Rows outside every sequence are padding: out 0, lse -inf. Extras are indexed locally to each sequence.
     """
@@ -94,7 +94,7 @@ def attention_varlen_backward(
     lse: Array | None = None,
     **options: Any,
 ) -> dict[str, Array]:
-    """Gradients of `attention_varlen`, as `attention_backward` gives them."""
+    """Return the gradients of `attention_varlen`, as `attention_backward` gives them."""
     work, rounding = precision_of(options.get("round_to"), options.get("work", np.float64))
     pools, table = {"k": k, "v": v}, options.get("block_table")
     k, v, cu_seqlens_k, options = _without_pages(k, v, cu_seqlens_k, options)

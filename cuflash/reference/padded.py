@@ -1,4 +1,4 @@
-"""Attention and its gradients, one array a sequence.
+"""Attention and its gradients of padded arrays.
 
 The mathematics of one query row ``i`` of one head, with scores ``s_j``::
 
@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 def _softmax(s: Scores, sink: Array | None) -> tuple[Array, Array]:
-    """Probabilities, and lse (batch, num_heads_q, seqlen_q): the log of their denominator, -inf for an empty row."""
+    """Return probabilities, and lse (batch, num_heads_q, seqlen_q), the log of their denominator; -inf if empty."""
     top = s.scores.max(axis=-1, initial=-np.inf)
     if sink is not None:
         wide_sink = np.asarray(sink).astype(top.dtype).reshape(-1, 1)
@@ -44,13 +44,13 @@ def _softmax(s: Scores, sink: Array | None) -> tuple[Array, Array]:
 
 
 def _probabilities(s: Scores, lse: Array) -> Array:
-    """Probabilities from a given lse, which may count other keys too."""
+    """Return probabilities from a given lse, which may count other keys too."""
     seen = s.visible & (lse != -np.inf)[..., None]
     return np.exp(np.where(seen, s.scores - np.where(lse == -np.inf, 0, lse)[..., None], -np.inf))
 
 
 def attention(q: Array, k: Array, v: Array, *, sink: Array | None = None, **options: Any) -> tuple[Array, Array]:
-    """Exact attention, computed naively.
+    """Compute exact attention naively.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def attention_backward(
     magnitudes: bool = False,
     **options: Any,
 ) -> dict[str, Array]:
-    """Gradients of ``sum(dout * out) + sum(dlse * lse)``.
+    """Return the gradients of ``sum(dout * out) + sum(dlse * lse)``.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def attention_backward(
         work = s.scores.dtype
 
         def rows(x: Array, fill: float = 0) -> Array:
-            """Padded rows may hold anything."""
+            """Fill padded rows, which may hold anything."""
             real = s.real_rows if x.ndim == 3 else s.real_rows[..., None]
             return np.where(real, x.astype(work), fill)
 
@@ -152,7 +152,7 @@ def attention_backward(
         )
         if own_rule is not None:
             ds = np.where(ds == 0, 0, ds * (abs(s.rule_slope) if magnitudes else s.rule_slope))
-        # Before softcap, the gradient of the products q.k.
+        # The derivative of softcap makes these the gradients of the products q.k.
         ds, dproduct = s.round(ds), s.round(ds * s.softcap_slope)
         grads = {
             "q": s.round(s.scale * (dproduct @ s.k)),
@@ -176,7 +176,7 @@ def attention_backward(
 
 
 def _without_pages(k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, dict[str, Any]]:
-    """Keys and values one behind the other, and the options but the block table."""
+    """Return keys and values one behind the other, and the options but the block table."""
     rest = {name: x for name, x in options.items() if name != "block_table"}
     table = options.get("block_table")
     if table is None:

@@ -1,4 +1,4 @@
-"""Paged keys: each sequence's keys put one behind the other, and their gradients added to the pages."""
+"""Paged keys are put one behind the other for each sequence, and their gradients are added to the pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 def used_rows(pool: Array, block_table: Any, kv_lengths: Any) -> list[tuple[Array, Array]]:
-    """For each sequence the pages and the rows within them of its keys in use; entries are clamped to the pool."""
+    """Return the pages, and rows within them, of each sequence's keys in use; entries are clamped to the pool."""
     table = np.asarray(block_table)
     num_pages, page_size = pool.shape[:2]
     lengths = np.clip(np.asarray(kv_lengths, np.int64), 0, table.shape[1] * page_size)
@@ -23,7 +23,7 @@ def used_rows(pool: Array, block_table: Any, kv_lengths: Any) -> list[tuple[Arra
 
 
 def unpaged(pool: Array, block_table: Any, kv_lengths: Any) -> Array:
-    """(batch, max_pages * page_size, num_heads_kv, dim), with zeros beyond the keys in use."""
+    """Return (batch, max_pages * page_size, num_heads_kv, dim), with zeros beyond the keys in use."""
     batch, max_pages = np.shape(block_table)
     rows = np.zeros((batch, max_pages * pool.shape[1], *pool.shape[2:]), pool.dtype)
     for b, (pages, within) in enumerate(used_rows(pool, block_table, kv_lengths)):
@@ -32,7 +32,7 @@ def unpaged(pool: Array, block_table: Any, kv_lengths: Any) -> Array:
 
 
 def paged(rows: Array, pool: Array, block_table: Any, kv_lengths: Any) -> Array:
-    """The inverse of `unpaged` for gradients: rows of the pool, summed over all uses."""
+    """Undo `unpaged` for gradients: rows of the pool are sums over all uses."""
     total = np.zeros(pool.shape, rows.dtype)
     for b, at in enumerate(used_rows(pool, block_table, kv_lengths)):
         np.add.at(total, at, rows[b, : len(at[0])])

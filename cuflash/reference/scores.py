@@ -1,4 +1,4 @@
-"""Scores of every pair of query and key, -inf where hidden, and what both directions need besides."""
+"""Scores of every pair of query and key, -inf where hidden, with the other arrays that both directions need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 
 class Scores(NamedTuple):
-    """Everything about the scores that both directions need; arrays are (batch, num_heads_q, seqlen_q, seqlen_k)."""
+    """The scores and all that both directions need of them, as (batch, num_heads_q, seqlen_q, seqlen_k)."""
 
     q: Array  # (batch, num_heads_q, seqlen_q, head_dim), hidden rows zeroed
     k: Array  # (batch, num_heads_q, seqlen_k, head_dim), repeated over the group, hidden rows zeroed
@@ -41,7 +41,7 @@ def _lengths(lengths: Any, batch: int, seqlen: int) -> Array:
 def _visible(
     shape: tuple[int, int, int, int], causal: bool, window: Any, q_lengths: Any, kv_lengths: Any
 ) -> tuple[Array, Array, Array]:
-    """Visible pairs by position alone, real rows, and the distances, each (batch, 1, seqlen_q, seqlen_k or 1)."""
+    """Return pairs visible by position, real rows, and distances, each (batch, 1, seqlen_q, seqlen_k or 1)."""
     batch, _, seqlen_q, seqlen_k = shape
     q_len, kv_len = _lengths(q_lengths, batch, seqlen_q), _lengths(kv_lengths, batch, seqlen_k)
     i = np.arange(seqlen_q).reshape(-1, 1)
@@ -49,7 +49,7 @@ def _visible(
     real_rows = i < q_len
     visible = real_rows & (j < kv_len)
     diagonal = i + kv_len - q_len  # the key that query i is aligned to
-    # More than both lengths is unbounded, and might overflow.
+    # A side of more than both lengths is unbounded, and might overflow.
     left, right = (side if side is None else min(side, seqlen_q + seqlen_k) for side in window or (None, None))
     if causal:
         visible &= j <= diagonal
@@ -88,7 +88,7 @@ def scores_of(
     work: DTypeLike = np.float64,
     first_batch: int = 0,
 ) -> Scores:
-    """Every option of the interface; `sink`, `deterministic`, `precision` and splits do not change scores."""
+    """Compute the scores with every option; `sink`, `deterministic`, `precision` and splits do not change them."""
     real, rounding = precision_of(round_to, work)
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     seqlen_k, num_heads_kv = k.shape[1:3]
@@ -152,7 +152,7 @@ def scores_of(
 
 
 def precision_of(round_to: DTypeLike | None, work: DTypeLike) -> tuple[Any, Callable[[Array], Array]]:
-    """The type to compute in, and the rounding applied to stored intermediates."""
+    """Return the type to compute in, and the rounding of stored intermediates."""
     if round_to is None:
         return np.dtype(work).type, lambda x: x
     if round_to == "bfloat16":

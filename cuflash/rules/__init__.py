@@ -13,7 +13,7 @@ __all__ = ["explain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `explain` when it is first asked for: calls need no texts of CUDA."""
+    """Import `explain` when it is first asked for, as calls need no texts of CUDA."""
     if name != "explain":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("cuflash.rules.explain")

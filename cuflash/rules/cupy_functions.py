@@ -1,4 +1,4 @@
-"""CuPy's functions on traced values: its own tracer for fused kernels hands them over while a rule is traced."""
+"""CuPy's functions take traced values: its own tracer for fused kernels hands them over while a rule is traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash.rules.tracing import Traced, TracedArray, call
 
 
 class _History:
-    """What CuPy calls in place of a kernel while it believes to fuse."""
+    """The history that CuPy calls in place of a kernel while it believes to fuse."""
 
     def __init__(self, local: Any) -> None:
         self._local = local
@@ -33,7 +33,7 @@ def _thread_local() -> Any:
 
 @contextmanager
 def cupy_traces() -> Iterator[None]:
-    """Within, CuPy's functions take traced values; nothing happens where CuPy is not imported."""
+    """Let CuPy's functions take traced values within the context; nothing happens where CuPy is not imported."""
     local = _thread_local() if "cupy" in sys.modules else None
     if local is None:
         yield

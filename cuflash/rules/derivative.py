@@ -1,7 +1,7 @@
 """Derivatives of expressions, found in the direction of evaluation: of each node with respect to one other.
 
-So the derivative of a choice is that of the chosen branch alone, whatever the other one holds. Of abs, sign and sqrt at
-0 it is 0, of ties in minimum and maximum that of the first, of floor and ceil 0.
+The derivative of a choice is that of the chosen branch alone, whatever the other one holds. The derivatives of abs,
+sign and sqrt at 0 are 0, as are those of floor and ceil; a tie in minimum or maximum has that of the first argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Number(Protocol):
 
 
 def derivative(root: Node, variable: Node) -> Node:
-    """The derivative of `root`, a floating-point expression, with respect to `variable`, one of its nodes."""
+    """Return the derivative of `root`, a floating-point expression, with respect to `variable`, one of its nodes."""
     tangents: dict[Node, Node | None] = {}  # None is 0
     for x in in_order((root,)):
         if x is variable:
@@ -88,7 +88,7 @@ def _tangent(x: Node, tangents: list[Node | None]) -> Node | None:
 
 
 def _of_one(x: Node, tangent: Node, op: _Op, number: _Number) -> Node | None:
-    """The derivative of a function of one argument."""
+    """Return the derivative of a function of one argument."""
     (a,) = x.args
     if x.op in ("sign", "floor", "ceil"):
         return None

@@ -19,7 +19,7 @@ class RuleAttributeError(AttributeError, TypeError):
 
 
 def here() -> str:
-    """`` (file, line n: text)`` of the innermost line that is the user's."""
+    """Return `` (file, line n: text)`` of the innermost line that is the user's."""
     frame = sys._getframe(1)
     while frame is not None and _is_library(frame.f_code, frame.f_globals.get("__name__", "")):
         if frame.f_back is None:
@@ -31,7 +31,7 @@ def here() -> str:
 
 
 def place_of(code: CodeType | None) -> str:
-    """`` (file, line n)`` of a function."""
+    """Return `` (file, line n)`` of a function."""
     return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a rule, for its author to read."""
+"""The texts that a rule becomes, for its author to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuflash.rules.to_cuda import functions_of
 
 
 def explain(function: Callable[..., Any], *operands: Any, option: str | None = None, dtype: str = "float32") -> str:
-    """The expression of a rule, its derivatives, and the CUDA text that the kernels compile in.
+    """Return the expression of a rule, its derivatives, and the CUDA text that the kernels compile in.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Expressions of a rule: typed, immutable, and the same object wherever they are equal.
+"""Expressions of a rule are typed and immutable, and equal ones are one object.
 
 A node's dtype is the name of a NumPy dtype; every floating one is that of the accumulation.
 """
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-# The numbers that a rule is given: the score, and where it stands.
+# A rule is given these numbers: the score, and where it stands.
 INDICES = ("b", "h", "i", "j")
 SCORE = "s"
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
@@ -51,9 +51,9 @@ _lock = threading.Lock()
 
 
 def node(op: str, dtype: str, args: Iterable[Node] = (), value: Any = None) -> Node:
-    """The one node of this operation on these arguments."""
+    """Return the one node of this operation on these arguments."""
     args = tuple(args)
-    # The text of a constant tells -0.0 from 0.0, and a NaN equals itself.
+    # The text of a constant stands in the key, because it tells -0.0 from 0.0 and a NaN's equals itself.
     key = (op, dtype, tuple([id(x) for x in args]), repr(value))
     with _lock:
         found = _nodes.get(key)
@@ -65,18 +65,18 @@ def node(op: str, dtype: str, args: Iterable[Node] = (), value: Any = None) -> N
 
 
 def constant(value: Any, dtype: str) -> Node:
-    """A number of a dtype."""
+    """Return the node of a number of a dtype."""
     with np.errstate(all="ignore"):
         return node("constant", dtype, value=np.dtype(dtype).type(value).item())
 
 
 def input_node(name: str, dtype: str) -> Node:
-    """The score or an index."""
+    """Return the node of the score or of an index."""
     return node("input", dtype, value=name)
 
 
 def in_order(roots: Iterable[Node]) -> Iterator[Node]:
-    """Every node that the roots need, each behind its arguments."""
+    """Yield every node that the roots need, each behind its arguments."""
     seen: set[Node] = set()
     for root in roots:
         stack = [(root, False)]
@@ -93,13 +93,13 @@ def in_order(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def loads_of(root: Node) -> tuple[Node, ...]:
-    """The elements of floating-point operands that an expression reads, by operand, each once."""
+    """Return the elements of floating-point operands that an expression reads, by operand, each once."""
     found = [x for x in in_order((root,)) if x.op == "load" and x.is_float]
     return tuple(sorted(found, key=lambda x: x.value))
 
 
 def text_of(root: Node) -> str:
-    """An expression as a line of text; what is used often has a line of its own before it."""
+    """Write an expression as a line of text; nodes that are used often have lines of their own before it."""
     uses: dict[Node, int] = {}
     order = list(in_order((root,)))
     for x in order:

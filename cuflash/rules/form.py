@@ -22,7 +22,7 @@ class OperandType(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the kernels of a call compile in: equal rules are equal, whichever functions they came from."""
+    """The rules that the kernels of a call compile in; equal ones are equal, whichever functions they came from."""
 
     score: Node | None = None  # the new score; None leaves it alone
     visible: Node | None = None  # bool; None hides nothing
@@ -33,7 +33,7 @@ NO_RULES = Rules()
 
 
 def trace_rules(score_mod: Any, mask_mod: Any, operands: tuple[OperandType, ...], accum: str) -> Rules:
-    """The rules of a call whose arithmetic is in dtype `accum`."""
+    """Trace the rules of a call whose arithmetic is in dtype `accum`."""
     axes = tuple([(x.dtype, len(x.shape)) for x in operands])
     if score_mod is None and mask_mod is None:
         return Rules(operands=axes) if axes else NO_RULES

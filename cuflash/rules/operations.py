@@ -1,4 +1,4 @@
-"""Operations on expressions with NumPy's promotion, and what is simplified where an expression is made."""
+"""Operations on expressions follow NumPy's promotion, and simplify expressions where these are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash.rules.expression import COMPARISONS, Node, constant, node
 
-# NumPy's functions of one and of two arguments that a rule may use; all are ufuncs, and nodes have their names.
+# A rule may use these functions of NumPy, of one and of two arguments; all are ufuncs, and nodes have their names.
 UNARY = (
     *("absolute", "sign", "floor", "ceil", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos"),
     *("negative", "positive", "invert", "logical_not"),
@@ -18,19 +18,19 @@ BINARY = (
     *("add", "subtract", "multiply", "divide", "floor_divide", "remainder", "power", "minimum", "maximum"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", *COMPARISONS),
 )
-# What NumPy does for bools under the name of arithmetic.
+# NumPy does these operations on bools under the names of arithmetic.
 _OF_BOOLS = {
     **{"add": "bitwise_or", "multiply": "bitwise_and", "minimum": "bitwise_and", "maximum": "bitwise_or"},
     **{"logical_and": "bitwise_and", "logical_or": "bitwise_or", "logical_xor": "bitwise_xor", "logical_not": "invert"},
     **{"not_equal": "bitwise_xor"},
 }
-_MOST_FACTORS = 16  # beyond, a power is the function of that name
+_MOST_FACTORS = 16  # a power of more factors is the function of that name
 
 Operand = Node | bool | int | float  # a number of Python adapts to the dtype of the other operand
 
 
 def cast(x: Node, dtype: str) -> Node:
-    """`x` in a dtype."""
+    """Return `x` in a dtype."""
     if x.dtype == dtype:
         return x
     if x.is_constant:
@@ -41,14 +41,14 @@ def cast(x: Node, dtype: str) -> Node:
 
 
 def as_node(x: Operand, accum: str) -> Node:
-    """A number of Python by itself, or a node as it is."""
+    """Return the node of a number of Python, or a node as it is."""
     if isinstance(x, Node):
         return x
     return constant(x, "bool" if isinstance(x, bool) else "int64" if isinstance(x, int) else accum)
 
 
 def _own(dtype: np.dtype[Any], accum: str) -> str:
-    """The dtype of a node where NumPy has `dtype`."""
+    """Return the dtype of a node where NumPy has `dtype`."""
     if dtype.kind == "f":
         return accum
     if dtype.kind not in "biu":
@@ -57,14 +57,14 @@ def _own(dtype: np.dtype[Any], accum: str) -> str:
 
 
 def _asked(x: Operand) -> Any:
-    """What NumPy's promotion is asked about; floating nodes are float64 there, which no integer makes wider."""
+    """Return what stands for an operand in NumPy's promotion: float64 for floats, which no integer makes wider."""
     if isinstance(x, Node):
         return np.dtype("float64" if x.is_float else x.dtype)
     return np.dtype(bool) if isinstance(x, bool) else type(x)
 
 
 def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
-    """NumPy's function `name` of operands of which one is a node."""
+    """Return the node of NumPy's function `name` of operands of which one is a node."""
     if name == "power":
         return _power(operands[0], operands[1], accum)
     if name in COMPARISONS:
@@ -80,8 +80,8 @@ def apply(name: str, operands: tuple[Operand, ...], accum: str) -> Node:
 
 
 def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-    """NumPy compares a number of Python beyond an integer's dtype by value: it is as good as infinite."""
-    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and x.dtype.lstrip("u").startswith("int")]
+    """Make a number of Python beyond an integer's dtype infinite, as NumPy compares the two by value."""
+    kinds = [np.iinfo(x.dtype) for x in operands if isinstance(x, Node) and _is_integer(x.dtype)]
     if not kinds:
         return operands
 
@@ -93,8 +93,20 @@ def _by_value(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
     return tuple([by_value(x) for x in operands])
 
 
+def is_no_bound(function: str, x: Operand, bound: Operand) -> bool:
+    """Return True if an integer's whole dtype is within a bound of Python, which NumPy's clip then leaves out."""
+    if not isinstance(x, Node) or not _is_integer(x.dtype) or not isinstance(bound, int) or isinstance(bound, bool):
+        return False
+    info = np.iinfo(x.dtype)
+    return bound <= info.min if function == "maximum" else bound >= info.max
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.lstrip("u").startswith("int")
+
+
 def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
-    if isinstance(x, int) and not isinstance(x, bool) and dtype.lstrip("u").startswith("int"):
+    if isinstance(x, int) and not isinstance(x, bool) and _is_integer(dtype):
         info = np.iinfo(dtype)
         if not info.min <= x <= info.max:
             raise OverflowError(f"the Python integer {x} is out of bounds for {dtype}")
@@ -102,7 +114,7 @@ def _in_dtype(x: Operand, dtype: str, accum: str) -> Node:
 
 
 def _compare_signs(name: str, a: Node, b: Node) -> Node:
-    """NumPy compares a signed and an unsigned number by value."""
+    """Compare a signed and an unsigned number by value, as NumPy does."""
     is_first = a.dtype.startswith("int")
     signed, wide = (a, b) if is_first else (b, a)
     is_below = simplified("less", "bool", [signed, constant(0, signed.dtype)])
@@ -124,7 +136,7 @@ def where(condition: Operand, a: Operand, b: Operand, accum: str) -> Node:
 
 
 def where_node(condition: Node, a: Node, b: Node) -> Node:
-    """The same of nodes, `a` and `b` of one dtype."""
+    """Choose as `where` does between nodes `a` and `b` of one dtype."""
     if condition.is_constant:
         return a if condition.value else b
     if a is b:
@@ -156,7 +168,7 @@ def _power(base: Operand, exponent: Operand, accum: str) -> Node:
 
 
 def _product_of(base: Node, count: int) -> Node:
-    """`base` to the power `count` by repeated squares; wraps as NumPy's integers do."""
+    """Return `base` to the power `count` by repeated squares, which wraps as NumPy's integers do."""
     result = constant(1, base.dtype)
     while count:
         if count & 1:
@@ -168,9 +180,9 @@ def _product_of(base: Node, count: int) -> Node:
 
 
 def simplified(name: str, dtype: str, args: list[Node]) -> Node:
-    """The node of an operation, or a shorter expression of the same value.
+    """Return the node of an operation, or a shorter expression of the same value.
 
-    Nothing is dropped that could be NaN or infinite.
+    An argument that could be NaN or infinite is never dropped.
     """
     if args[0].dtype == "bool" and name in _OF_BOOLS and all(x.dtype == "bool" for x in args):
         name = _OF_BOOLS[name]
@@ -195,7 +207,7 @@ def simplified(name: str, dtype: str, args: list[Node]) -> Node:
 
 
 def _of_neutral(name: str, a: Node, b: Node) -> Node | None:
-    """The other argument, where one is neutral."""
+    """Return the other argument where one is neutral."""
 
     def is_number(x: Node, value: int) -> bool:
         return x.is_constant and x.value == value

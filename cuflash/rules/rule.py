@@ -1,4 +1,4 @@
-"""The rules of a call: functions traced once, found again by what they read."""
+"""The rules of a call: their functions are traced once and found again by the objects that they read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MOST_SIGNATURES = 64  # of one function
 _MISSING = object()
 
 
-# For each function, by operands and dtype: what it read when it was traced, and its expression.
+# Each function has, by operands and dtype, the bindings that it read when it was traced, and its expression.
 _traced: WeakKeyDictionary[Any, Kept[Any, tuple[_Bindings, Node]]] = WeakKeyDictionary()
 
 
 def traced(name: str, function: Any, operands: tuple[OperandType, ...], accum: str) -> Node:
-    """The expression of a function, option `name`.
+    """Return the expression of a function, option `name`.
 
     A function object is traced once, and again only where a name that it reads is bound to another object, or the
     operands' shapes or dtypes differ.
     """
-    if not isinstance(function, FunctionType):  # what others read is not known
+    if not isinstance(function, FunctionType):  # nobody knows what another callable reads
         return _trace(name, function, operands, accum)
     own = _traced.get(function)
     if own is None:
@@ -73,7 +73,7 @@ class _Bindings:
                 self._note(value, seen)
 
     def hold(self, function: FunctionType) -> bool:
-        """Every name of the function is bound to the same object as before."""
+        """Return True if every name of the function is bound to the same object as before."""
         for cell, value in self._cells:
             if _contents(cell) is not value:
                 return False
@@ -98,7 +98,7 @@ def _contents(cell: CellType) -> Any:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that may be global ones, also of functions within the function."""
+    """Return names that may be global ones, those in functions within the function included."""
     names = set(code.co_names)
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -118,7 +118,7 @@ def _trace(name: str, function: Callable[..., Any], operands: tuple[OperandType,
 
 
 def form_of(name: str) -> str:
-    """How an option's function is called, in words."""
+    """Tell in words how an option's function is called."""
     return f"({', '.join((*PARAMETERS[name], '*operands'))})"
 
 

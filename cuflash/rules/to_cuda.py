@@ -21,7 +21,7 @@ _OF_FLOATS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 
 def functions_of(rules: Rules) -> str:
-    """The functions of a rule: value, derivative, visible and differentiate."""
+    """Write the functions of a rule: value, derivative, visible and differentiate."""
     score = input_node(SCORE, _accum(rules)) if rules.score is None else rules.score
     accum_score = input_node(SCORE, score.dtype)
     parts = [
@@ -55,7 +55,7 @@ def _function(signature: str, roots: Sequence[Node], end: str) -> str:
 
 
 def _statements(roots: Sequence[Node]) -> tuple[list[str], dict[Node, str]]:
-    """Lines that compute the roots, and the name of each node."""
+    """Return lines that compute the roots, and the name of each node."""
     lines: list[str] = []
     names: dict[Node, str] = {}
     for x in in_order(roots):
@@ -70,7 +70,7 @@ def _statements(roots: Sequence[Node]) -> tuple[list[str], dict[Node, str]]:
 
 
 def type_of(dtype: str) -> str:
-    """The C++ type of a node's dtype."""
+    """Return the C++ type of a node's dtype."""
     return _TYPES.get(dtype, "Accum")
 
 
@@ -78,7 +78,7 @@ def _constant(x: Node) -> str:
     if x.dtype == "bool":
         return str(x.value).lower()
     if not x.is_float:
-        # The lowest number of 64 bits has no literal.
+        # The lowest number of 64 bits has no literal in C++, so that it is written as a difference.
         text = f"{x.value}ull" if x.value >= 0 else f"-{-x.value - 1}ll - 1"
         return f"static_cast<{type_of(x.dtype)}>({text})"
     if x.value != x.value:
@@ -110,7 +110,7 @@ def _expression(x: Node, names: dict[Node, str]) -> str:
 
 
 def _place(load: Node, names: dict[Node, str]) -> str:
-    """The offset of an element in its operand, every index clamped to its axis."""
+    """Write the offset of an element in its operand, with every index clamped to its axis."""
     terms = [
         f"rule::clamped({names[index]}, p.operand_{load.value}_size_{axis}) * p.operand_{load.value}_stride_{axis}"
         for axis, index in enumerate(load.args)
@@ -119,7 +119,7 @@ def _place(load: Node, names: dict[Node, str]) -> str:
 
 
 def _place_of_sum(load: Node, names: dict[Node, str]) -> str:
-    """The place of an element's gradient among the sums of all operands."""
+    """Write the place of an element's gradient among the sums of all operands."""
     operand = f"p.operand_{load.value}"
     flat = "0"
     for axis, index in enumerate(load.args):

@@ -1,4 +1,4 @@
-"""Expressions computed by NumPy, of many elements at once."""
+"""NumPy computes expressions of many elements at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evaluation:
         self._values: dict[Node, Any] = {}
 
     def __call__(self, root: Node) -> Any:
-        """The value of an expression, which broadcasts to the inputs' shape."""
+        """Return the value of an expression, which broadcasts to the inputs' shape."""
         with np.errstate(all="ignore"):
             for x in in_order((root,)):
                 if x not in self._values:
@@ -37,7 +37,7 @@ class Evaluation:
         return self._values[root]
 
     def indices(self, load: Node) -> tuple[Any, ...]:
-        """The place of an element in its operand: each index is clamped to its axis."""
+        """Return the place of an element in its operand, with each index clamped to its axis."""
         shape = self._operands[load.value].shape
         return tuple([np.clip(self(x), 0, size - 1) for x, size in zip(load.args, shape, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Traced values: what a rule's function is given in place of numbers, and what it may do with them."""
+"""Traced values stand for the numbers that a rule's function is given, and do what the function may do with these."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Traced:
         return np.dtype(self._node.dtype)
 
     def astype(self, dtype: Any, **_: Any) -> Traced:
-        """The number in another dtype."""
+        """Return the number in another dtype."""
         try:
             kind = np.dtype(dtype)
         except TypeError as error:
@@ -58,7 +58,7 @@ class Traced:
         return Traced(operations.cast(self._node, name), self._accum)
 
     def clip(self, min: Any = None, max: Any = None) -> Any:
-        """The number between two others."""
+        """Return the number bounded by two others."""
         return call("clip", (self, min, max), {})
 
     def __getitem__(self, index: Any) -> Traced:
@@ -163,7 +163,7 @@ for _sign, _name in {"trunc": "trunc", "floor": "floor", "ceil": "ceil"}.items()
 
 
 def call(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """NumPy's function `name` of arguments of which one is traced."""
+    """Apply NumPy's function `name` to arguments of which one is traced."""
     name = _ALIASES.get(name, name)
     given = {key: x for key, x in options.items() if x is not None}
     if name == "clip":
@@ -206,14 +206,14 @@ def _applied(name: str, operands: tuple[Any, ...], accum: str) -> Node:
     if name == "clip":
         x, low, high = operands
         for function, bound in (("maximum", low), ("minimum", high)):
-            if bound is not None:
+            if bound is not None and not operations.is_no_bound(function, x, bound):
                 x = operations.apply(function, (x, bound), accum)
         return operations.as_node(x, accum)
     return operations.apply(name, operands, accum)
 
 
 def operand_of(x: Any, accum: str) -> operations.Operand:
-    """What an argument is in an expression: a node, or a number of Python's that adapts to the others."""
+    """Return an argument as an expression takes it: a node, or a number of Python's that adapts to the others."""
     if isinstance(x, Traced):
         return x._node
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
@@ -245,7 +245,7 @@ class TracedArray:
         return self.shape[0]
 
     def not_indexed(self) -> str:
-        """What an error says of an operand in place of one of its elements."""
+        """The sentence of an error that met an operand in place of one of its elements."""
         return f"operands[{self._number}]: expected an index on each of its {self.ndim} axes {self.shape}"
 
     def __getitem__(self, index: Any) -> Traced:
@@ -292,7 +292,7 @@ for _sign in (*(f"{prefix}{x}" for x in _OPERATORS for prefix in ("", "r")), "eq
 
 
 def load(number: int, dtype: str, shape: tuple[int, ...], indices: list[Node]) -> Node:
-    """The element of an operand; 0 of one that has none."""
+    """Return the element of an operand; 0 of an operand that has none."""
     if 0 in shape:
         return constant(0, dtype)
     return node("load", dtype, indices, number)
@@ -303,7 +303,7 @@ def _node_dtype(dtype: str, accum: str) -> str:
 
 
 def traced_operand(number: int, kind: OperandType, accum: str) -> Traced | TracedArray:
-    """What a rule is given in place of an operand; one without axes is a number already."""
+    """Return what a rule is given for an operand; an operand without axes is a number already."""
     if kind.shape:
         return TracedArray(number, kind, accum)
     return Traced(load(number, _node_dtype(kind.dtype, accum), (), []), accum)

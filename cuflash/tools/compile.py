@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ from cuflash.plan import split as plan_split
 from cuflash.plan.config import KernelConfig
 from cuflash.plan.portable import table
 from cuflash.problem.attention_problem import DTYPES
+from cuflash.problem.fp8 import FP8
+from cuflash.tools.arguments import positive
+
+JOBS = min(8, os.cpu_count() or 1)
+_DTYPES = (*DTYPES, FP8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="sm_XX",
         help="compile for these architectures without a GPU and print registers, spills and shared memory",
     )
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these dtypes")
-    every = argparse.Namespace(dtype=DTYPES, kernel=None)
+    parser.add_argument(
+        "--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES), help="only these dtypes of queries"
+    )
+    every = argparse.Namespace(dtype=_DTYPES, kernel=None)
     kernels = sorted({config.entry for config in configs(every, (9, 0), smem_limit("sm_90"), True)})
     only = f"only these: {', '.join(kernels)}"
     parser.add_argument("--kernel", nargs="+", metavar="NAME", choices=kernels, help=only)
-    parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (default 2)")
+    parser.add_argument("--jobs", type=positive, default=JOBS, help="kernels compiled at once (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 
 
@@ -64,11 +72,15 @@ def run(args: argparse.Namespace) -> int:
 def configs(
     args: argparse.Namespace, capability: tuple[int, int], limit: int, has_wgmma: bool
 ) -> Iterator[KernelConfig]:
-    """The kernels that the arguments select; a thread block has `limit` bytes."""
-    tables: list[Iterator[tuple[KernelConfig, str]]] = [table(limit)]
-    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_backward, sm80_wide)]
+    """The kernels that the arguments select, families that a call asks first before others.
+
+    A thread block has `limit` bytes of shared memory.
+    """
+    tables: list[Iterator[tuple[KernelConfig, str]]] = []
     if has_wgmma:
         tables += [sm90_forward.table(), sm90_backward.table(), plan_split.table(), plan_split.gradient_table()]
+    tables += [family.table(capability, limit) for family in (sm80_forward, sm80_fp8, sm80_backward, sm80_wide)]
+    tables.append(table(limit))
     for config, dtype in chain(*tables):
         if dtype in args.dtype and (args.kernel is None or config.entry in args.kernel):
             yield config
@@ -87,6 +99,11 @@ def in_parallel(jobs: int, work: Callable[[Any], Any], items: list[Any]) -> Iter
         yield from pool.map(work, items[1:])
 
 
+def _announce(count: int, args: argparse.Namespace) -> None:
+    if not args.json:
+        print(f"{count} kernels, {args.jobs} at once; those that a call asks for first come first", file=sys.stderr)
+
+
 def _check(args: argparse.Namespace) -> int:
     def compile_one(item: tuple[str, KernelConfig]) -> cuda_compile.Report:
         arch, config = item
@@ -98,7 +115,9 @@ def _check(args: argparse.Namespace) -> int:
         for config in configs(args, capability_of(arch), smem_limit(arch), arch == "sm_90a")
     ]
     failed = 0
-    for (arch, config), report in zip(items, in_parallel(args.jobs, compile_one, items), strict=True):
+    _announce(len(items), args)
+    found = zip(items, in_parallel(args.jobs, compile_one, items), strict=True)
+    for number, ((arch, config), report) in enumerate(found, 1):
         good = report.spill_bytes == 0 and not report.warnings and config.smem_bytes <= smem_limit(arch)
         failed += not good
         if args.json:
@@ -106,7 +125,8 @@ def _check(args: argparse.Namespace) -> int:
             print(json.dumps({"arch": arch, "kernel": config.entry, "config": asdict(config), **numbers, "good": good}))
         else:
             print(
-                f"{arch:8} {describe(config):60} {report.registers:4} registers {report.spill_bytes:4} bytes spilled "
+                f"[{number}/{len(items)}] {arch:8} {describe(config):60} {report.registers:4} registers "
+                f"{report.spill_bytes:4} bytes spilled "
                 f"{config.smem_bytes + report.static_smem_bytes:6} bytes shared {report.seconds:5.2f} s"
                 f"{''.join(chr(10) + '    ' + line for line in report.warnings)}",
                 flush=True,
@@ -126,12 +146,13 @@ def _warm(args: argparse.Namespace) -> int:
     def load(config: KernelConfig) -> None:
         load_kernel(config, config.entry, device, config.smem_bytes)
 
-    for done, _ in enumerate(in_parallel(args.jobs, load, selected), 1):
-        if not args.json and sys.stderr.isatty():
-            print(f"\r{done}/{len(selected)} kernels", end="", file=sys.stderr)
+    _announce(len(selected), args)
+    for number, (config, _) in enumerate(zip(selected, in_parallel(args.jobs, load, selected), strict=True), 1):
+        if not args.json:
+            print(f"[{number}/{len(selected)}] {describe(config)}", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps({"kernels": len(selected), "seconds": seconds}))
     else:
-        print(f"\r{len(selected)} kernels are in CuPy's cache ({seconds:.1f} s)")
+        print(f"{len(selected)} kernels are in CuPy's cache ({seconds:.1f} s)")
     return 0

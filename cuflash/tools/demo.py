@@ -18,6 +18,7 @@ import numpy as np
 import cuflash
 from cuflash.examples.char_gpt import CharGPT, Config, Corpus, train
 from cuflash.examples.tape import Backward
+from cuflash.tools.arguments import positive
 from cuflash.tools.bench import namespace
 
 Array = Any
@@ -39,16 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="of attention (default: float32, on a GPU bfloat16)")
-    add("--steps", type=_positive, help=f"training steps (default {CPU_CONFIG.steps}, on a GPU {GPU_CONFIG.steps})")
-    add("--seed", type=int, default=0)
+    add("--steps", type=positive, help=f"training steps (default {CPU_CONFIG.steps}, on a GPU {GPU_CONFIG.steps})")
+    add("--seed", type=int, default=0, help="of weights, batches and the sample (default %(default)s)")
     add("--out", type=Path, default=Path("cuflash_demo.png"), help="picture of the loss (default %(default)s)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

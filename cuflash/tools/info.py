@@ -13,14 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 from cuflash import __version__, e4m3
+from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.cuda import device as cuda_device
 from cuflash.hardware import capability_of, smem_limit
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_wide, sm90_backward, sm90_forward
 from cuflash.plan import split as plan_split
-from cuflash.plan.config import HEAD_DIM_CLASSES, flags_of, without_window
+from cuflash.plan.config import flags_of, without_window
 from cuflash.plan.portable import PortableConfig, key_kernels, plan
-from cuflash.problem.attention_problem import DTYPES, HALF_DTYPES, AttentionProblem
+from cuflash.problem.attention_problem import DTYPES, HALF_DTYPES, MAX_HEAD_DIM, AttentionProblem
+from cuflash.tools.arguments import architecture, positive
+from cuflash.tools.families import on_architecture
 
+# One of each kind: Turing, A100, consumer cards, Hopper, data-centre Blackwell.
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100")
 DEMO_NEEDS = ("matplotlib", "threadpoolctl", "tqdm")
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "jax")
 
@@ -29,21 +34,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``info`` to its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     problem = parser.add_argument_group("a problem, to see which kernels it takes")
-    problem.add_argument("--dtype", choices=DTYPES, default="float32")
-    problem.add_argument("--head-dim", type=int, default=64)
-    problem.add_argument("--head-dim-v", type=int, help="default: --head-dim")
-    problem.add_argument("--seqlen", type=int, default=4096, help="of queries and keys (default %(default)s)")
-    problem.add_argument("--causal", action="store_true")
-    for option in ("window", "softcap", "bias", "mask", "alibi", "dropout", "block-mask"):
+    problem.add_argument("--dtype", choices=DTYPES, default="float32", help="of all arrays (default %(default)s)")
+    dims = f"1 to {MAX_HEAD_DIM}"
+    problem.add_argument("--head-dim", type=positive, default=64, help=f"of q and k, {dims} (default %(default)s)")
+    problem.add_argument("--head-dim-v", type=positive, help=f"of v, {dims} (default: --head-dim)")
+    problem.add_argument("--seqlen", type=positive, default=4096, help="of queries and keys (default %(default)s)")
+    problem.add_argument("--causal", action="store_true", help="hide the keys behind each query's own")
+    for option in ("window", "softcap", "bias", "mask", "alibi", "sink", "dropout", "block-mask"):
         problem.add_argument(f"--{option}", action="store_true", help=f"with {option}")
+    problem.add_argument("--packed", action="store_true", help="of attention_varlen, --seqlen rows in all")
+    problem.add_argument("--deterministic", action="store_true", help="gradients that repeat their bits")
+    problem.add_argument("--precision", choices=("tf32",), help="of float32: products with TF32's error")
+    problem.add_argument(
+        "--strides",
+        choices=("aligned", "unaligned"),
+        default="aligned",
+        help="whether all addresses and strides are multiples of 16 bytes (default %(default)s)",
+    )
+    problem.add_argument(
+        "--arch",
+        nargs="+",
+        type=architecture,
+        metavar="sm_XX",
+        help=f"say what runs on these (default: an overview; with unaligned strides {' '.join(ARCHITECTURES)})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0; 2 for a head dimension that there are no kernels for."""
     head_dim_v = args.head_dim_v or args.head_dim
-    if not all(1 <= d <= HEAD_DIM_CLASSES[-1] for d in (args.head_dim, head_dim_v)):
+    if not all(1 <= d <= MAX_HEAD_DIM for d in (args.head_dim, head_dim_v)):
         print(
-            f"head dimensions: expected 1 to {HEAD_DIM_CLASSES[-1]}, got {args.head_dim} and {head_dim_v}",
+            f"head dimensions: expected 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}",
             file=sys.stderr,
         )
         return 2
@@ -53,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**facts, "missing": lacks, "kernels": chosen}))
         return 0
+    if "CuPy" in lacks or "NVRTC" in lacks or "GPU" in lacks:
+        print("\n".join(without_gpu(lacks)), end="\n\n")
     for name, value in facts.items():
         print(f"{name:16} {value}")
     print()
@@ -73,6 +97,28 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def without_gpu(lacks: dict[str, str]) -> list[str]:
+    """Three lines for a machine whose GPU cannot be used: what works, what does not and why, and what to install."""
+    with BLAS_THREADS as threads:
+        works = f"NumPy arrays, with every function and option, on the CPU ({threads} threads)"
+    need = next(name for name in ("CuPy", "NVRTC", "GPU") if name in lacks)
+    why = {
+        "CuPy": "CuPy is not installed",
+        "NVRTC": "CuPy does not find NVIDIA's run-time compiler",
+        "GPU": "CuPy finds no GPU",
+    }
+    install = {
+        "CuPy": 'pip install "cuflash[cuda13]" if there is an NVIDIA GPU; nothing if not',
+        "NVRTC": 'pip install "cuflash[cuda13]"',
+        "GPU": "NVIDIA's driver if there is an NVIDIA GPU; nothing if not",
+    }
+    return [
+        f"works here:      {works}",
+        f"does not:        CuPy arrays, as {why[need]}",
+        f"to install:      {install[need]}",
+    ]
 
 
 def _gpu() -> dict[str, str]:
@@ -109,9 +155,19 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
         bias_dtype=args.dtype if args.bias else None,
         mask=(1, 1, 1, 1) if args.mask else None,
         alibi=(1, 1) if args.alibi else None,
+        sink=args.sink,
         dropout_p=0.5 if args.dropout else 0.0,
         block_mask=args.block_mask,
+        packed=args.packed,
+        deterministic=args.deterministic or None,
+        precision=args.precision,
     )
+    architectures = args.arch or (ARCHITECTURES if args.strides == "unaligned" else ())
+    if architectures:
+        found = {"on the CPU": "NumPy, tiled"}
+        for arch in architectures:
+            found |= on_architecture(problem, arch, args.strides == "aligned")
+        return found
     entries = ["forward", "backward_dq", *key_kernels(problem), *(["backward_bias"] if args.bias else [])]
     chosen = {entry: _portable_reason(plan(problem, entry)) for entry in entries}
     reasons = sm90_forward.reason, sm90_backward.reason
@@ -139,9 +195,10 @@ def _chosen(args: argparse.Namespace, head_dim_v: int) -> dict[str, str]:
 
 
 def _portable_reason(config: PortableConfig) -> Any:
+    in_slices = f" for {config.slice_columns} columns of the results at a time" if config.slice_columns else ""
     return (
         f"portable kernel (runs on every GPU from sm_70 on, no tensor cores), tiles of {config.block_m} queries x "
-        f"{config.block_n} keys, {config.smem_bytes} bytes of shared memory: "
+        f"{config.block_n} keys{in_slices}, {config.smem_bytes} bytes of shared memory: "
         f"{config.accum} arithmetic for {config.element} arrays{', ' + config.flags if config.flags != 'plain' else ''}"
     )
 

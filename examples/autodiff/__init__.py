@@ -1,1 +1,1 @@
-"""cuflash inside further autodiff libraries: files to copy, which a wheel does not carry."""
+"""cuflash inside further autodiff libraries, by its adapters in cuflash.adapters."""

@@ -1,58 +1,59 @@
-"""cuflash inside HIPS autograd: a primitive and its vector-Jacobian product.
+"""cuflash inside HIPS autograd: attention that learns a table of relative positions.
 
-First derivatives only: the gradient is a primitive too, whose derivative raises an error.
+The rule adds ``table[h, j - i]`` to the scores, as T5 does (Raffel et al., 2020, section 2.1), and its gradient comes
+with those of q, k and v. The target is attention by a table that the model does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from autograd.extend import defvjp_argnums, primitive
+import autograd.numpy as np
+from autograd import value_and_grad
+from autograd.test_util import check_grads
 
-import cuflash
+from cuflash.adapters.autograd import attention
 
-Array = np.ndarray
+Array = Any
+REACH = 4  # positions on either side that have entries of their own
 
 
-@primitive
+def relative(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array) -> Array:
+    """The score of query i and key j, with what their distance adds."""
+    return s + table[h, np.clip(j - i, -REACH, REACH) + REACH]
+
+
 def attention_with_lse(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
-    """``(out, lse)`` of `cuflash.attention`, with gradients for q, k and v; the options are constants."""
-    return cuflash.attention(q, k, v, return_lse=True, **options)
+    """``(out, lse)``, both of which have gradients."""
+    return attention(q, k, v, return_lse=True, **options)
 
 
-@primitive
-def attention_gradients(dout: Array, dlse: Array, *inputs: Array, **options: Any) -> tuple[Array, ...]:
-    """Gradients of q, k and v, from the inputs q, k, v, out and lse."""
-    return cuflash.attention_backward(dout, *inputs, dlse=dlse, **options)
+def learn(steps: int = 150) -> tuple[float, float]:
+    """Losses before and after as many steps of gradient descent with momentum."""
+    rng = np.random.RandomState(0)
+    q, k, v = rng.normal(size=(3, 4, 16, 2, 8))
+    true_table = rng.normal(size=(2, 2 * REACH + 1))
+    target = attention(q, k, v, score_mod=relative, operands=(true_table,))
 
+    def loss(table: Array) -> Array:
+        out = attention(q, k, v, score_mod=relative, operands=(table,))
+        return np.sum((out - target) ** 2) / 64
 
-def _attention_vjp(argnums: tuple[int, ...], ans: Any, args: tuple[Any, ...], options: Any) -> Callable[[Any], Any]:
-    def vjp(gradient: tuple[Array, Array]) -> tuple[Array, ...]:
-        gradients = attention_gradients(*gradient, *args, *ans, **options)
-        return tuple(gradients[i] for i in argnums)
-
-    return vjp
-
-
-def _no_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated")
-
-
-defvjp_argnums(attention_with_lse, _attention_vjp)
-defvjp_argnums(attention_gradients, _no_second_derivative)
-
-
-def attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
-    """`cuflash.attention` with gradients for q, k and v."""
-    return attention_with_lse(q, k, v, **options)[0]
+    table, velocity = np.zeros_like(true_table), np.zeros_like(true_table)
+    losses = []
+    for _ in range(steps):
+        value, gradient = value_and_grad(loss)(table)
+        losses.append(float(value))
+        velocity = 0.9 * velocity - 0.1 * gradient
+        table = table + velocity
+    return losses[0], losses[-1]
 
 
 if __name__ == "__main__":
-    from autograd import grad
-    from autograd.test_util import check_grads
-
-    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4))
-    check_grads(lambda *qkv: attention(*qkv, causal=True), modes=["rev"], order=1)(q, k, v)
-    print("check_grads passed; gradient of q:", grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape)
+    q, k, v = np.random.RandomState(0).normal(size=(3, 1, 8, 2, 4))
+    table = np.zeros((2, 2 * REACH + 1))
+    check_grads(
+        lambda table, *qkv: attention(*qkv, causal=True, score_mod=relative, operands=(table,)), modes=["rev"], order=1
+    )(table, q, k, v)
+    first, last = learn()
+    print(f"check_grads passed; a learned table takes the loss from {first:.4f} to {last:.6f}")

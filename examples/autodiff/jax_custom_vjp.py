@@ -1,93 +1,55 @@
-"""cuflash inside JAX: ``attention(q, k, v, ...)`` under ``jit`` and ``grad``, on the CPU and on a GPU.
+"""cuflash inside JAX: attention that learns a table of relative positions, under ``jit``, ``grad`` and ``vmap``.
 
-The rule is a ``custom_vjp``; within compiled code cuflash works in place on JAX's own buffers, on JAX's stream, through
-``buffer_callback``. First derivatives only: the gradient has no derivative rule and says so.
+The rule adds ``table[h, j - i]`` to the scores, as T5 does (Raffel et al., 2020, section 2.1), and its gradient comes
+with those of q, k and v. The target is attention by a table that the model does not know. ``vmap`` trains several
+tables at once, from seeds of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
+from jax import numpy as jnp
 
-import cuflash
+from cuflash.adapters.jax import attention
 
-Options = tuple[tuple[str, Any], ...]
-Array = Any  # of NumPy or CuPy
-
-
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """`cuflash.attention` with gradients for q, k and v; the options are constants and must be hashable."""
-    return _attention_with_lse(tuple(sorted(options.items())), q, k, v)[0]
+REACH = 4  # positions on either side that have entries of their own
 
 
-def _array(buffer: Any) -> Array:
-    """JAX's memory as an array of NumPy or CuPy."""
-    on_cpu = 1  # DLPack's number
-    if buffer.__dlpack_device__()[0] == on_cpu:
-        return np.asarray(buffer)
-    import cupy
-
-    return cupy.from_dlpack(buffer)
+def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    """The score of query i and key j, with what their distance adds."""
+    return s + table[h, np.clip(j - i, -REACH, REACH) + REACH]
 
 
-def _on_stream_of(context: Any, array: Array) -> contextlib.AbstractContextManager[Any]:
-    if isinstance(array, np.ndarray):
-        return contextlib.nullcontext()
-    import cupy
+def learn(models: int = 2, steps: int = 150) -> tuple[jax.Array, jax.Array]:
+    """The models' losses before and after as many steps of gradient descent with momentum."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    q, k, v = jax.random.normal(keys[0], (3, 4, 16, 2, 8))
+    true_table = jax.random.normal(keys[1], (2, 2 * REACH + 1))
+    target = attention(q, k, v, score_mod=relative, operands=(true_table,))
 
-    return cupy.cuda.ExternalStream(context.stream, array.device.id)
+    def loss(table: jax.Array) -> jax.Array:
+        out = attention(q, k, v, score_mod=relative, operands=(table,))
+        return jnp.sum((out - target) ** 2) / 64
 
+    def step(state: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        table, velocity = state
+        value, gradient = jax.value_and_grad(loss)(table)
+        velocity = 0.9 * velocity - 0.1 * gradient
+        return (table + velocity, velocity), value
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention_with_lse(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def write(context: Any, results: Any, *inputs: Any) -> None:
-        out, lse, *qkv = map(_array, (*results, *inputs))
-        with _on_stream_of(context, out):
-            lse[...] = cuflash.attention(*qkv, out=out, return_lse=True, **dict(options))[1]
+    @jax.jit
+    @jax.vmap
+    def train(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses = jax.lax.scan(step, (table, jnp.zeros_like(table)), None, steps)[1]
+        return losses[0], losses[-1]
 
-    batch, seqlen_q, num_heads, _ = q.shape
-    out = jax.ShapeDtypeStruct((batch, seqlen_q, num_heads, v.shape[3]), q.dtype)
-    lse = jax.ShapeDtypeStruct((batch, num_heads, seqlen_q), np.promote_types(q.dtype, np.float32))
-    return buffer_callback(write, (out, lse), vmap_method="sequential")(q, k, v)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(options: Options, dout: jax.Array, dlse: jax.Array, *residuals: jax.Array) -> tuple[jax.Array, ...]:
-    def write(context: Any, results: Any, *inputs: Any) -> None:
-        gradients = tuple(map(_array, results))
-        dout, dlse, *arrays = map(_array, inputs)
-        with _on_stream_of(context, dout):
-            cuflash.attention_backward(dout, *arrays, dlse=dlse, out=gradients, **dict(options))
-
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in residuals[:3])
-    return buffer_callback(write, shapes, vmap_method="sequential")(dout, dlse, *residuals)
-
-
-def _forward(options: Options, *qkv: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    results = _attention_with_lse(options, *qkv)
-    return results, (*qkv, *results)
-
-
-def _backward(
-    options: Options, residuals: tuple[jax.Array, ...], gradients: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, ...]:
-    return _gradients(options, *gradients, *residuals)
-
-
-def _no_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated")
-
-
-_attention_with_lse.defvjp(_forward, _backward)
-_gradients.defvjp(_no_second_derivative, _no_second_derivative)
+    return train(0.1 * jax.random.normal(jax.random.key(1), (models, *true_table.shape)))
 
 
 if __name__ == "__main__":
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 4, 32))
-    gradient = jax.jit(jax.grad(lambda q: attention(q, k, v, causal=True).sum()))(q)
-    print("gradient of q under jit:", gradient.shape, gradient.dtype, "on", *gradient.devices())
+    first, last = learn()
+    for before, after in zip(first, last, strict=True):
+        print(f"a learned table takes the loss from {before:.4f} to {after:.6f}")

@@ -22,6 +22,7 @@ from typing import Any
 
 import pages
 from recorded import PLAIN, RESULTS, US
+from recording import add_commit
 
 from cuflash.tools.bench import records
 
@@ -151,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
+    add_commit(parser)
     parser.add_argument("--calls", type=json.loads, help=argparse.SUPPRESS)  # the process that ncu watches
     args = parser.parse_args()
     if args.calls:

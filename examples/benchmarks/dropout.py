@@ -8,13 +8,12 @@ Rounds are interleaved; figures are TFLOP/s at the median time, in bfloat16, wit
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from cuflash.tools import bench
-from cuflash.tools.bench import records, report
+import recording
+
+from cuflash.tools.bench import report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
 from cuflash.tools.bench.inputs import DROPOUT_P, Inputs
 from cuflash.tools.bench.peers import PLAIN, US, cuflash_calls, plain_calls
@@ -63,17 +62,13 @@ def measure(cell: Cell, stopwatch: report.Stopwatch, xp: Any, rounds: int) -> di
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D")
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "dropout")
+    xp = recording.gpu_of(parser)
+    record = recording.Recorder(args, xp, "dropout")
     stopwatch = report.Stopwatch(xp, 12.0)
     dense = cells_of("dense", Grid("bfloat16", args.head_dim, args.seqlen))
     measured: list[dict[str, Any]] = []
@@ -84,8 +79,7 @@ def main() -> None:
         for direction in (FORWARD, BACKWARD):
             shown = ", ".join(f"{name} {x:.0f}" for name, x in line[direction].items() if name != "of_plain")
             print(f"{line['cell']} {direction}: {shown}; {line[direction]['of_plain']:.2f} of plain", flush=True)
-        if args.json:  # after every cell: a run that is cut short leaves what it had
-            records.write(args.json, facts, measured)
+        record.write(measured)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ FlashAttention-3's, each with its standard error over heads. It needs a Hopper G
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recording
 
 from cuflash.tools import bench
-from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
 from cuflash.tools.bench.inputs import Inputs, as_torch
 from cuflash.tools.bench.peers import US, cuflash_calls, fa3_calls
@@ -112,25 +110,20 @@ def line(measured: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--head-dim", nargs="+", type=int, default=Grid().head_dims, metavar="D")
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "errors")
+    xp = recording.gpu_of(parser)
+    record = recording.Recorder(args, xp, "errors")
     measured: list[dict[str, Any]] = []
     cells = [cell for dtype in args.dtype for cell in cells_of("dense", Grid(dtype, args.head_dim, args.seqlen))]
     bench.compile_kernels(cells, xp, (FORWARD, BACKWARD), COMPILE_JOBS)
     for cell in cells:
         measured.append(measure(Inputs(cell, xp)))
         print(line(measured[-1]), flush=True)
-        if args.json:  # after every cell: a run that is cut short leaves what it had
-            records.write(args.json, facts, measured)
+        record.write(measured)
 
 
 if __name__ == "__main__":

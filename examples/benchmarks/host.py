@@ -8,15 +8,14 @@ only the part before the launch is measured: that of the GPU path on NumPy array
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import recording
 
 import cuflash
 from cuflash.cuda import device as cuda_device
@@ -24,7 +23,6 @@ from cuflash.frontend import call as frontend_call
 from cuflash.frontend import metadata
 from cuflash.gpu import backend as gpu_backend
 from cuflash.tools import bench
-from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import Cell
 from cuflash.tools.bench.inputs import Array, Inputs
 from cuflash.tools.bench.peers import Unavailable, sdpa_calls
@@ -178,18 +176,13 @@ def _microseconds(call: Work, xp: ModuleType, clock: Callable[[], float] = time.
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a call")
-    args = parser.parse_args()
+    args = recording.parser_of(__doc__, "a call").parse_args()
     xp = bench.namespace(None)
     assert xp is not None
     costs = host_costs(xp)
     for name, cost in costs.items():
         print(f"{name:40} {cost:7.1f} us")
-    if args.json:
-        facts = report.environment(xp, args.commit, "host")
-        records.write(args.json, facts, ({"call": name, "us": cost} for name, cost in costs.items()))
+    recording.Recorder(args, xp, "host").write(({"call": name, "us": cost} for name, cost in costs.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What docs/measured.md and README.md say of training and of bytes moved, from the records in docs/lab/results.
+"""What docs/measured.md says of training and of bytes moved, from the records in docs/lab/results.
 
 `tables.py` writes it. The files are those of ``train_gpt2 --compare --json``, ``mytorch_client.py --json`` and
 ``paper.py --io``.
@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
+import curves
 import pages
 from recorded import US, towards
 
@@ -73,24 +73,6 @@ def _tokens(run: Figures) -> str:
     return f"{run['batch']} x {run['context']}"
 
 
-def readme_training(folder: Path) -> str:
-    """README.md's sentences about a step's time."""
-    records = gpt2_records(folder)
-
-    def steps(kind: str, name: str) -> str:
-        chosen = [r for r in records if _products(r.facts["run"]) == kind]
-        return " and ".join(f"{by_attention(r)[name]['step_ms']:.0f}" for r in chosen)
-
-    runs = [r.facts["run"] for r in records]
-    tokens = " and ".join(_tokens(run) for run in runs if not run.get("fp8"))
-    text = f"A step in bfloat16 takes {steps(BFLOAT16, US)} ms on an H200, at {tokens} tokens; with batched cuBLAS "
-    text += f"products and one fused softmax kernel in place of cuflash {steps(BFLOAT16, BASELINE)} ms."
-    if any(run.get("fp8") for run in runs):
-        text += f" With `--fp8`, products with weights in 8 bits, it is {steps(EIGHT_BITS, US)} ms, and "
-        text += f"{steps(EIGHT_BITS, BASELINE)} ms without cuflash."
-    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
-
-
 def gpt2(folder: Path) -> str:
     """The steps of GPT-2, and what the bars leave for attention."""
     records = gpt2_records(folder)
@@ -149,6 +131,25 @@ def loss(folder: Path) -> str:
             what = _products(record.facts["run"])
             rows.append([what, f"{losses[0]:.2f}", f"{last:.3f}", f"{curve['validation']:.3f}"])
     return pages.table(rows)
+
+
+def draw_loss(folder: Path, path: Path) -> None:
+    """The mean of four steps' losses, in bfloat16 and with products in 8 bits."""
+    figure = curves.new_figure(8, 4.5)
+    axes = figure.subplots()
+    for name, style in zip(("gpt2_loss", "gpt2_loss_fp8"), curves.STYLES[:2], strict=True):
+        record = read(folder, name)
+        if record is not None:
+            (curve,) = record.cells
+            losses = curve["losses"]
+            means = [sum(losses[first : first + 4]) / 4 for first in range(0, len(losses) - 3, 4)]
+            steps = range(4, 4 * len(means) + 1, 4)
+            axes.plot(steps, means, label=f"layers in {_products(record.facts['run'])}", **style.of_line())
+    axes.set(xlabel="step", ylabel="loss (nats a byte), mean of four steps")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right", frameon=False)
+    curves.save(figure, path)
 
 
 def moved(folder: Path) -> str:

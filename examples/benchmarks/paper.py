@@ -7,7 +7,7 @@
 Batch 16, 8 heads, head dim 64, float16, forward, backward and both, plain and with dropout and a padding mask:
 attention by its formula, cuflash, and cuflash with a block mask (BigBird's, as many blocks a row whatever n is).
 ``--io`` compares what the kernels move between L2 cache and multiprocessors with the theorem's N^2 d^2 / M. Results:
-paper.jsonl, paper.md and paper.png, or paper_io.jsonl and paper_io.png, in ``--out``.
+paper.jsonl, paper.md and paper.svg, or paper_io.jsonl and paper_io.svg, in ``--out``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import curves
 import numpy as np
 from recorded import RESULTS
 
@@ -250,31 +251,32 @@ def markdown(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
+def title_of(facts: dict[str, Any]) -> str:
+    """The problem, and where it was measured."""
+    return f"batch {facts['batch']}, {HEADS} heads of {HEAD_DIM}, float16, {facts.get('gpu', 'CPU')}"
+
+
 def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
     """Time of both passes, and memory, over n."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = curves.new_figure(10, 4.8)
     panels = figure.subplots(1, 2)
     for panel, (label, name, unit) in zip(
         panels, (("forward and backward, ms", "both_ms", 1), ("peak memory, MiB", "bytes", 2**20)), strict=True
     ):
-        for method, colour in zip(METHODS, ("C3", "C0", "C2"), strict=True):
-            for variant, style in zip(VARIANTS, ("o-", "x:"), strict=True):
+        for method, style in zip(METHODS, curves.STYLES[: len(METHODS)], strict=True):
+            for variant, linestyle in zip(VARIANTS, ("-", ":"), strict=True):
                 mine = (r for r in results if (r["variant"], r["method"]) == (variant, method))
                 points = sorted((r["n"], r[name] / unit) for r in mine)
-                if not points:
-                    continue
-                panel.plot(*zip(*points, strict=True), style, color=colour, ms=4, label=f"{method}, {variant}")
+                if points:
+                    looks = style.of_line(linestyle)
+                    panel.plot(*zip(*points, strict=True), label=f"{method}, {variant}", **looks)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set(xlabel="n", title=label)
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=100)
+    curves.legend_below(figure, panels[0], len(METHODS))
+    figure.suptitle(title, fontsize=10)
+    curves.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -306,7 +308,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.io:
         # beside this file, which is no package
         return int(importlib.import_module("paper_io").run(args.out, facts))
-    title = f"batch {args.batch}, {HEADS} heads of {HEAD_DIM}, float16, {facts.get('gpu', 'CPU')}"
     path = args.out / "paper.jsonl"
     try:
         rows = {(r["variant"], r["method"], r["n"]): r for r in rows_before(path, facts)}
@@ -321,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         (args.out / "paper.md").write_text(markdown(results))
 
     run(xp, args, free, keep)
-    draw(list(rows.values()), title, args.out / "paper.png")
+    draw(list(rows.values()), title_of(facts), args.out / "paper.svg")
     return 0
 
 

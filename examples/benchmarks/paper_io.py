@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import curves
+
 from cuflash.tools.bench import records
 
 HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 64, 2
@@ -70,7 +72,7 @@ def theorem_bytes(n: int, fast_bytes: int) -> float:
 
 
 def run(out: Path, facts: dict[str, Any]) -> int:
-    """Count, print a table, write paper_io.jsonl and paper_io.png."""
+    """Count, print a table, write paper_io.jsonl and paper_io.svg."""
     import cupy
 
     fast_bytes = int(cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
@@ -90,29 +92,27 @@ def run(out: Path, facts: dict[str, Any]) -> int:
             share = f"{r['l2_bytes'] / r['theorem_bytes']:7.2f} of the theorem's"
             print(f"{method:8} {r['direction']:8} n {r['n']:5}: {bytes_moved}, {share}")
         records.write(out / "paper_io.jsonl", {**facts, "batch": 1, "fast_bytes": fast_bytes}, results)
-    draw(results, fast_bytes, out / "paper_io.png")
+    draw(results, fast_bytes, out / "paper_io.svg")
     return 0
 
 
 def draw(results: list[dict[str, Any]], fast_bytes: int, path: Path) -> None:
     """Measured bytes over n, and the theorem's line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for panel, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
-        for method in METHODS:
+    figure = curves.new_figure(10, 4.5)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, direction in zip(panels, DIRECTIONS, strict=True):
+        for method, style in zip(METHODS, curves.STYLES[: len(METHODS)], strict=True):
             values = [r["l2_bytes"] / 1e6 for r in results if (r["method"], r["direction"]) == (method, direction)]
-            panel.plot(SEQLENS, values, "o-", label=method)
+            panel.plot(SEQLENS, values, label=method, **style.of_line())
         theorem = [theorem_bytes(n, fast_bytes) / 1e6 for n in SEQLENS]
         panel.plot(SEQLENS, theorem, "k--", label="N² d² / M, M the shared memory")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(SEQLENS, [str(n) for n in SEQLENS])
         panel.set(xlabel="n", title=f"{direction}: MB between L2 and multiprocessors")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    curves.legend_below(figure, panels[0], 3)
+    curves.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ loss)
         python3 -m cuflash.examples.train_gpt2 --text "$run/text" --context 1024 --batch 16 --steps 200 --out "$run$kind" \
             ${kind:+--fp8} ${commit:+--commit "$commit"}
         cp "$run$kind/losses.jsonl" "$folder/gpt2_loss$kind.jsonl"
-        cp "$run$kind/loss.png" "$folder/gpt2_loss$kind.png"
         rm "$run$kind/checkpoint.npz"
     done
     ;;

@@ -10,21 +10,19 @@ figures are TFLOP/s a GPU. Ranks are threads, or the processes of a launcher. It
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import recording
 
 import cuflash
 from cuflash import distributed
 from cuflash.distributed.__main__ import run
 from cuflash.distributed.communicators import Communicator
 from cuflash.distributed.environment import is_launched
-from cuflash.tools import bench
-from cuflash.tools.bench import records, report
 
 HEADS, HEAD_DIM, WARM_UP = 16, 128, 3
 SCHEMES: dict[str, tuple[Any, str]] = {
@@ -100,19 +98,15 @@ def ideal(world: int, tokens: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--world", type=int, nargs="+", default=(4,), metavar="N")
     parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 32768), metavar="N", help="of each GPU")
     parser.add_argument("--schemes", nargs="+", default=tuple(SCHEMES), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
+    xp = recording.gpu_of(parser)
     comm = distributed.from_environment() if is_launched(os.environ) else None
-    facts = report.environment(xp, args.commit, "ring") | {"ranks": "threads" if comm is None else "processes"}
+    record = recording.Recorder(args, xp, "ring", ranks="threads" if comm is None else "processes")
     cells: list[dict[str, Any]] = []
     for world in args.world if comm is None else (comm.world,):
         for tokens in args.tokens:
@@ -128,8 +122,8 @@ def main() -> None:
                 )
                 if comm is None or comm.rank == 0:
                     print(text_of(cells[-1]), flush=True)
-    if args.json and (comm is None or comm.rank == 0):
-        records.write(args.json, facts, cells)
+    if comm is None or comm.rank == 0:
+        record.write(cells)
 
 
 def cell_of(name: str, world: int, tokens: int, times: dict[str, float], best: dict[str, float]) -> dict[str, Any]:

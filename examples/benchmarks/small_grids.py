@@ -9,16 +9,13 @@ with a seed. It needs a Hopper GPU, torch and FlashAttention-3.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recording
 
-from cuflash.tools import bench
-from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import Cell
 from cuflash.tools.bench.inputs import Inputs
 from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
@@ -90,16 +87,12 @@ def microseconds(call: Callable[[], Any], xp: Any) -> float:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cells", type=int, default=110)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "small_grids") | {"seed": args.seed}
+    xp = recording.gpu_of(parser)
+    record = recording.Recorder(args, xp, "small_grids", seed=args.seed)
     measured: list[dict[str, Any]] = []
     for cell in cells(args.seed, args.cells):
         inputs = Inputs(cell, xp)
@@ -107,8 +100,7 @@ def main() -> None:
         speed = min(x for name, x in times.items() if name != US) / times[US]
         measured.append({"cell": cell.name, "us": times, "speed_of_fastest_peer": speed})
         print(f"{cell.name}: {', '.join(f'{name} {x:.1f}' for name, x in times.items())} us, {speed:.2f}", flush=True)
-        if args.json:  # after every cell: a run that is cut short leaves what it had
-            records.write(args.json, facts, measured)
+        record.write(measured)
     speeds = np.array([row["speed_of_fastest_peer"] for row in measured])
     mean = np.exp(np.log(speeds).mean())
     summary = f"mean {mean:.3f} of the faster peer, least {speeds.min():.2f}, below .98: {(speeds < 0.98).sum()}"

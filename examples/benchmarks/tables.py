@@ -1,10 +1,10 @@
-"""Write every table of figures, and the picture, from the records in docs/lab/results.
+"""Write every table of figures, and the pictures, from the records in docs/lab/results.
 
     python examples/benchmarks/tables.py            # write them
     python examples/benchmarks/tables.py --check    # fail if a table is not what the files say
 
-The tables stand in README.md, docs/measured.md and docs/lab/results/README.md, the picture beside the latter. No figure
-in them is typed by hand, and each table names the commit that it is of.
+The tables stand in README.md, docs/measured.md and docs/lab/results/README.md, the pictures beside the latter and in
+docs/pictures. No figure in them is typed by hand, and each table names the commit that it is of.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import counters
+import curves
 import measured
 import pages
+import paper
+import paper_io
 from bars import BARS, DENSE_BAR, NOT_MEASURED, host_row
 from recorded import (
     RESULTS,
@@ -38,6 +40,7 @@ from cuflash.tools.bench import records
 
 ROOT = Path(__file__).parents[2]
 README, MEASURED, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md", RESULTS / "README.md"
+PICTURES = ROOT / "docs" / "pictures"
 PEER_NAMES = {
     "cuflash": "cuflash",
     "plain": "cuflash, plain",
@@ -227,8 +230,8 @@ def bars_table(rows: Sequence[list[str]]) -> str:
     return pages.table([["what", "bar", "measured", "reached", "commit"], *rows])
 
 
-def readme_section(recorded: Sequence[Recorded]) -> str:
-    """What README.md shows: the dense tables in bfloat16, and all bars."""
+def kernels_section(recorded: Sequence[Recorded]) -> str:
+    """What docs/measured.md shows of kernels: the dense tables in bfloat16, and float32."""
     parts = []
     for direction in ("forward", "backward"):
         for record in recorded:
@@ -244,50 +247,60 @@ def readme_section(recorded: Sequence[Recorded]) -> str:
     aims = bars_rows(recorded)
     rows = [row for row in aims if row[2:] != [*NOT_MEASURED]]
     reached = sum(row[3] == "yes" for row in rows)
-    summary = f"What is aimed at, with all options and dtypes: {reached} of {len(rows)} reached"
-    if len(rows) < len(aims):
-        summary += f", {len(aims) - len(rows)} not measured"
-    parts.append(f"<details><summary>{summary}</summary>\n\n{bars_table(rows)}\n</details>\n")
+    text = f"Of what is aimed at, with all options and dtypes, {reached} of {len(rows)} are reached"
+    text += f", {len(aims) - len(rows)} not measured" if len(rows) < len(aims) else ""
+    parts.append(f"{text}: [the bars](lab/results/README.md#the-bars).\n")
     return "\n".join(parts)
 
 
-def summary_section(recorded: Sequence[Recorded]) -> str:
-    """The item of README.md's list that says how fast it is."""
-    words = []
-    for direction in ("forward", "backward"):
-        ratios = [
-            of_fastest(r)
-            for record in recorded
-            if not record.is_mma
-            for r in _groups(record).get(("dense", direction, "bfloat16"), [])
-        ]
-        if ratios:
-            words.append(f"{direction} {towards(geometric_mean(ratios), 2)}")
-    exact = [
-        ratio
-        for record in recorded
-        if not record.is_mma
-        for direction in ("forward", "backward")
-        for r in _groups(record).get(("float32", direction, "float32"), [])
-        if not r["cell"]["options"] and not math.isnan(ratio := of_peer("efficient")(r))
-    ]
-    text = f"- **Speed.** On an H200 in bfloat16 it is {' and '.join(words)} times as fast as the faster of "
-    text += "FlashAttention-3 and cuDNN (the geometric mean of all shapes)"
-    if exact:
-        text += (
-            f"; in float32, at float32's error, {towards(min(exact), 1)} to {towards(max(exact), 1)} times as fast as "
-        )
-        text += "torch's memory-efficient kernel"
-    return textwrap.fill(f"{text}. [Tables](#speed)", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+def readme_section(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
+    """README.md's table: a row a dtype and its peers, of each direction the mean ratio, the least and the most."""
+    hopper = [record for record in recorded if not record.is_mma]
+
+    def ratios(direction: str, suite: str, dtype: str, measure: Any, options: bool) -> list[float]:
+        results = [r for record in hopper for r in _groups(record).get((suite, direction, dtype), [])]
+        found = [measure(r) for r in results if bool(r["cell"]["options"]) == options]
+        return [ratio for ratio in found if not math.isnan(ratio)]
+
+    fastest = "the faster of FlashAttention-3 and cuDNN"
+    efficient = "torch's memory-efficient kernel"
+    kinds = (
+        ("bfloat16", fastest, "dense", "bfloat16", of_fastest, False),
+        ("float16", fastest, "dense", "float16", of_fastest, False),
+        ("float32, with float32's error", efficient, "float32", "float32", of_peer("efficient"), False),
+        ('float32, `precision="tf32"`', efficient, "float32", "float32", of_peer("efficient"), True),
+    )
+    rows = [["inputs", "GPU", "peers", "shapes", "forward", "backward"]]
+    for name, peers, suite, dtype, measure, options in kinds:
+        both = [ratios(direction, suite, dtype, measure, options) for direction in ("forward", "backward")]
+        if any(both):
+            gpus = {r.facts["gpu"].removeprefix("NVIDIA ").split()[0] for r in hopper if _has(r, suite, dtype)}
+            shapes = str(max(map(len, both)))
+            rows.append([name, " and ".join(sorted(gpus)), peers, shapes, *map(_spread, both)])
+    small = folder / "small_grids.jsonl"
+    if small.exists():
+        facts, cells = records.read(small)
+        found = [cell["speed_of_fastest_peer"] for cell in cells]
+        gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
+        what = "bfloat16, at random, too small to fill the GPU"
+        rows.append([what, gpu, fastest, str(len(found)), _spread(found), "-"])
+    return pages.table(rows)
+
+
+def _has(record: Recorded, suite: str, dtype: str) -> bool:
+    return any(key[0] == suite and key[2] == dtype for key in _groups(record))
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    digits = 2 if max(ratios) < 2 else 1
+    mean, least, most = (towards(x, digits) for x in (geometric_mean(ratios), min(ratios), max(ratios)))
+    return f"{mean} ({least} to {most})"
 
 
 def draw(recorded: Sequence[Recorded], path: Path) -> None:
     """Speed over n: a row a direction, a column a head dim; causal dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     dense = [
         r
         for record in recorded
@@ -298,32 +311,31 @@ def draw(recorded: Sequence[Recorded], path: Path) -> None:
     ]
     directions = [d for d in ("forward", "backward") if any(r["direction"] == d for r in dense)]
     head_dims = sorted({r["cell"]["head_dim"] for r in dense})
-    figure, panels = pyplot.subplots(
-        len(directions), len(head_dims), figsize=(11, 3.2 * len(directions)), squeeze=False, layout="constrained"
-    )
+    figure = curves.new_figure(11, 3.2 * len(directions) + 0.6)
+    panels = figure.subplots(len(directions), len(head_dims), squeeze=False, sharex=True)
     for direction, line in zip(directions, panels, strict=True):
         for head_dim, panel in zip(head_dims, line, strict=True):
             here = [r for r in dense if r["direction"] == direction and r["cell"]["head_dim"] == head_dim]
-            for color, peer in zip(("C3", "C0", "C2"), (US, "fa3", "cudnn"), strict=True):
+            for style, peer in zip(curves.STYLES[:3], (US, "fa3", "cudnn"), strict=True):
                 for causal in (False, True):
                     points = sorted(
                         (r["cell"]["seqlen_q"], r["peers"][peer]["tflops"])
                         for r in here
                         if r["cell"]["causal"] == causal and peer in r["peers"]
                     )
-                    style = {"color": color, "linestyle": "--" if causal else "-", "marker": "o", "markersize": 3}
-                    label = None if causal else PEER_NAMES[peer]
-                    panel.plot([n for n, _ in points], [t for _, t in points], label=label, **style)
+                    label = f"{PEER_NAMES[peer]}, {'causal' if causal else 'full'}"
+                    looks = style.of_line(curves.CAUSAL if causal else curves.FULL)
+                    panel.plot([n for n, _ in points], [t for _, t in points], label=label, **looks)
             panel.set_xscale("log", base=2)
             panel.set_ylim(bottom=0)
             ticks = sorted({r["cell"]["seqlen_q"] for r in here})
             panel.set_xticks(ticks, [_short(n) for n in ticks])
             panel.set_title(f"{direction}, head dim {head_dim}", fontsize=10)
+            panel.grid(alpha=0.3)
         line[0].set_ylabel("TFLOP/s")
-    panels[0, 0].legend(fontsize=8, loc="lower right")
-    figure.suptitle("bfloat16 on an H200 over the sequence length; causal dashed", fontsize=11)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    curves.legend_below(figure, panels[0, 0], 3)
+    figure.suptitle("bfloat16 on an H200, over the sequence length", fontsize=11)
+    curves.save(figure, path)
 
 
 def main() -> int:
@@ -337,13 +349,8 @@ def main() -> int:
         return 0
     recorded = load(RESULTS)
     texts = {PAGE: page(recorded), README: README.read_text("utf-8"), MEASURED: MEASURED.read_text("utf-8")}
-    sections = {
-        "speed": f"\n{readme_section(recorded)}\n",
-        "summary": summary_section(recorded),
-        "training": measured.readme_training(RESULTS),
-    }
-    for name, section in sections.items():
-        texts[README] = pages.with_section(texts[README], name, section)
+    texts[README] = pages.with_section(texts[README], "speed", f"\n{readme_section(recorded)}\n")
+    texts[MEASURED] = pages.with_section(texts[MEASURED], "kernels", f"\n{kernels_section(recorded)}\n")
     for name, write in measured.SECTIONS.items():
         texts[MEASURED] = pages.with_section(texts[MEASURED], name, f"\n{write(RESULTS)}\n")
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
@@ -353,7 +360,12 @@ def main() -> int:
     for path, text in texts.items():
         path.write_text(text, "utf-8")
     if recorded:
-        draw(recorded, RESULTS / "speed.png")
+        draw(recorded, RESULTS / "speed.svg")
+    measured.draw_loss(RESULTS, PICTURES / "gpt2_loss.svg")
+    if record := measured.read(RESULTS, "paper"):
+        paper.draw(record.cells, paper.title_of(record.facts), PICTURES / "paper.svg")
+    if record := measured.read(RESULTS, "paper_io"):
+        paper_io.draw(record.cells, record.facts["fast_bytes"], PICTURES / "paper_io.svg")
     return 0
 
 

@@ -11,16 +11,14 @@ It needs a Hopper GPU, torch and FlashAttention-3.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recording
 from errors import truth
 
 from cuflash.interop import dtype_of
 from cuflash.tools import bench
-from cuflash.tools.bench import records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, short
 from cuflash.tools.bench.inputs import Inputs, as_torch
 from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
@@ -124,18 +122,14 @@ def line(measured: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"))
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D")
     parser.add_argument("--seqlen", nargs="+", type=int, default=SEQLENS, metavar="N")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "truth")
+    xp = recording.gpu_of(parser)
+    record = recording.Recorder(args, xp, "truth")
     cells = [
         Cell(f"d{d} {mask} n{short(n)}", args.dtype, 1, n, n, HEADS, HEADS, d, d, causal=mask == "causal")
         for d in args.head_dim
@@ -148,8 +142,7 @@ def main() -> None:
         for cell in cells:
             all_measured.append(measure(cell, kind, xp))
             print(line(all_measured[-1]), flush=True)
-            if args.json:  # after every cell: a run that is cut short leaves what it had
-                records.write(args.json, facts, all_measured)
+            record.write(all_measured)
 
 
 if __name__ == "__main__":

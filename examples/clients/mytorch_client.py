@@ -60,8 +60,9 @@ def attention_for(mytorch: Any) -> Callable[..., Tensor]:
 
         def accumulate(dout: Array) -> None:
             gradients = backward(array_of(dout).swapaxes(1, 2), grads=("q", "k", "v"))
-            for x, gradient in zip(inputs, gradients, strict=False):
-                gradient = gradient.swapaxes(1, 2)
+            for x, of_x in zip(inputs, gradients, strict=False):
+                assert of_x is not None  # it was asked for
+                gradient = of_x.swapaxes(1, 2)
                 x.grad = gradient if x.grad is None else x.grad + gradient
 
         differentiable = any(x.requires_grad for x in inputs) and mytorch.Tensor.build_graph_enabled()

@@ -1,4 +1,4 @@
-"""append_kv: every clause of what it means, against a plain loop over rows in float64."""
+"""append_kv keeps every clause of its meaning, against a plain loop over rows in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rotary(device: Device, dtype: str, rotary_dim: int, interleaved: bool) 
 @pytest.mark.parametrize("page_size", [None, 1, 4])
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_places(device: Device, page_size: int | None, counts: Any, rotary_dim: int | None) -> None:
-    """Contiguous or paged, padded or packed, with and without rotary and q."""
+    """Rows come to their places in contiguous and paged caches, padded or packed, with and without rotary and q."""
     for with_q in (True, False):
         Case(page_size=page_size, counts=counts, rotary_dim=rotary_dim, with_q=with_q).check(device)
 
@@ -40,7 +40,7 @@ def test_places(device: Device, page_size: int | None, counts: Any, rotary_dim: 
 @pytest.mark.parametrize("dims", [(1, 1), (7, 3), (6, 10), (80, 24), (300, 257)])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_head_dims(device: Device, dtype: str, dims: tuple[int, int]) -> None:
-    """Those that no wide access divides, too; a rotary dim of twice an odd number, and one that is the head's."""
+    """Head dims may be ones that no wide access divides; a rotary dim may be twice an odd number, or the head's."""
     Case(dtype, dims=dims).check(device)
     for rotary_dim in {dims[0] // 2 * 2, min(6, dims[0] // 2 * 2)}:
         for interleaved in (False, True):
@@ -89,7 +89,7 @@ def test_positions_behind_32_bits_of_a_cache_are_clamped_too(device: Device) -> 
 
 @pytest.mark.parametrize("counts", [None, (2, 1, 3)], ids=["padded", "packed"])
 def test_any_strides(device: Device, counts: Any) -> None:
-    """Of every array, the last axis included: slices of a fused qkv, transposed and reversed views, odd offsets."""
+    """Every array may have any strides, on its last axis too: fused slices, transposed and reversed views, offsets."""
 
     def scattered(x: Array) -> Array:
         storage = np.full((*(n + 1 for n in x.shape[:-2]), x.shape[-1], 2 * x.shape[-2] + 1), 77).astype(x.dtype)
@@ -129,10 +129,12 @@ def test_nothing_to_do(device: Device, empty: str) -> None:
         case.k_cache, case.v_cache = case.k_cache[:0], case.v_cache[:0]
     case.check(device)
     Case(**options, page_size=None, capacity=0 if empty == "capacity" else 8).check(device)
+    if empty == "batch":  # all packed rows are padding
+        Case(lengths=(), counts=(), rotary_dim=4).check(device)
 
 
 def test_nothing_is_read_that_is_dropped(device: Device) -> None:
-    """What is not finite stays where it is: in its own row and pair."""
+    """A number that is not finite stays in its own row and pair."""
     case = Case(rotary_dim=8)
     case.k[0, 0, 0, 0] = np.nan
     case.v[1, 1, 0, 2] = np.inf
@@ -140,13 +142,13 @@ def test_nothing_is_read_that_is_dropped(device: Device) -> None:
 
 
 def quantised(x: Array) -> Array:
-    """Codes of e4m3 by another library."""
+    """Return codes of e4m3 by another library."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
 def test_codes() -> None:
-    """All halves, which hold every code and every middle of two; further numbers, and what is not finite."""
+    """Codes are right for all halves, which hold every code and every middle of two, for others and for infinities."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     for dtype in (np.float32, np.float64):
         others = np.array([1e30, -1e30, np.inf, 1e-30], dtype), RNG.normal(size=999).astype(dtype)
@@ -161,7 +163,7 @@ def test_codes() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn"])
 def test_fp8(device: Device, kind: str, dtype: str, counts: Any) -> None:
-    """The codes of x / scale, bit for bit: nearest even, saturated; a scale broadcasts, and is 1 by default."""
+    """An FP8 cache holds the codes of x / scale bit for bit, nearest even, saturated; a scale broadcasts or is 1."""
     if kind != "uint8" and device.name == "cupy":
         pytest.skip("CuPy has no arrays of float8_e4m3fn")
     case = Case(dtype, counts=counts, rotary_dim=None)
@@ -189,7 +191,7 @@ def test_fp8(device: Device, kind: str, dtype: str, counts: Any) -> None:
 
 
 def test_fp8_of_rotated_keys(device: Device) -> None:
-    """They are divided and rounded once, behind the rotation."""
+    """Rotated keys are divided and rounded once, behind the rotation."""
     case = Case("float16", rotary_dim=16)
     expected = case.expected()[0]
     before = case.k_cache.astype(np.float64) == expected
@@ -326,7 +328,7 @@ def test_caches_that_cannot_be_written() -> None:
 
 
 def test_a_repeated_call_is_checked_by_its_addresses(device: Device) -> None:
-    """Calls of the same shapes and strides: only the arrays' places tell that one of them is wrong."""
+    """Only the arrays' places tell that one of several calls of the same shapes and strides is wrong."""
     case = Case(dims=(16, 16), with_q=False)
     lengths, table = device.put((np.array(case.lengths, np.int32), case.options["block_table"]))
     k, v, pool = device.put((case.k, case.v, numbers((24, 4, 2, 16), "float32", RNG)))
@@ -347,7 +349,7 @@ def test_a_repeated_call_is_checked_by_its_addresses(device: Device) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_call(device: Device, data: st.DataObject) -> None:
-    """Whatever is drawn: shapes, places, tables with wild entries, layouts of all arrays."""
+    """Drawn calls are right, whatever their shapes, places, tables with wild entries and layouts of arrays."""
     draw = data.draw
     page_size = draw(st.sampled_from([None, 1, 3, 4]))
     lengths = tuple(draw(st.lists(st.integers(-1, 14), min_size=1, max_size=4)))

@@ -1,7 +1,7 @@
-"""What holds for every attention problem, on every device.
+"""Properties that hold for every attention problem, on every device.
 
-Agreement with the reference, gradients that are the gradients of the function, invariances, bitwise promises, and data
-that nobody may see.
+Results agree with the reference, gradients are those of the function, invariances and bitwise promises hold, and data
+that nobody may see changes nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_packed_agrees_with_reference(device: Device, case: Case) -> None:
 def test_finite_differences(device: Device, case: Case, data: st.DataObject) -> None:
     """Gradients are the derivatives of sum(dout * out) + sum(dlse * lse) along random directions."""
     if case.options.get("bias") is not None:
-        # A small step would be lost in float32.
+        # The bias is float64, as float32 would lose a small step.
         case = case.with_options(bias=case.options["bias"].astype(np.float64))
     case = replace(case, dlse=gaussian(np.random.default_rng(1), case.lse_shape, "float64"))
     sees = ~np.isneginf(case.reference_forward()[1])
@@ -95,13 +95,13 @@ def test_order_of_keys_does_not_matter(device: Device, case: Case, seed: int) ->
 
 
 def _has_columns(case: Case, name: str) -> bool:
-    """Whether a bias or mask is there and has an entry for every key."""
+    """Return True if a bias or mask is there and has an entry for every key."""
     extra = case.options.get(name)
     return extra is not None and extra.ndim > 0 and extra.shape[-1] == case.k.shape[1]
 
 
 def _split_keys(case: Case, at: list[int]) -> list[Case]:
-    """The problems over each range of keys; a sink joins the first."""
+    """Return the problems over each range of keys; a sink joins the first."""
     parts = []
     for index, (first, last) in enumerate(zip([0, *at], [*at, case.k.shape[1]], strict=True)):
         own = replace(case, k=case.k[:, first:last], v=case.v[:, first:last])
@@ -140,7 +140,7 @@ def test_split_keys_merge_to_the_whole(device: Device, case: Case, data: st.Data
 
 
 def _join(case: Case, grads: list[dict[str, Array]]) -> dict[str, Array]:
-    """The gradients of the whole from those of its ranges of keys."""
+    """Make the gradients of the whole from those of its ranges of keys."""
     whole: dict[str, Array] = {}
     for name in case.grad_names:
         if name in ("k", "v"):
@@ -158,7 +158,7 @@ def _join(case: Case, grads: list[dict[str, Array]]) -> dict[str, Array]:
 @examples(60)
 @given(case=cases(always=("mask",), without=("block_mask",)))
 def test_block_mask_is_the_same_dense_mask(device: Device, case: Case) -> None:
-    """A mask may be given as block mask; an all-true block mask beside it changes nothing."""
+    """A mask may be given as block mask; an all-true block mask added to it changes nothing."""
     mask = np.atleast_2d(case.options["mask"])
     sizes = [size if own == 1 else own for size, own in zip(_longest(case), mask.shape[-2:], strict=True)]
     mask = np.broadcast_to(mask, (*mask.shape[:-2], *sizes))
@@ -171,7 +171,7 @@ def test_block_mask_is_the_same_dense_mask(device: Device, case: Case) -> None:
 
 
 def _longest(case: Case) -> tuple[int, int]:
-    """Rows and keys of the longest sequence."""
+    """Return the rows and keys of the longest sequence."""
     if case.cu_seqlens is None:
         return case.q.shape[1], case.k.shape[1]
     longest_q, longest_k = (int(max(np.diff(cu), default=0)) for cu in case.cu_seqlens)
@@ -179,7 +179,7 @@ def _longest(case: Case) -> tuple[int, int]:
 
 
 def _poisoned(x: Array, where: Array, rng: np.random.Generator) -> Array:
-    """A copy of `x` with NaN, inf and -inf at the rows `where`."""
+    """Copy `x` with NaN, inf and -inf at the rows `where`."""
     x = x.copy()
     x[where] = rng.choice([np.nan, np.inf, -np.inf], x[where].shape)
     return x
@@ -227,7 +227,7 @@ def test_hidden_data_changes_no_bit(device: Device, hides: str, data: st.DataObj
 @examples(60)
 @given(case=cases(without=("deterministic",)))
 def test_bits_do_not_depend_on_what_else_is_asked(device: Device, case: Case) -> None:
-    """Forward: alone, with lse, through vjp, with determinism, again. Backward: again, stateless and vjp, subsets."""
+    """The passes give the same bits alone, with lse, by vjp, with determinism, again, stateless and in subsets."""
     on_device = case.on(device)
     out, lse = on_device.forward()
     for alone in (on_device.raw_forward(), on_device.raw_forward(deterministic=True)):
@@ -260,7 +260,7 @@ def test_causal_is_a_window(device: Device, case: Case, left: int | None) -> Non
 @examples(10)
 @given(data=st.data())
 def test_a_window_beyond_everything_is_no_window(device: Device, packed: bool, data: st.DataObject) -> None:
-    """Sides of any size, far beyond 32 and 64 bits."""
+    """A window's sides may be of any size, far beyond 32 and 64 bits."""
     case = data.draw(cases(packed=packed, without=("causal", "window")))
     out, lse = case.on(device).forward()
     for side in (2**31 - 1, 2**31, 2**63, 2**80):

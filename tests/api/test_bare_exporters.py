@@ -1,4 +1,4 @@
-"""Arrays with `__dlpack__` alone, whose library takes none back: NumPy's come out, and go with them everywhere."""
+"""Arrays with `__dlpack__` alone, whose library takes none back, give NumPy's, which go with them everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 class WithoutDevice:
-    """The least that NumPy takes: no device, and no keywords of the newer protocol."""
+    """An exporter with the least that NumPy takes: no device, and no keywords of the newer protocol."""
 
     def __init__(self, x: Array) -> None:
         self.x = x
@@ -49,7 +49,7 @@ def assert_plain(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_bare_exporters(dtype: str, wrapping: str) -> None:
-    """Results are NumPy's, of every function; they and plain arrays go with exporters into each further call."""
+    """Results of every function are NumPy's; they and plain arrays go with exporters into each further call."""
     case = all_options_case(dtype)
     plain, options = (case.q, case.k, case.v), case.library_options()
     out, lse = cuflash.attention(*plain, **options, return_lse=True)
@@ -106,7 +106,8 @@ def test_bare_exporters_as_targets_and_masks() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (gaussian(rng, (2, 5, 3, 8), "float32") for _ in range(3))
     expected, lse = cuflash.attention(q, k, v, return_lse=True)
-    target, targets = Exporter(np.zeros_like(q)), tuple(Exporter(np.zeros_like(q)) for _ in range(3))
+    target: Any = Exporter(np.zeros_like(q))
+    targets: tuple[Any, ...] = tuple(Exporter(np.zeros_like(q)) for _ in range(3))
     assert cuflash.attention(q, Exporter(k), v, out=target) is target
     assert same_bits(target.x, expected)
     grads = cuflash.attention_backward(q, q, k, v, expected, lse, out=targets)
@@ -126,7 +127,7 @@ def test_bare_exporters_as_targets_and_masks() -> None:
 
 
 def test_bare_exporters_have_a_metadata_of_their_own() -> None:
-    """One that takes the place in memory of another before it is looked at by its array, not by its address."""
+    """An exporter that takes another one's place in memory is known by its array and not by its address."""
     for keys in (4, 6, 4, 9):
         x = np.ones((1, keys, 1, 8), np.float32)
         q = np.ones((1, 3, 1, 8), np.float32)

@@ -1,7 +1,8 @@
-"""Dropout: which weights are kept follows from the contract's formula alone, everywhere and for ever."""
+"""Dropout keeps weights by the contract's formula alone, everywhere and for ever."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ MASK32 = 0xFFFFFFFF
 
 
 def philox4x32(counter: list[int], key: list[int], rounds: int = 7) -> list[int]:
-    """Philox4x32 of Salmon et al. 2011, as its paper writes it, one counter at a time in Python's integers."""
+    """Compute Philox4x32 as its paper writes it (Salmon et al. 2011), one counter at a time in Python's integers."""
     c, k = list(counter), list(key)
     for _ in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
@@ -41,7 +42,7 @@ def threshold_of(p: float) -> int:
 
 
 def keep(seed: int, p: float, batch: int, head: int, i: int, j: int) -> bool:
-    """The contract's keep decision of one weight, to the letter."""
+    """Decide on one weight as the contract does, to the letter."""
     words = philox4x32([i & ~8, j & ~8 & ~1, head, batch], [seed & MASK32, seed >> 32])
     bit3_i, bit3_j = i >> 3 & 1, j >> 3 & 1
     word = words[2 * bit3_i + bit3_j]
@@ -65,7 +66,7 @@ PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
     ],
 )
 def test_known_answers(rounds: int, of: tuple[list[int], list[int]], words: list[int]) -> None:
-    """Those that come with the authors' Random123, of this generator, the reference's and the CPU path's."""
+    """All three generators give the answers that come with the authors' Random123."""
     counter, key = of
     assert philox4x32(counter, key, rounds) == words
     first, second, third, fourth = counter
@@ -79,7 +80,7 @@ def test_known_answers(rounds: int, of: tuple[list[int], list[int]], words: list
 
 
 def kept_weights(device: Device, dtype: str, seed: Any, p: float, sizes: tuple[int, int, int, int]) -> Array:
-    """bool (batch, heads, rows, keys): weights that the library kept, read off by one-hot values."""
+    """Return bool (batch, heads, rows, keys), the weights that the library kept, read off by one-hot values."""
     batch, heads, rows, keys = sizes
     q = np.zeros((batch, rows, heads, 8), np_dtype(dtype))
     k = np.zeros((batch, keys, 1, 8), np_dtype(dtype))
@@ -89,7 +90,7 @@ def kept_weights(device: Device, dtype: str, seed: Any, p: float, sizes: tuple[i
         v = np.zeros((batch, keys, 1, width), np_dtype(dtype))
         v[:, first : first + width, 0] = np.eye(width)
         arrays = device.put((q, k, v))
-        # Weights are 1 / keys each; times keys, a kept one is the factor.
+        # Weights are 1 / keys each, so that a kept one times keys is the factor.
         out = device.get(cuflash.attention(*arrays, dropout_p=p, dropout_seed=device.put(seed)))
         weights = out.astype(np.float64).swapaxes(1, 2) * keys * (65536 - threshold_of(p)) / 65536
         assert np.all((weights == 0) | (np.abs(weights - 1) < 0.02)), "kept weights are scaled by 65536 / (65536 - T)"
@@ -107,7 +108,7 @@ def test_bits_follow_the_formula(device: Device, dtype: str, seed: int) -> None:
 
 
 def test_bits_do_not_depend_on_tiles(device: Device) -> None:
-    """Positions far beyond one tile, in rows and in keys."""
+    """Bits are the same at positions far beyond one tile, in rows and in keys."""
     sizes = (1, 1, 300, 520)
     kept = kept_weights(device, "float32", 77, 0.5, sizes)
     for i in (0, 7, 8, 63, 64, 127, 128, 255, 256, 299):
@@ -118,7 +119,7 @@ def test_bits_do_not_depend_on_tiles(device: Device) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 2.0**-17, 2.0**-16, 1e-3, 0.1, 1 / 3, 0.5, 0.75, 0.999, 1 - 2.0**-15])
 def test_threshold(device: Device, p: float) -> None:
-    """keep iff half >= floor(p * 65536); p below 2^-16 drops nothing."""
+    """A weight is kept iff half >= floor(p * 65536); p below 2^-16 drops nothing."""
     kept = kept_weights(device, "float32", 5, p, (1, 2, 40, 64))
     expected = np.array([[[keep(5, p, 0, h, i, j) for j in range(64)] for i in range(40)] for h in range(2)])
     assert np.array_equal(kept[0], expected)
@@ -128,7 +129,7 @@ def test_threshold(device: Device, p: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kept_weights_are_rescaled_exactly(device: Device, dtype: str) -> None:
-    """One over the exact share of kept weights, 65536 / (65536 - floor(p * 65536)), which 1 / (1 - p) is not."""
+    """The factor is one over the exact share of kept weights, 65536 / (65536 - floor(p * 65536)), not 1 / (1 - p)."""
     p = 2.0**-16 + 2.0**-17
     q = np.zeros((1, 1, 1, 4), np_dtype(dtype))
     arrays = device.put((q, q, np.ones_like(q)))
@@ -148,7 +149,7 @@ def test_seed_as_int_and_as_array(device: Device, shape: tuple[int, ...] | None)
 
 
 def test_heads_are_query_heads(device: Device) -> None:
-    """With grouped queries each query head drops its own weights."""
+    """Each query head drops its own weights where queries are grouped."""
     kept = kept_weights(device, "float32", 3, 0.5, (1, 4, 24, 24))  # four query heads on one KV head
     assert len({kept[0, h].tobytes() for h in range(4)}) == 4
 
@@ -171,7 +172,7 @@ def test_packed_positions_are_local(device: Device) -> None:
 
 
 def test_lengths_do_not_shift_positions(device: Device) -> None:
-    """In padded arrays i and j are absolute, whatever the lengths, masks and windows are."""
+    """The positions i and j of padded arrays are absolute, whatever the lengths, masks and windows are."""
     rng = np.random.default_rng(0)
     lengths = np.array([11, 30], np.int32)
     q = np.zeros((2, 30, 1, 4), np.float32)
@@ -229,7 +230,7 @@ def test_forward_and_backward_drop_the_same_weights(device: Device, dtype: str) 
 
 
 def test_gradients_with_dropout(device: Device) -> None:
-    """Several tiles with grouped heads and dlse; another seed is another result."""
+    """Gradients are right over several tiles with grouped heads and dlse; another seed gives another result."""
     seed = np.array([2**63 + 1], np.uint64)
     case = gaussian_case(11, "float32", (150, 170), dropout_p=0.25, dropout_seed=seed, causal=True)
     on_device = case.on(device)
@@ -237,3 +238,21 @@ def test_gradients_with_dropout(device: Device) -> None:
     case.assert_forward(out, lse)
     case.assert_gradients(on_device.backward(out, lse))
     assert not np.array_equal(case.with_options(dropout_seed=2**63 + 2).on(device).forward()[0], out)
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.int64, np.int8])
+def test_a_seed_is_an_integer_of_numpy_everywhere(kind: Any) -> None:
+    """Over keys in host memory and over ranks, too."""
+    x = np.random.default_rng(0).normal(size=(1, 6, 2, 8))
+    w_out = np.random.default_rng(1).normal(size=(2, 8, 3))
+    (comm,) = cuflash.distributed.threads(1)
+    functions: dict[str, Callable[..., Any]] = {
+        "attention": lambda **options: cuflash.attention(x, x, x, **options),
+        "offload": lambda **options: cuflash.offload.attention(x, x, x, **options),
+        "ring": lambda **options: cuflash.distributed.ring_attention(x, x, x, comm, **options),
+        "ulysses": lambda **options: cuflash.distributed.ulysses_attention(x, x, x, comm, **options),
+        "allreduce": lambda **options: cuflash.distributed.attention_allreduce(x, x, x, w_out, comm, **options),
+    }
+    for name, function in functions.items():
+        found, expected = (function(dropout_p=0.3, dropout_seed=seed) for seed in (kind(7), 7))
+        np.testing.assert_array_equal(found, expected, err_msg=name)

@@ -27,7 +27,7 @@ def zeros(*shape: int, dtype: str = "float32") -> Any:
 
 
 def call(device: Device, form: str, packed: bool = False, **changes: Any) -> Any:
-    """A call of one form ("", "_vjp", "_backward") with valid arguments, but for the `changes` by name."""
+    """Make a call of one form ("", "_vjp", "_backward") with valid arguments, but for the `changes` by name."""
     if packed:
         arguments = {
             "q": zeros(TOTAL_Q, HEADS_Q, DIM),
@@ -57,7 +57,7 @@ def call(device: Device, form: str, packed: bool = False, **changes: Any) -> Any
 
 
 def check(error: type[Exception], fragments: tuple[str, ...], attempt: Callable[[], Any]) -> None:
-    """`attempt` raises exactly `error`, and its message has all `fragments`."""
+    """Assert that `attempt` raises exactly `error`, and that its message has all `fragments`."""
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
         attempt()
     assert caught.type is error, f"expected {error.__name__}, got {caught.type.__name__}: {caught.value}"
@@ -273,7 +273,7 @@ def table(rows: dict[str, Row]) -> Any:
 @pytest.mark.parametrize("form", ["", "_vjp", "_backward"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_valid_arguments_pass(device: Device, form: str, packed: bool) -> None:
-    """What the tables below change is right before."""
+    """The calls that the tables below change are right before."""
     call(device, form, packed)
 
 
@@ -316,7 +316,7 @@ def test_out(device: Device, form: str, row: Row) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes_beside_each_input_dtype(device: Device, dtype: str) -> None:
-    """bias: q's dtype or float32; sink, slopes and lse: float32, or float64 beside float64."""
+    """A bias has q's dtype or float32; sink, slopes and lse have float32, or float64 where q has."""
     accum, other = ("float64", "float32") if dtype == "float64" else ("float32", "float64")
     inputs = {
         "q": zeros(2, 6, 4, 16, dtype=dtype),
@@ -371,7 +371,7 @@ def test_options_are_keyword_only(device: Device) -> None:
 @pytest.mark.parametrize("packed", ["", "_varlen"])
 @pytest.mark.parametrize("form", ["", "_backward", "_vjp"])
 def test_signatures_name_every_option(form: str, packed: str) -> None:
-    """As users see them in `help`."""
+    """Signatures show every option as users see them in `help`."""
     parameters = inspect.signature(getattr(cuflash, f"attention{packed}{form}")).parameters
     own = ["dout", "q", "k", "v", "forward_out", "lse"] if form == "_backward" else ["q", "k", "v"]
     own += ["cu_seqlens_q", "cu_seqlens_k"] if packed else []
@@ -383,7 +383,7 @@ def test_signatures_name_every_option(form: str, packed: str) -> None:
 
 
 def test_a_valid_call_before_hides_no_error(device: Device) -> None:
-    """What a call like it has passed is remembered; what it does not share with that call is still checked."""
+    """Checks that a call like it has passed are remembered, and what it does not share with that call is checked."""
     call(device, "", dropout_p=0.25, dropout_seed=3)
     check(ValueError, ("dropout_seed", "None"), lambda: call(device, "", dropout_p=0.25))
     check(ValueError, ("dropout_seed", "-1"), lambda: call(device, "", dropout_p=0.25, dropout_seed=-1))

@@ -1,4 +1,4 @@
-"""Attention with FP8 arrays and out_dtype: every clause of their meaning, on every device."""
+"""Attention with FP8 arrays and out_dtype keeps every clause of their meaning, on every device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, most_rounding, numbers_of, quantized
+from fp8 import Quantized, assert_near, exact, numbers_of, quantized
 from libraries import Exporter
 from numpy.typing import NDArray
 from tolerance import EPS
@@ -23,10 +23,11 @@ Array = NDArray[Any]
 RNG = np.random.default_rng(0)
 RESULTS = ("float16", "bfloat16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
+CODES = "float8_e4m3fn"
 
 
 def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: bool = False) -> list[Quantized]:
-    """q, k, v in FP8: two sequences, four query heads on two."""
+    """Make q, k, v in FP8, of two sequences and four query heads on two."""
     shapes = [
         (2, n, h, d) for n, h, d in zip((seqlens[0], seqlens[1], seqlens[1]), (4, 2, 2), (24, 24, 40), strict=True)
     ]
@@ -35,19 +36,10 @@ def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: boo
 
 
 def attend(device: Device, arrays: list[Quantized], **options: Any) -> Any:
-    """Attention on the codes and scales of q, k, v."""
+    """Compute attention on the codes and scales of q, k, v."""
     scales: dict[str, Any] = {name: x.scale for name, x in zip(SCALES, arrays, strict=True)}
     inputs = [x.codes for x in arrays]
     return device.get(cuflash.attention(*device.put(inputs), **device.put(scales | options)))
-
-
-def assert_near(actual: Array, expected: Array, rounding: float) -> None:
-    """Within rounding to the result's dtype, float32's arithmetic, and what rounded weights may do."""
-    atol = 2e-6 * np.abs(expected).max() + rounding
-    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=EPS[actual.dtype.name], atol=atol)
-
-
-CODES = "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "token"])
@@ -56,14 +48,14 @@ def test_it_is_attention_on_the_dequantised_inputs(device: Device, per: str, out
     arrays = problem(per)
     out, lse = attend(device, arrays, causal=True, return_lse=True, out_dtype=out_dtype)
     assert out.dtype.name == (out_dtype or "bfloat16")
-    expected, expected_lse = reference.attention(*(x.numbers for x in arrays), causal=True)
-    assert_near(out, expected, most_rounding(device.name, CODES, arrays[2].numbers))
+    expected = exact(device.name, CODES, [x.numbers for x in arrays], causal=True)
+    assert_near(out, expected)
     assert lse.dtype == np.float32
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-5)
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """A forward option, or several, for problems of `problem`."""
+    """Return a forward option, or several, for problems of `problem`."""
     lengths = {"q_lengths": np.array([37, 20], np.int32), "kv_lengths": np.array([53, 31], np.int32)}
     options: dict[str, dict[str, Any]] = {
         "window": {"window": (9, 3)},
@@ -84,24 +76,23 @@ OPTIONS = ("window", "softcap", "bias", "mask", "alibi", "sink", "lengths", "dro
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16", "bfloat16"])
+@pytest.mark.parametrize("queries", [CODES, "float16", "bfloat16"])
 def test_with_every_option(device: Device, name: str, queries: str) -> None:
     options = options_of(name)
     q, k, v = problem()
     scales = {"k_scale": k.scale, "v_scale": v.scale}
     codes, numbers = q.codes, q.numbers
-    if queries != "float8_e4m3fn":
+    if queries != CODES:
         codes = q.numbers.astype(np_dtype(queries))
         numbers = codes.astype(np.float64)
     else:
         scales["q_scale"] = q.scale
-    expected = reference.attention(numbers, k.numbers, v.numbers, **options)[0]
+    expected = exact(device.name, queries, (numbers, k.numbers, v.numbers), **options)
     if name == "block mask":
         options = {"block_mask": cuflash.BlockMask.from_dense(options["block_mask"])}
     arrays = device.put((codes, k.codes, v.codes))
     out = device.get(cuflash.attention(*arrays, **device.put(scales | options), out_dtype="float32"))
-    rescale = 1 / (1 - options.get("dropout_p", 0.0))
-    assert_near(out, expected, most_rounding(device.name, queries, v.numbers, rescale))
+    assert_near(out, expected)
 
 
 @pytest.mark.parametrize("out_dtype", RESULTS)
@@ -116,9 +107,8 @@ def test_packed(device: Device, out_dtype: str) -> None:
     arrays = device.put((q.codes, k.codes, v.codes, *edges))
     out = device.get(cuflash.attention_varlen(*arrays, **device.put(scales), causal=True, out_dtype=out_dtype))
     numbers = [np.nan_to_num(numbers_of(x.codes, np.nan_to_num(x.scale))) for x in (q, k, v)]
-    expected = reference.attention_varlen(*(*numbers, *edges), causal=True)[0]
     assert out.dtype.name == out_dtype
-    assert_near(out, expected, most_rounding(device.name, CODES, numbers[2]))
+    assert_near(out, exact(device.name, CODES, numbers, *edges, causal=True))
     assert not out[70:].any()
 
 
@@ -130,24 +120,21 @@ def test_16_bit_queries_have_their_own_result(device: Device) -> None:
             scales = device.put({"k_scale": k.scale, "v_scale": v.scale})
             out = device.get(cuflash.attention(*device.put((q, k.codes, v.codes)), **scales, out_dtype=out_dtype))
             assert out.dtype.name == (out_dtype or dtype)
-            expected = reference.attention(q.astype(np.float64), k.numbers, v.numbers)[0]
-            assert_near(out, expected, most_rounding(device.name, dtype, v.numbers))
+            assert_near(out, exact(device.name, dtype, (q.astype(np.float64), k.numbers, v.numbers)))
 
 
 def test_scales_are_1_by_default_and_broadcast(device: Device) -> None:
     arrays = problem()
     plain = device.get(cuflash.attention(*device.put([x.codes for x in arrays]), out_dtype="float32"))
-    numbers = [numbers_of(x.codes) for x in arrays]
-    assert_near(plain, reference.attention(*numbers)[0], most_rounding(device.name, CODES, numbers[2]))
+    assert_near(plain, exact(device.name, CODES, [numbers_of(x.codes) for x in arrays]))
     shapes = [(2, 1, 1), (1, 53, 1), (1, 1, 2)]
     spread = [
         Quantized(x.codes, scale, numbers_of(x.codes, np.broadcast_to(scale, x.codes.shape[:-1])))
         for x, shape in zip(arrays, shapes, strict=True)
         for scale in (RNG.uniform(0.5, 2, shape).astype(np.float32),)
     ]
-    of_spread = reference.attention(*(x.numbers for x in spread))[0]
-    rounding = most_rounding(device.name, CODES, spread[2].numbers)
-    assert_near(attend(device, spread, out_dtype="float32"), of_spread, rounding)
+    of_spread = exact(device.name, CODES, [x.numbers for x in spread])
+    assert_near(attend(device, spread, out_dtype="float32"), of_spread)
     # Any strides, the last axis' too.
     wide = [x._replace(scale=np.broadcast_to(x.scale, x.codes.shape[:-1]).copy()) for x in spread]
     strided = [x._replace(scale=np.ascontiguousarray(x.scale.swapaxes(1, 2)).swapaxes(1, 2)) for x in wide]
@@ -185,7 +172,7 @@ def test_strides_of_codes(device: Device, strides: str) -> None:
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 1e30])
 @pytest.mark.parametrize("queries", ["float8_e4m3fn", "float16"])
 def test_unused_places_never_matter(device: Device, scale: float, queries: str) -> None:
-    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody."""
+    """Codes and scales beyond the lengths, and of keys that a mask hides from everybody, never matter."""
     arrays = problem()
     mask = np.ones((53,), bool)
     mask[3] = False
@@ -308,7 +295,7 @@ def test_gradients_of_other_results(device: Device, dtype: str, out_dtype: str, 
 
 
 def test_float32_gradients_are_not_rounded_through_16_bits(device: Device) -> None:
-    """A float32 dout whose parts below 16 bits decide, because the values of a key add up to 0."""
+    """The parts of dout below 16 bits decide here, because the values of a key add up to 0."""
     q, k, v = (gaussian(RNG, (1, 6, 1, 16), "float16") for _ in range(3))
     v[..., 8:] = -v[..., :8]
     dout = (1 + RNG.uniform(-1, 1, v.shape) * 2.0**-14).astype(np.float32)
@@ -347,8 +334,7 @@ def test_repeated_calls_see_new_values(device: Device) -> None:
     for _ in range(3):
         arrays = problem()
         out = attend(device, arrays, kv_lengths=np.array([53, 20], np.int32), out_dtype="float16")
-        expected = reference.attention(*(x.numbers for x in arrays), kv_lengths=np.array([53, 20]))[0]
-        assert_near(out, expected, most_rounding(device.name, CODES, arrays[2].numbers))
+        assert_near(out, exact(device.name, CODES, [x.numbers for x in arrays], kv_lengths=np.array([53, 20])))
 
 
 def test_forward_bits_repeat_whatever_is_asked_for(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""How near FP8 attention is to exact attention on the same numbers."""
+"""FP8 attention is near to exact attention on the same numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_hadamard_pays_with_outliers(seed: int) -> None:
 
 
 def assert_finds_the_needle(device: Device, seqlen: int) -> None:
-    """One key of many matters, and a sink has as much weight: half of its value is the result."""
+    """Assert that the result is half of a key's value, as it alone of many matters and a sink has as much weight."""
     rng = np.random.default_rng(seqlen)
     q = np.full((1, 3, 1, 64), 2.0, np.float32)
     k = rng.standard_normal((1, seqlen, 1, 64)).astype(np.float32) * 0.05

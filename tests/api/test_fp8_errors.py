@@ -1,4 +1,4 @@
-"""What attention says of wrong FP8 arrays, scales and out_dtypes."""
+"""Attention refuses wrong FP8 arrays, scales and out_dtypes by messages that say what is wrong."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def test_wrong_arguments(device: Device, name: str) -> None:
 def test_ranks_take_no_fp8(option: str) -> None:
     comm = cuflash.distributed.threads(1)[0]
     arrays = [np.zeros((1, 4, 1, 8), np.uint8 if option == "arrays" else np.float16)] * 3
-    options = {} if option == "arrays" else {option: "float32" if option == "out_dtype" else ONE}
+    options: dict[str, Any] = {} if option == "arrays" else {option: "float32" if option == "out_dtype" else ONE}
+    ring_attention: Any = cuflash.distributed.ring_attention
     with pytest.raises(NotImplementedError, match="FP8"):
-        cuflash.distributed.ring_attention(*arrays, comm, **options)
+        ring_attention(*arrays, comm, **options)

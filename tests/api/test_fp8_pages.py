@@ -1,4 +1,4 @@
-"""FP8 and out_dtype over pools of pages: codes and scales have the pools' shape."""
+"""FP8 and out_dtype work over pools of pages, where codes and scales have the pools' shape."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, most_rounding, numbers_of, quantized
+from fp8 import Quantized, assert_near, exact, numbers_of, quantized
 from numpy.typing import NDArray
-from tolerance import EPS
 
 import cuflash
 from cuflash import reference
@@ -25,7 +24,7 @@ LENGTHS = np.array([11, 9], np.int32)
 
 
 def rows_of(pool: Array) -> Array:
-    """The logical keys of each sequence, unused ones 0."""
+    """Return the logical keys of each sequence, unused ones 0."""
     pages = pool[np.clip(TABLE, 0, NUM_PAGES - 1)]
     rows = pages.reshape(len(TABLE), -1, *pool.shape[2:]).copy()
     rows[np.arange(rows.shape[1]) >= LENGTHS[:, None]] = 0
@@ -33,7 +32,7 @@ def rows_of(pool: Array) -> Array:
 
 
 def pools() -> list[Quantized]:
-    """k and v; codes and scales of unused places are NaN."""
+    """Return k and v, whose codes and scales of unused places are NaN."""
     used = np.zeros((NUM_PAGES, PAGE_SIZE), bool)
     for pages, length in zip(np.clip(TABLE, 0, NUM_PAGES - 1), LENGTHS, strict=True):
         for key in range(length):
@@ -59,17 +58,17 @@ def test_codes_in_pages(device: Device, queries: str, out_dtype: str, splits: di
         given, scale, numbers = quantized(q, "token")
         options["q_scale"] = scale.reshape(-1, 4) if packed else scale
     options |= {"causal": True, "out_dtype": out_dtype, **splits}
-    expected = reference.attention(numbers, rows_of(k.numbers), rows_of(v.numbers), kv_lengths=LENGTHS, causal=True)[0]
+    arrays = numbers, rows_of(k.numbers), rows_of(v.numbers)
+    expected = exact(device.name, queries, arrays, kv_lengths=LENGTHS, causal=True)
     on_device = device.put(options)
     if packed:
         rows, *pools_of, edges = device.put((given.reshape(-1, 4, 24), k.codes, v.codes, np.array([0, 3, 6], np.int32)))
         packed_out = cuflash.attention_varlen(rows, pools_of[0], pools_of[1], edges, None, **on_device)
-        out = device.get(packed_out).reshape(expected.shape)
+        out = device.get(packed_out).reshape(expected.out.shape)
     else:
         out = device.get(cuflash.attention(*device.put((given, k.codes, v.codes)), **on_device))
     assert out.dtype.name == out_dtype
-    atol = 2e-6 + most_rounding(device.name, queries, rows_of(v.numbers))
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=EPS[out_dtype], atol=atol)
+    assert_near(out, expected)
 
 
 def test_a_scale_has_the_pool_s_axes(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Head dims above 256: NumPy computes them, and on a GPU the error says what is missing."""
+"""Head dims above 256, and the error above 1024."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ def test_wide_heads(device: Device, head_dims: tuple[int, int], dtype: str) -> N
     rng = np.random.default_rng(8)
     head_dim, head_dim_v = head_dims
     q, k = gaussian(rng, (2, 9, 4, head_dim), dtype), gaussian(rng, (2, 21, 2, head_dim), dtype)
-    # As in latent attention, v may be k's first columns.
+    # v may be k's first columns, as in latent attention.
     v = k[..., :head_dim_v] if head_dim_v < head_dim else gaussian(rng, (2, 21, 2, head_dim_v), dtype)
     dout = gaussian(rng, (2, 9, 4, head_dim_v), dtype)
     options: dict[str, Any] = {"causal": True, "softcap": 20.0}
     given = device.put((q, k, v, dout))
-    if device.name != "numpy":
-        with pytest.raises(NotImplementedError, match="expected 1 to 256 on a GPU"):
-            cuflash.attention(*given[:3], **options)
-        return
     out, backward = cuflash.attention_vjp(*given[:3], **options)
-    grads = dict(zip("qkv", backward(given[3]), strict=True))
+    grads = dict(zip("qkv", device.get(backward(given[3])), strict=True))
     expected = reference.attention(q, k, v, **options)[0]
     # Errors of a product grow with the terms of its sum.
     unit = EPS[dtype] * max(head_dims) / 64
-    np.testing.assert_allclose(out, expected, rtol=0, atol=8 * unit * np.abs(expected).max())
+    np.testing.assert_allclose(device.get(out), expected, rtol=0, atol=8 * unit * np.abs(expected).max())
     for name, x in reference.attention_backward(dout, q, k, v, **options).items():
         np.testing.assert_allclose(grads[name], x, rtol=0, atol=30 * unit * np.abs(x).max(), err_msg=name)
 

@@ -1,4 +1,4 @@
-"""Arrays of any library in, the same library's arrays out, over the same memory."""
+"""Arrays of any library give the same library's arrays, over the same memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 class Torch:
-    """To and from torch, on the CPU."""
+    """Conversions to and from torch, on the CPU."""
 
     name = "torch"
 
@@ -45,7 +45,7 @@ class Torch:
 
 
 class Jax:
-    """To and from JAX, on the CPU."""
+    """Conversions to and from JAX, on the CPU."""
 
     name = "jax"
 
@@ -166,7 +166,7 @@ def test_torch_tensor_that_requires_grad() -> None:
 
 
 def test_subclasses_of_torch_tensors() -> None:
-    """Wherever they are defined, they are tensors of torch."""
+    """Subclasses are tensors of torch, wherever they are defined."""
     torch = Torch().torch
 
     class Tensor(torch.Tensor):  # type: ignore[name-defined]
@@ -232,7 +232,7 @@ def test_jax_tracers_and_immutable_arrays() -> None:
 
 
 class Namespaced(Exporter):
-    """The same with an array API namespace, which can take results back."""
+    """An exporter with an array API namespace, which can take results back."""
 
     def __array_namespace__(self) -> Any:
         return SimpleNamespace(from_dlpack=lambda x: Namespaced(np.from_dlpack(x)))

@@ -1,4 +1,4 @@
-"""Arrays of numpy.ma are refused wherever an array is taken: their mask would be lost without a word."""
+"""Arrays of numpy.ma are refused wherever an array is taken, as their mask would be lost without a word."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refused(call: Callable[[], Any], name: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_attention(packed: bool, has_mask: bool) -> None:
-    """Every array of the forward functions and of the backward ones, alone; what they write to, too."""
+    """Every array of the forward and backward functions is refused by itself, as is every target."""
     arguments, residuals = arguments_of(packed), residuals_of(packed)
     name_of = "attention_varlen" if packed else "attention"
     forward, vjp, backward = (getattr(cuflash, name_of + form) for form in ("", "_vjp", "_backward"))

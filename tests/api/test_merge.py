@@ -25,7 +25,7 @@ def lse_shape(out_shape: tuple[int, ...]) -> tuple[int, ...]:
 def make_parts(
     count: int, out_shape: tuple[int, ...], dtype: str, seed: int = 0, hidden: float = 0.3
 ) -> tuple[list[Array], list[Array]]:
-    """Parts of which some rows see nothing: lse -inf, and NaN in out."""
+    """Make parts of which some rows see nothing: their lse is -inf, and their out NaN."""
     rng = np.random.default_rng(seed)
     outs = [gaussian(rng, out_shape, dtype) for _ in range(count)]
     lses = [gaussian(rng, lse_shape(out_shape), accum_dtype(np_dtype(dtype)), 3.0) for _ in range(count)]
@@ -37,7 +37,7 @@ def make_parts(
 
 
 def exact_merge(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
-    """The definition in float64."""
+    """Compute the definition in float64."""
     with np.errstate(divide="ignore", invalid="ignore"):
         wide = np.stack(lses).astype(np.float64)
         total = np.exp(wide).sum(axis=0)
@@ -47,7 +47,7 @@ def exact_merge(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
 
 
 def merge_backward(*arguments: Any) -> Any:
-    """The library's, with the parts and the merged pair unpacked."""
+    """Call the library's function with the parts and the merged pair unpacked."""
     return cuflash.merge_backward(*arguments)
 
 
@@ -55,7 +55,7 @@ def merge_backward(*arguments: Any) -> Any:
 @pytest.mark.parametrize("out_shape", OUT_SHAPES)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_definition(device: Device, count: int, out_shape: tuple[int, ...], dtype: str) -> None:
-    """Weights by lse; a part with -inf has none even where its out is NaN; all -inf gives 0 and -inf."""
+    """Parts have weights by lse, and none with -inf even where out is NaN; all -inf gives 0 and -inf."""
     outs, lses = make_parts(count, out_shape, dtype)
     out, lse = device.get(cuflash.merge(device.put(outs), device.put(lses)))
     expected_out, expected_lse = exact_merge(outs, lses)
@@ -115,7 +115,7 @@ def test_gradient_is_a_difference(device: Device, out_shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_order_of_merging(device: Device, dtype: str) -> None:
-    """One by one in float32 is all at once, whatever the order; rounding between would cost 16-bit digits."""
+    """Merging one by one in float32 is merging all at once; rounding between would cost 16-bit digits."""
     outs, lses = make_parts(4, (2, 9, 3, 5), dtype)
     exact_out, exact_lse = exact_merge(outs, lses)
     wide = "float64" if dtype == "float64" else "float32"
@@ -145,7 +145,7 @@ def test_out_dtype(device: Device) -> None:
 
 
 def test_large_and_distant_lses(device: Device) -> None:
-    """No overflow, and a part far below the others adds nothing; equal parts at any height are averaged."""
+    """Nothing overflows, a part far below the others adds nothing, and equal parts at any height are averaged."""
     ones = np.ones((1, 1, 4, 2), np.float32)
     first = np.array([[[1e4], [-1e4], [-3.4e38], [100.0]]], np.float32)
     second = np.array([[[1e4], [-1e4], [-3.4e38], [-100.0]]], np.float32)

@@ -1,7 +1,8 @@
-"""Where results go and what stays as it was: out=, grads=, strides, overlaps, inputs that are never modified."""
+"""Results go where out= and grads= say, over any strides, without overlaps, and inputs are never modified."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ Array = NDArray[Any]
 
 
 def storage_of(x: Array) -> Array:
-    """The bytes of the buffer that `x` is a view of."""
+    """Return the bytes of the buffer that `x` is a view of."""
     owner = x
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -30,7 +31,7 @@ def storage_of(x: Array) -> Array:
 
 @dataclass
 class Target:
-    """A poisoned array to be written, that lies in memory in any way that out= takes, and its storage beside it."""
+    """A poisoned array to be written, that lies in memory in any way that out= takes, with its storage."""
 
     like: Array
     array: Any
@@ -44,7 +45,7 @@ class Target:
         return cls(like, *device.put((like, storage)))
 
     def assert_written(self, device: Device, expected: Array) -> None:
-        """The array holds the bits of `expected`, and the storage around it is as poisoned as before."""
+        """Assert that the array holds the bits of `expected`, and that the storage around it is still poisoned."""
         storage = np.full(self.storage.shape, POISON_BYTE, np.uint8)
         if expected.size:
             offset = self.like.__array_interface__["data"][0] - storage_of(self.like).__array_interface__["data"][0]
@@ -55,7 +56,7 @@ class Target:
 @examples(80)
 @given(case=cases(), data=st.data())
 def test_forward_out(device: Device, case: Case, data: st.DataObject) -> None:
-    """out= is returned itself, wholly written with the same bits, and nothing beside it."""
+    """out= is returned itself, wholly written with the same bits, and nothing else is written."""
     on_device = case.on(device)
     expected = device.get(on_device.raw_forward())
     for form in ("plain", "with lse", "vjp"):
@@ -74,7 +75,7 @@ def test_forward_out(device: Device, case: Case, data: st.DataObject) -> None:
 @examples(80)
 @given(case=cases(), data=st.data())
 def test_backward_out(device: Device, case: Case, data: st.DataObject) -> None:
-    """out=(dq, dk, dv), or with the extras' gradients behind, likewise."""
+    """out=(dq, dk, dv), with or without the extras' gradients behind, is written and returned likewise."""
     on_device = case.on(device)
     out, lse = on_device.forward()
     expected = on_device.backward(out, lse, deterministic=True)
@@ -146,7 +147,7 @@ def test_empty_sizes(device: Device, dtype: str, sizes: tuple[int, int, int], de
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_slices_of_a_fused_dqkv(device: Device, dtype: str) -> None:
-    """q, k, v in one buffer and their gradients into one buffer."""
+    """q, k, v lie in one buffer, and their gradients go into one buffer."""
     rng = np.random.default_rng(0)
     fused = gaussian(rng, (2, 70, 3, 4, 40), dtype)
     case = Case(fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], gaussian(rng, (2, 70, 4, 40), dtype), None)
@@ -164,7 +165,7 @@ def test_slices_of_a_fused_dqkv(device: Device, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("dim", [1, 7, 8, 64, 65, 128, 200, 256])
 def test_heads_first_views_and_odd_offsets(device: Device, dtype: str, dim: int) -> None:
-    """(batch, heads, seqlen, dim) storage, and rows that start one element behind any alignment."""
+    """Arrays may be stored as (batch, heads, seqlen, dim), with rows that begin one element behind any alignment."""
     rng = np.random.default_rng(dim)
     stored = [gaussian(rng, (2, heads, seqlen, dim + 3), dtype) for heads, seqlen in ((4, 33), (2, 65), (2, 65))]
     for first in (0, 1):
@@ -177,7 +178,7 @@ def test_heads_first_views_and_odd_offsets(device: Device, dtype: str, dim: int)
 
 
 def test_results_are_plain_arrays(device: Device) -> None:
-    """Without out= results are C-contiguous arrays of the device, and distinct at every call."""
+    """Results without out= are C-contiguous arrays of the device, and distinct at every call."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (gaussian(rng, (2, 5, 3, 8), "float32") for _ in range(4))
     case = Case(q, k, v, dout, options={"bias": np.zeros((5, 5), np.float32)})
@@ -231,6 +232,18 @@ def test_outputs_must_not_overlap_each_other(device: Device) -> None:
     dq, dk = (device.put(np.zeros((2, 6, 3, 8), np.float32)) for _ in range(2))
     with pytest.raises(ValueError, match="overlap"):
         cuflash.attention_backward(dout, q, k, v, out, lse, out=(dq, dk, dq))
+
+
+def test_messages_name_operands_as_the_caller_does(device: Device) -> None:
+    q, k, v, dout = _small(device)
+    first, second, target = (device.put(np.zeros(6, np.float32)) for _ in range(3))
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j, t, u: s + t[j] + u[j], "operands": (first, second)}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    for targets, shared in (((first, None), "operands[0]"), ((target, target), "doperands[0]")):
+        own = "doperands[0]" if targets[1] is None else "doperands[1]"
+        message = f"out, {own}: expected no overlap with an input or another output, got memory shared with {shared}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            cuflash.attention_backward(dout, q, k, v, out, lse, out=(None, None, None, *targets), **options)
 
 
 def test_out_may_share_a_buffer_with_an_input(device: Device) -> None:
@@ -291,7 +304,7 @@ def test_inputs_are_never_modified(device: Device, case: Case, data: st.DataObje
 @pytest.mark.parametrize("wanted", [(), ("q",), ("k", "v"), ["v", "q"], ("bias",), ("sink", "alibi_slopes"), {"k"}])
 @pytest.mark.parametrize("packed", [False, True])
 def test_order_and_places_of_gradients(device: Device, wanted: Any, packed: bool) -> None:
-    """dq, dk, dv, dbias, dsink, dalibi_slopes in this order, None where not wanted, whatever the order of grads=."""
+    """Gradients have a fixed order, dq first, and are None where not wanted, whatever the order of grads=."""
     rng = np.random.default_rng(0)
     rows = (12,) if packed else (2, 6)
     q, k, v, dout = (gaussian(rng, (*rows, 3, 8), "float32") for _ in range(4))

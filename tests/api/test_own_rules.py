@@ -1,4 +1,4 @@
-"""Users' own rules: score_mod and mask_mod with operands, held against the reference and against built-in options."""
+"""Users' own rules, score_mod and mask_mod with operands, agree with the reference and with built-in options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normal(*shape: int, dtype: Any = "float64") -> np.ndarray:
 
 
 def inputs(dtype: Any = "float64", rows: int = ROWS, keys: int = KEYS) -> tuple[np.ndarray, ...]:
-    """q, k, v and dout."""
+    """Make q, k, v and dout."""
     heads = HEADS, KV_HEADS, KV_HEADS, HEADS
     lengths = rows, keys, keys, rows
     return tuple(normal(BATCH, n, h, DIM, dtype=dtype) for n, h in zip(lengths, heads, strict=True))
@@ -53,7 +53,7 @@ def dilated(b: Any, h: Any, i: Any, j: Any, *operands: Any) -> Any:
 
 
 def assert_agrees(device: Device, dtype: Any = "float64", **options: Any) -> None:
-    """Results and all gradients are the reference's."""
+    """Assert that results and all gradients are the reference's."""
     q, k, v, dout = inputs(dtype)
     dlse = normal(BATCH, HEADS, ROWS, dtype="float64" if dtype == "float64" else "float32")
     arrays: dict[str, Any] = {
@@ -152,7 +152,7 @@ def test_learned_slopes_are_alibi(device: Device) -> None:
 
 
 def test_finite_differences_of_a_temperature(device: Device) -> None:
-    """A 0-d operand, and one for each head."""
+    """Differences agree for a 0-d operand, and for one of each head."""
     q, k, v, dout = inputs()
     temperature, bend = normal(HEADS), np.array(0.3)
 
@@ -279,7 +279,7 @@ def test_indices_are_clamped(device: Device) -> None:
 
 
 def test_gradients_of_operands_in_order(device: Device) -> None:
-    """One for each floating operand, 0 where only mask_mod reads it; named "operands"; to be written to out."""
+    """Each floating operand has a gradient, 0 where only mask_mod reads it; grads= and out= know these, too."""
     q, k, v, dout = inputs("float32")
     put = device.put
     operands = (normal(HEADS, dtype="float16"), np.arange(3), normal(BATCH, KEYS), np.zeros(2, bool))
@@ -296,7 +296,7 @@ def test_gradients_of_operands_in_order(device: Device) -> None:
     assert (dfloor.dtype, dfloor.shape) == (np.float64, (BATCH, KEYS)) and not dfloor.any()
     only = device.get(cuflash.attention_backward(*arguments, grads=("operands",), **options))
     assert [x is None for x in only] == [True] * 4 + [False] * 2
-    # By atomic additions the order is free.
+    # Atomic additions leave the order of sums free.
     np.testing.assert_allclose(only[4].astype(float), dscale.astype(float), rtol=4e-3)
     into = put(np.zeros(HEADS, np.float16))
     given = cuflash.attention_backward(*arguments, out=(None, None, None, None, into, None), **options)
@@ -321,7 +321,7 @@ def test_deterministic_gradients_repeat_their_bits(device: Device) -> None:
 
 
 def test_strides_and_layouts_of_operands(device: Device) -> None:
-    """Any strides, negative and of broadcasts too; a gradient may be a slice."""
+    """Operands may have any strides, negative ones and 0 too, and a gradient may be written to a slice."""
     q, k, v, dout = inputs("float32")
     table = normal(17, 2 * HEADS, dtype="float32")[::-1, ::2].T
     put = device.put

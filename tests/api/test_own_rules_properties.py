@@ -1,4 +1,4 @@
-"""Drawn problems with users' own rules beside every other option, held against the reference."""
+"""Drawn problems with users' own rules and every other option agree with the reference."""
 
 from __future__ import annotations
 

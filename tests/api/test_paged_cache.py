@@ -10,6 +10,7 @@ import pytest
 from devices import Device
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import Exporter
 
 import cuflash
 from cuflash import PagedCache
@@ -26,14 +27,14 @@ def cache_of(
 
 
 def rows(*shape: int) -> tuple[Array, Array, Array]:
-    """New q, k and v."""
+    """Make new q, k and v."""
     dims = ((HEADS_Q, DIM), (HEADS_KV, DIM), (HEADS_KV, DIM_V))
     q, k, v = (RNG.normal(size=(*shape, *own)).astype(np.float32) for own in dims)
     return q, k, v
 
 
 class Model:
-    """The same sequences in one piece each, by number and layer, and steps that are held against these."""
+    """The sequences of a cache in one piece each, by number and layer, against which its steps are held."""
 
     def __init__(self, device: Device, cache: PagedCache) -> None:
         self.device, self.cache = device, cache
@@ -62,7 +63,7 @@ class Model:
         return len(self.keys[sequence][0][0])
 
     def step(self, sequences: list[int], counts: int | list[int], **options: Any) -> Any:
-        """A step of all layers, whose results are checked."""
+        """Make a step of all layers, whose results are checked."""
         step = self.cache.step(sequences, counts)
         for layer in range(LAYERS):
             self.attend(step, layer, sequences, counts, **options)
@@ -124,7 +125,7 @@ def test_what_a_step_says(device: Device) -> None:
 
 
 def test_options_of_attention(model: Model) -> None:
-    """Causal unless said otherwise; window, softcap, lse and the like go through."""
+    """Attention is causal unless said otherwise; window, softcap, lse and the like go through."""
     a, b = model.add(), model.add()
     model.step([a, b], [6, 3])
     model.step([a, b], 4, causal=False)
@@ -270,7 +271,7 @@ def test_a_freed_sequence_is_unknown_and_its_number_is_not_used_again(model: Mod
 
 
 def test_a_later_step_refills_the_same_arrays(device: Device) -> None:
-    """What stands for a replay here: the first step's own calls, on the same arrays, do what the later step asks."""
+    """The first step's own calls, which stand for a replay, do on the same arrays what the later step asks."""
     model = Model(device, cache_of(device))
     a, b, c = model.add(), model.add(), model.add()
     for counts in (1, [1, 2]):
@@ -361,6 +362,28 @@ def test_wrong_rows_and_layers(device: Device) -> None:
     assert step.append(0, None, k, v) is None
 
 
+def test_bare_exporters_have_no_shape() -> None:
+    """Those of DLPack are appended and attended, with NumPy's arrays as results; what is no array is a TypeError."""
+    rng = np.random.default_rng(0)
+    k, v, q = (rng.normal(size=(1, 3, heads, 8)) for heads in (1, 1, 2))
+    caches = [cuflash.PagedCache(1, 4, 2, 1, 8, "float64", np) for _ in range(2)]
+    wraps: tuple[Any, ...] = np.asarray, Exporter
+    no_arrays: tuple[Any, ...] = None, [1.0]
+    results = []
+    for cache, wrap in zip(caches, wraps, strict=True):
+        step = cache.step([cache.add()], 3)
+        step.append(0, None, wrap(k), wrap(v))
+        results.append(step.attend(0, wrap(q)))
+        with pytest.raises(ValueError, match=r"q: expected \(batch, count, heads, dim\) = \(1, 3, \*, \*\)"):
+            step.attend(0, wrap(q[:, :2]))
+        for wrong in no_arrays:
+            with pytest.raises(TypeError, match="q: expected an array of NumPy"):
+                step.attend(0, wrong)
+            with pytest.raises(TypeError, match="k: expected an array of NumPy"):
+                step.append(0, None, wrong, v)
+    np.testing.assert_array_equal(*results)
+
+
 def test_wrong_caches() -> None:
     good: dict[str, Any] = {"num_layers": 1, "num_pages": 4, "page_size": 2, "num_heads_kv": 1, "head_dim": 8}
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -382,7 +405,7 @@ def test_wrong_caches() -> None:
 
 
 def test_fp8_holds_codes(device: Device) -> None:
-    """Appended by scales of the new rows; the pools are codes."""
+    """Rows are appended by scales of the new rows, and the pools hold codes."""
     cache = cache_of(device, dtype="float8_e4m3fn")
     assert cache.k.dtype == cache.v.dtype == np.uint8
     step = cache.step([cache.add()], 3)
@@ -400,7 +423,7 @@ def test_fp8_holds_codes(device: Device) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), page_size=st.integers(1, 5), num_pages=st.integers(1, 12))
 def test_any_history(device: Device, data: st.DataObject, page_size: int, num_pages: int) -> None:
-    """Whatever is drawn: results are those of keys in one piece, no page is lost, and what fails changes nothing."""
+    """Drawn histories give the results of keys in one piece, lose no page, and change nothing where they fail."""
     model = Model(device, cache_of(device, num_pages=num_pages, page_size=page_size))
     for _ in range(data.draw(st.integers(1, 8))):
         alive = sorted(model.keys)

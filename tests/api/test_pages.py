@@ -1,4 +1,4 @@
-"""Keys in pools of pages, on every device: results, gradients, memory that nobody may read, and errors."""
+"""Keys in pools of pages have the right results, gradients, unread memory and errors, on every device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 def paged_case(page_size: int = 3, dtype: str = "float32", seqlen_q: int = 5, **options: Any) -> Case:
-    """Three sequences of up to 21 or 32 keys, whose pages are shuffled and shared by none."""
+    """Make three sequences of up to 21 or 32 keys, whose pages are shuffled and shared by none."""
     case = gaussian_case(0, dtype, (seqlen_q, 20), dims=(16, 12), batch=3)
     case = as_paged(case, page_size, RNG, num_spare=20, wild=False).with_options(**options)
     table = RNG.permutation(60)[: case.options["block_table"].size].reshape(3, -1).astype(np.int32)
@@ -53,7 +53,7 @@ def test_packed_queries_agree_with_reference(device: Device, case: Case) -> None
 @examples(60)
 @given(case=paged_cases())
 def test_what_no_sequence_uses_changes_no_bit(device: Device, case: Case) -> None:
-    """NaN in unused pages and in the tail of a last page: the same bits, and gradients of 0 there."""
+    """NaN in unused pages and in the tail of a last page changes no bit, and gradients are 0 there."""
     unused = ~used_of_pool(case)
     poisoned = case.with_inputs(**{name: _poisoned(getattr(case, name), unused) for name in ("k", "v")})
     clean, dirty = (x.with_options(deterministic=True).on(device) for x in (case, poisoned))
@@ -239,7 +239,7 @@ def test_packed_calls_have_lengths_or_cu_seqlens_of_keys(device: Device) -> None
 
 
 def test_the_reference_reads_pages_as_its_own_rows() -> None:
-    """The oracle of this file, by its definition alone."""
+    """The oracle of this file is right by its definition alone."""
     case = paged_case(3, causal=True)
     table, lengths = case.options["block_table"], case.options["kv_lengths"]
     out, lse = case.reference_forward()

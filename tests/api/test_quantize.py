@@ -1,4 +1,4 @@
-"""quantize_fp8 and hadamard: every clause of what they promise, on every device."""
+"""quantize_fp8 and hadamard keep every clause of their promises, on every device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_code_is_ml_dtypes_number() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_codes_are_the_nearest_even(dtype: str) -> None:
-    """Numbers, those half way between two, and their neighbours."""
+    """Codes are right for numbers of e4m3, for those half way between two, and for their neighbours."""
     finite = np.sort(np.unique(e4m3.VALUES[np.isfinite(e4m3.VALUES)])).astype(dtype)
     middles = (finite[1:] + finite[:-1]) / 2
     np.testing.assert_array_equal(e4m3.decode(e4m3.encode(finite)), finite)
@@ -63,7 +63,7 @@ def test_scales_and_codes(device: Device, dtype: str, per: str, packed: bool) ->
 
 @pytest.mark.parametrize("per", SHARED)
 def test_what_is_not_finite(device: Device, per: str) -> None:
-    """It has no part in a scale; inf saturates, NaN stays."""
+    """A number that is not finite has no part in a scale; inf saturates, NaN stays."""
     x = drawn("float32", (1, 4, 2, 8))
     special = x.copy()
     special[0, 1, 1, :3] = np.inf, -np.inf, np.nan

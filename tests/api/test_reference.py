@@ -1,4 +1,4 @@
-"""The oracle itself: against scalar loops, against differences of its own results, and against PyTorch."""
+"""The oracle itself agrees with scalar loops, with differences of its own results, and with PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inputs(seed: int = 0) -> dict[str, Any]:
 
 
 def everything(seed: int = 1) -> dict[str, Any]:
-    """Every option at once, on top of `inputs`."""
+    """Return every option at once, on top of `inputs`."""
     rng = np.random.default_rng(seed)
     bias = rng.standard_normal((BATCH, 1, ROWS, KEYS))
     bias[rng.random(bias.shape) < 0.1] = -np.inf
@@ -47,7 +47,7 @@ def everything(seed: int = 1) -> dict[str, Any]:
 
 
 def scalar_attention(q: Array, k: Array, v: Array, o: dict[str, Any]) -> tuple[Array, Array]:
-    """The semantics element by element, in Python's numbers."""
+    """Compute the semantics element by element, in Python's numbers."""
     out, lse = np.zeros((BATCH, ROWS, HEADS, DIM_V)), np.full((BATCH, HEADS, ROWS), -np.inf)
     keep = reference.dropout_keep(BATCH, HEADS, ROWS, KEYS, o["dropout_p"], o["dropout_seed"])
     for b, h, i in np.ndindex(BATCH, HEADS, ROWS):
@@ -222,7 +222,7 @@ def test_naive_is_rounded(dtype: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_agrees_with_torch(causal: bool) -> None:
-    """Where the options coincide: square causal, bool mask or bias, grouped heads, scale; with autograd's gradients."""
+    """Both agree where options coincide: square causal, bool mask or bias, grouped heads, scale; gradients, too."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(9)
     shapes = {"q": (BATCH, KEYS, HEADS, DIM), "k": (BATCH, KEYS, KV_HEADS, DIM), "v": (BATCH, KEYS, KV_HEADS, DIM_V)}

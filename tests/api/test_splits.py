@@ -1,4 +1,4 @@
-"""Splits of the keys: results are right with any; with split_size a row's bits depend on its sequence alone."""
+"""Any splits of the keys give right results; with split_size a row's bits depend on its sequence alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 
 class Requests:
-    """Sequences with their pages, of which calls serve any, in any order, by tables of any width."""
+    """Sequences with their pages, any of which a call serves, in any order, by tables of any width."""
 
     def __init__(self, device: Device, dtype: str, seqlen_q: int, heads: tuple[int, int], **options: Any) -> None:
         self.device, self.options = device, options
@@ -68,7 +68,7 @@ class Requests:
         self.pages = np.split(pages, np.cumsum(counts))[:-1]
 
     def call(self, served: list[int], width: int, packed: bool = False, contiguous: bool = False) -> list[bytes]:
-        """The bits of out and lse of each sequence that is served."""
+        """Return the bits of out and lse of each sequence that is served."""
         table = np.full((len(served), width), -1, np.int32)
         for row, own in zip(table, served, strict=True):
             row[: len(self.pages[own])] = self.pages[own]
@@ -97,7 +97,7 @@ class Requests:
 def test_a_rows_bits_depend_on_its_sequence_alone(
     device: Device, dtype: str, seqlen_q: int, heads: tuple[int, int], packed: bool, extra: str
 ) -> None:
-    """Over batches, orders, the table's width and the other lengths; and pages have the bits of rows side by side."""
+    """A row's bits are the same over batches, orders, tables' widths, other lengths, and pages or rows."""
     options = dict(EXTRAS[extra])
     has_dropout = "dropout_p" in options  # which counts sequences: only the first keeps its place
     requests = Requests(device, dtype, seqlen_q, heads, split_size=48, **options)
@@ -115,7 +115,7 @@ def test_a_rows_bits_depend_on_its_sequence_alone(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_bits_of_many_rows(device: Device, packed: bool) -> None:
-    """Sequences of several tiles of queries, which other batches cut otherwise where splits have no one size."""
+    """Sequences of several tiles of queries keep their bits, which other batches cut otherwise without one size."""
     requests = Requests(device, "float32", 400, (4, 2), split_size=100, causal=True)
     alone = [requests.call([own], 19, packed)[0] for own in (0, 5)]
     assert requests.call([0, 1, 5], 30, packed)[::2] == alone

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 def _alone(case: Case, index: int, sequence: Sequence) -> Case:
-    """The used part of one sequence as a padded problem of batch 1 without lengths."""
+    """Return the used part of one sequence as a padded problem of batch 1 without lengths."""
     rows, keys = (
         (*where[:-1], slice(where[-1].start, where[-1].start + used))
         for where, used in ((sequence.rows, sequence.used_rows), (sequence.keys, sequence.used_keys))
@@ -61,7 +61,7 @@ def _assert_each_sequence_alone(device: Device, case: Case) -> None:
         keys = (*sequence.keys[:-1], slice(sequence.keys[-1].start, sequence.keys[-1].start + sequence.used_keys))
         lse_rows = (*sequence.lse_rows[:-1], rows[-1])
         alone.assert_forward(out[rows][None], lse[lse_rows][None])
-        # The extras' gradients belong to all sequences together; the reference's agreement covers them.
+        # The extras' gradients belong to all sequences together, and agreement with the reference covers them.
         own = {"q": grads["q"][rows][None], "k": grads["k"][keys][None], "v": grads["v"][keys][None]}
         alone.assert_gradients({name: own.get(name) for name in alone.grad_names})
         unused = (*sequence.keys[:-1], slice(keys[-1].stop, sequence.keys[-1].stop))

@@ -1,4 +1,4 @@
-"""The CPU path where queries are few: heads and sequences share blocks, with every option, and a call costs little."""
+"""Few queries on the CPU path share blocks over heads and sequences, with every option, and a call costs little."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def options_of(seed: int, dtype: str, rows: int, keys: int) -> dict[str, Any]:
-    """Options of many shapes, of which every batch entry and head has its own or shares them; some are left out."""
+    """Draw options of many shapes, which each batch entry and head has by itself or shares; some are left out."""
     rng = np.random.default_rng(seed)
     accum = accum_dtype(np_dtype(dtype))
     shapes = [(BATCH, HEADS, rows, keys), (1, HEADS, rows, keys), (BATCH, 1, 1, keys), (HEADS, 1, keys), (rows, 1)]
@@ -68,7 +68,7 @@ def test_options(seed: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences_alone_and_together(dtype: str) -> None:
-    """Each batch entry by itself gives what all of them give, of strided arrays too."""
+    """Each batch entry alone gives what all of them give together, with strided arrays too."""
     for rows, keys, heads in ((1, 400, (8, 2)), (4, 37, (4, 4)), (7, 90, (6, 1))):
         case = gaussian_case(rows, dtype, (rows, keys), heads, (32, 16), batch=6, causal=True)
         strided = replace(case, q=np.ascontiguousarray(case.q.swapaxes(1, 2)).swapaxes(1, 2), v=case.v[:, ::-1])
@@ -101,7 +101,7 @@ def test_what_one_sequence_hides_another_may_see(bad: float) -> None:
 
 
 def test_blocks_of_few_queries() -> None:
-    """Few and many sequences, short and long ones: blocks have enough to do, and tiles are no larger than they may."""
+    """Blocks have enough to do, and tiles are no larger than they may, with few and many, short and long sequences."""
 
     def layout(batch: int, rows: int, heads: tuple[int, int], keys: int, dtype: Any = np.float32) -> Layout:
         dim = 64
@@ -125,7 +125,7 @@ def test_blocks_of_few_queries() -> None:
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 31, 63, 64, 70])
 def test_tops_of_any_shape(columns: int) -> None:
-    """The largest over keys, NaN too, however many keys are looked at in one go; and their subtraction."""
+    """Tops are the largest over keys, NaN too, however many keys are looked at at once, and are subtracted."""
     rng = np.random.default_rng(columns)
     for heads, keys in ((1, 1), (3, 1), (70, 1), (2, 2), (40, 7), (9, 64), (5, 129), (3, 2000)):
         scores = rng.standard_normal((heads, keys, columns)).astype(np.float32)
@@ -140,12 +140,12 @@ def test_tops_of_any_shape(columns: int) -> None:
         np.testing.assert_array_equal(scores, expected)
 
 
-# What a call may cost beside its products, and how many times theirs. A thread's start has no part in it.
+# A call may cost so much besides its products, and so many times theirs. A thread's start has no part in it.
 OWN_SECONDS, PRODUCTS_SHARE = 300e-6, 2.0
 
 
 def fastest(*calls: Callable[[], Any]) -> list[float]:
-    """The processor's time for each, the least of many by turns: other work on the machine hardly counts."""
+    """Return the processor's least time for each of alternating calls, so that other work hardly counts."""
     least = [np.inf] * len(calls)
     end = time.monotonic() + 20
     for turn in range(400):

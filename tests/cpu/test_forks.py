@@ -1,4 +1,4 @@
-"""Children of `os.fork` compute, whatever the parent's other threads were in the midst of."""
+"""Children of `os.fork` compute, whatever the parent's other threads were doing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuflash.cpu import threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
-# How a child ended: computed what the parent does with as many threads of BLAS, computed it with others, hung.
+# A child ends in one of these ways: it computed with as many threads of BLAS as the parent, with others, or hung.
 PRELUDE = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -80,11 +80,12 @@ def test_while_threads_compute() -> None:
 
 
 def test_while_a_thread_is_within_a_call() -> None:
-    """Whoever forks then, the child has BLAS's threads back, and the parent's call goes on with one."""
+    """The child has BLAS's threads back, and the parent's call goes on with one, whichever thread forks."""
     if threads._blas_functions() is None:
         pytest.skip("NumPy's BLAS is none whose threads we can set")
     run("""
         from cuflash.cpu.threads import BLAS_THREADS, _blas_functions, run_tasks
+        from cuflash.cpu.work import Work
         blas_threads = _blas_functions()[0]
         before = blas_threads()
         assert before == 2
@@ -95,14 +96,14 @@ def test_while_a_thread_is_within_a_call() -> None:
             assert leave.wait(SECONDS)
             seen.append(blas_threads())
 
-        thread = threading.Thread(target=run_tasks, args=(1, task, False))
+        thread = threading.Thread(target=run_tasks, args=(1, task, False, Work(int)))
         thread.start()
         assert entered.wait(SECONDS)
 
         def compute():
             count = blas_threads()
             within = []
-            run_tasks(1, lambda number, workspace: within.append(blas_threads()), False)
+            run_tasks(1, lambda number, workspace: within.append(blas_threads()), False, Work(int))
             return count == 2 and within == [1] and blas_threads() == 2
 
         child_of(compute)
@@ -114,7 +115,7 @@ def test_while_a_thread_is_within_a_call() -> None:
 
 
 def test_while_another_thread_has_its_first_call() -> None:
-    """What a call imports is whole in the child, or not begun."""
+    """Modules that a call imports are whole in the child, or not begun."""
     run("""
         started = threading.Event()
 
@@ -136,7 +137,7 @@ def test_while_another_thread_has_its_first_call() -> None:
 
 
 def test_in_a_signal_handler() -> None:
-    """The thread that forks may itself hold what it takes to fork."""
+    """The thread that forks may itself hold the lock that it takes to fork."""
     run("""
         from cuflash import forks
 

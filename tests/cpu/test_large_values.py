@@ -15,7 +15,7 @@ from cuflash import reference
 
 Array = NDArray[Any]
 
-# Whose sums overflow the type that they are computed in; float16's do not.
+# Sums of these overflow the type that they are computed in; float16's do not.
 DTYPES = ["bfloat16", "float32", "float64"]
 EPS = {"bfloat16": 2.0**-8, "float32": 2.0**-20, "float64": 2.0**-48}
 
@@ -51,7 +51,7 @@ def test_the_mean_of_five_large_values(dtype: str) -> None:
     ],
 )
 def test_means_of_large_values(dtype: str, rows: int, keys: int, options: dict[str, Any]) -> None:
-    """They are those of small ones times a power of two, in one tile and over many, beside columns of any size."""
+    """Means are those of small values times a power of two, in one tile and over many, with columns of any size."""
     rng = np.random.default_rng(0)
     q, k, v = inputs(dtype, rows, keys)
     options = dict(options)
@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_stay_so(dtype: str) -> None:
 
 
 def test_dropout_may_overflow() -> None:
-    """The weights of kept values are larger than 1: what is not representable is inf, what is, is not."""
+    """Weights of kept values are larger than 1, so a mean is inf where, and only where, it is not representable."""
     q, k, _ = inputs("float32", 4, 64)
     for size, is_finite in ((1e38, True), (3e38, False)):
         v = np.full((2, 64, 2, 8), size, np.float32)

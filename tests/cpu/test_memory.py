@@ -1,4 +1,4 @@
-"""On the CPU memory grows with the sequence length and not with its square, and no input is copied."""
+"""Memory on the CPU grows with the sequence length and not with its square, and no input is copied."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Array = NDArray[Any]
 
 MEGABYTE = 2**20
 SEQLEN = 4096
-# One float32 score matrix of one head; every bound below is a fraction of it.
+# SCORES is one float32 score matrix of one head; every bound below is a fraction of it.
 SCORES = 4 * SEQLEN**2
 
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """Each thread has tiles of its own: the bounds are those of two."""
+    """Run with two threads, for which the bounds hold, as each has tiles of its own."""
     with threads_of_cpu_path(2):
         yield
 
 
 def peak(work: Callable[[], Any]) -> int:
-    """Bytes that NumPy and Python allocate at most at a time during `work`, beyond what was there before.
+    """Return the most bytes that NumPy and Python hold at a time during `work`, beyond those before.
 
     NumPy reports its allocations to tracemalloc, in whichever thread they are made.
     """
@@ -47,7 +47,7 @@ def peak(work: Callable[[], Any]) -> int:
 
 
 def test_peak_sees_a_score_matrix() -> None:
-    """The measure itself: plain attention has at least two arrays of scores at a time."""
+    """The measure sees that plain attention has at least two arrays of scores at a time."""
     q = np.ones((SEQLEN, 64), np.float32)
     assert peak(lambda: np.exp(q @ q.T)) >= 2 * SCORES
 
@@ -59,7 +59,7 @@ def inputs(seqlen: int, dtype: str, dim: int = 64) -> tuple[Array, Array, Array,
 
 
 def quadratic_views(seqlen: int) -> dict[str, dict[str, Any]]:
-    """Options whose arrays look quadratic and take a line of memory."""
+    """Return options whose arrays look quadratic and take a line of memory."""
     line = np.zeros((1, seqlen), np.float32)
     blocks = np.tril(np.ones((seqlen // 128, seqlen // 128), bool))
     return {
@@ -79,7 +79,7 @@ def quadratic_views(seqlen: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", list(quadratic_views(128)))
 def test_forward_and_backward_are_linear(name: str, dtype: str) -> None:
-    """At most a quarter of one score matrix forward, and half of one backward (a dense bias has its own test)."""
+    """The forward pass takes at most a quarter of a score matrix, the backward pass half of one (without dbias)."""
     options = quadratic_views(SEQLEN)[name]
     q, k, v, dout = inputs(SEQLEN, dtype)
     assert peak(lambda: cuflash.attention(q, k, v, **options)) < SCORES / 4
@@ -90,7 +90,7 @@ def test_forward_and_backward_are_linear(name: str, dtype: str) -> None:
 
 
 def test_twice_the_length_takes_twice_the_memory() -> None:
-    """On one thread: a second one may find nothing left to do in the shorter call."""
+    """One thread computes, as a second one may find nothing left to do in the shorter call."""
     peaks = []
     for seqlen in (SEQLEN, 2 * SEQLEN):
         q, k, v, dout = inputs(seqlen, "float32")
@@ -115,7 +115,7 @@ def test_an_unwanted_bias_gradient_is_not_made() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_no_input_is_copied_or_widened_whole(dtype: str) -> None:
-    """A few queries over 16 MB of keys and values that lie heads first."""
+    """A few queries over 16 MB of keys and values that lie heads first take little memory."""
     size = 2**24 // np_dtype(dtype).itemsize
     stored = np.zeros((1, 4, size // 256, 64), np_dtype(dtype))
     k = v = stored.swapaxes(1, 2)

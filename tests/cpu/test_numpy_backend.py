@@ -1,4 +1,4 @@
-"""The CPU path's own machinery: tiles and their edges, threads, BLAS, scratch memory, numbers as bits."""
+"""Tests of the CPU path's own machinery: tiles and their edges, threads, BLAS, scratch memory, numbers as bits."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cuflash.cpu import threads, tiles
 from cuflash.cpu.dropout import keep_tile
 from cuflash.cpu.threads import InOrder, Workspace, run_tasks
 from cuflash.cpu.tiles import Tiling
+from cuflash.cpu.work import Work
 from cuflash.frontend.call import Call
 from cuflash.problem.heads import Heads
 
@@ -30,7 +31,7 @@ CPU = Device("numpy", np)
 
 
 def everything(seed: int, dtype: str, rows: int, keys: int, batch: int = 2, heads: int = 4) -> dict[str, Any]:
-    """Every option at once, a third of them left out by turns."""
+    """Return every option but for a third of them, which the seed chooses; dropout is always there."""
     rng = np.random.default_rng(seed)
     accum = accum_dtype(np_dtype(dtype))
     bias_shape = [(batch, heads, rows, keys), (1, heads, rows, keys), (heads, 1, keys), (batch, 1, rows, 1), (1, keys)]
@@ -55,7 +56,7 @@ def everything(seed: int, dtype: str, rows: int, keys: int, batch: int = 2, head
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that short sequences have many, of every kind."""
+    """Make tiles so small that short sequences have many, of every kind."""
     monkeypatch.setattr(tiles, "_layout_of_whole", tiles._layout_of_whole.__wrapped__)
     monkeypatch.setattr(tiles, "TILE_NUMBERS", 300)
     monkeypatch.setattr(tiles, "TILE_COPIED_NUMBERS", 200)
@@ -126,7 +127,7 @@ def tiling_of(seqlen: int, **options: Any) -> Tiling:
 
 
 def test_hidden_tiles_are_not_visited() -> None:
-    """Causal costs half and little more, a window its width, lengths their product, a block mask its blocks."""
+    """Causal costs little more than half, a window its width, lengths their product, a block mask its blocks."""
     n = 4096
     half = n * (n + 1) // 2
     assert half <= visible_pairs(tiling_of(n, causal=True)) <= 1.05 * half
@@ -184,13 +185,13 @@ def test_blas_threads_are_restored() -> None:
         seen.append(blas_threads())
         if number == 3:
             raise KeyError("stop")
-        # Tasks of no length could all run, on one thread, before the one that raises gets to say so.
+        # Tasks take some time, as empty ones could all run on one thread before the one that raises ends them.
         if number > 3:
             time.sleep(0.01)
 
-    run_tasks(3, task, parallel=True)
+    run_tasks(3, task, parallel=True, work=Work(int))
     with pytest.raises(KeyError, match="stop"):
-        run_tasks(1000, task, parallel=True)
+        run_tasks(1000, task, parallel=True, work=Work(int))
     assert set(seen) == {1}
     assert len(seen) < 900, "nobody starts another task after an error"
     assert blas_threads() == before
@@ -203,7 +204,7 @@ def test_blas_threads_with_calls_at_the_same_time() -> None:
 
     def caller() -> None:
         barrier.wait()
-        run_tasks(20, lambda number, workspace: overlapping.append(blas_threads()), parallel=True)
+        run_tasks(20, lambda number, workspace: overlapping.append(blas_threads()), parallel=True, work=Work(int))
 
     threads = [threading.Thread(target=caller) for _ in range(3)]
     for thread in threads:
@@ -223,7 +224,7 @@ def test_actions_run_in_order() -> None:
 
 
 def test_scratch_memory_is_reused() -> None:
-    workspace = Workspace()
+    workspace = Workspace(Work(int))
     first = workspace.array("scores", (4, 6), "float32")
     second = workspace.array("scores", (3, 5), "float32")
     assert np.shares_memory(first, second) and second.flags.c_contiguous
@@ -265,7 +266,7 @@ def test_dropout_of_any_tile(ranges: tuple[tuple[int, int], ...]) -> None:
 
 @pytest.mark.parametrize("size", [1e-9, 6e4])
 def test_the_error_state_of_the_caller_is_no_matter(size: float) -> None:
-    """Sums that their type does not hold are 0 or inf, as of gradients that are no sums."""
+    """Sums that their type does not hold become 0 or inf, as gradients that are no sums do."""
     q, dlse = np.ones((1, 40, 1, 8), np.float16), np.full((1, 1, 40), size, np.float32)
     with np.errstate(all="raise"):
         out, backward = cuflash.attention_vjp(q, q, q, bias=np.zeros((40, 1), np.float16), sink=np.zeros(1, np.float32))
@@ -274,7 +275,7 @@ def test_the_error_state_of_the_caller_is_no_matter(size: float) -> None:
 
 
 def test_no_warnings_from_hidden_values() -> None:
-    """NaN and inf that nobody sees, overflow of scores nobody sees: nothing to warn of."""
+    """NaN, inf and overflowing scores that nobody sees give no warning."""
     case = gaussian_case(3, "float32", (40, 40), causal=True, kv_lengths=np.array([30, 20], np.int32))
     case.k[0, 30:], case.v[0, 30:], case.k[1, 20:] = np.nan, np.inf, 3e38
     on_device = case.on(CPU)
@@ -301,7 +302,7 @@ def test_values_of_rows_that_see_nothing_do_not_count(bad: float, has_sink: bool
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_gradient_of_a_row_of_the_lowest_score(dtype: str) -> None:
-    """Its lse cannot tell how many keys it counts; the gradient is that of uniform weights all the same."""
+    """The row's lse cannot tell how many keys it counts, and its gradient is still that of uniform weights."""
     case = gaussian_case(4, dtype, (30, 500), dims=(8, 8))
     lowest = -float(np.nextafter(case.dtype.type(np.inf), case.dtype.type(0)))
     bias = np.zeros((30, 1), case.dtype)
@@ -312,7 +313,7 @@ def test_gradient_of_a_row_of_the_lowest_score(dtype: str) -> None:
 
 
 def test_gradients_of_parts_with_a_large_lse() -> None:
-    """Rows are only scaled to sum to 1 where they may: not the parts of a merge, which sum to less."""
+    """Rows are scaled to sum to 1 only where they may be, and not as parts of a merge, which sum to less."""
     case = gaussian_case(5, "float32", (50, 120), dims=(16, 16))
     case = replace(case, q=case.q * 40)  # scores of hundreds
     parts = [replace(case, k=case.k[:, keys], v=case.v[:, keys]) for keys in (slice(0, 70), slice(70, 120))]

@@ -1,4 +1,4 @@
-"""Calls where threads cannot be started, or fail: the calling thread computes, and hears of what went wrong."""
+"""The calling thread computes where threads cannot be started, and raises the errors of those that fail."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from devices import Device, threads_of_cpu_path
 
 from cuflash.cpu import tiles
 from cuflash.cpu.threads import Workspace, run_tasks
+from cuflash.cpu.work import Work
 
 CPU = Device("numpy", np)
 # Enough scores for several tasks and threads.
@@ -21,6 +22,7 @@ SCRIPT = """
 import numpy as np
 import cuflash
 from cuflash.cpu import tiles
+from cuflash.cpu.work import Work
 from cuflash.cpu.threads import _BlasThreads
 
 tiles.TASK_WORK = 1
@@ -46,7 +48,7 @@ def run(script: str) -> str:
 
 
 def test_at_exit() -> None:
-    """Of handlers that were registered before the first thread, and behind it; and when modules are taken down."""
+    """Calls work in handlers that were registered before and behind the first thread, and at shutdown."""
     output = run("""
         import atexit, weakref
 
@@ -112,7 +114,7 @@ def test_bits_with_fewer_threads_than_wanted(monkeypatch: pytest.MonkeyPatch, gr
 
 
 def test_an_error_of_any_thread_reaches_the_caller() -> None:
-    """Whoever met it, no other task begins, and the caller waits for those that run."""
+    """No other task begins after an error of any thread, and the caller waits for those that run."""
     caller = threading.current_thread()
     for own in (True, False):
         met = threading.Event()
@@ -126,6 +128,6 @@ def test_an_error_of_any_thread_reaches_the_caller() -> None:
             done.append(number)  # noqa: B023
 
         with threads_of_cpu_path(3), pytest.raises(KeyError, match="stop"):
-            run_tasks(1000, task, parallel=True)
+            run_tasks(1000, task, parallel=True, work=Work(int))
         assert len(done) < 900
         assert threading.active_count() == 1 or all(x.name != "cuflash" for x in threading.enumerate())

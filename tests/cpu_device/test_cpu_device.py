@@ -1,4 +1,4 @@
-"""The CPU test device itself: language, launches, barriers, warp operations."""
+"""The CPU test device itself has the language, launches, barriers and warp operations of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU device finds what a GPU would hide: each defect is planted by an edit of a sample that is right."""
+"""The CPU device finds defects that a GPU would hide; each is planted by an edit of a sample that is right."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ needs_sanitizers = pytest.mark.skipif(not build.has_sanitizers(), reason=build.N
 
 
 def error(got: Array, want: Array) -> float:
-    """Largest difference beyond rounding; infinite where something is not finite."""
+    """Return the largest difference beyond rounding; infinite where something is not finite."""
     difference = np.abs(got.astype(np.float64) - want)
     return float(max(difference.max() - 1e-3, 0.0)) if np.isfinite(difference).all() else np.inf
 
 
 def integers(rng: np.random.Generator, *shape: int) -> Array:
-    """Small integers, whose sums and products are exact."""
+    """Draw small integers, whose sums and products are exact."""
     return rng.integers(-2, 3, shape).astype(ml_dtypes.bfloat16)
 
 
@@ -76,7 +76,7 @@ def sample(name: str, old: str = "", new: str = "") -> str:
 
 
 def outcome(name: str, text: str, check: Check, seed: int = 0) -> str:
-    """What a run says: right, wrong, or the device's message."""
+    """Return the outcome of a run: right, wrong, or the device's message."""
     try:
         return "wrong" if RUNS[name](text, check, seed) > 0 else "right"
     except DeviceError as defect:
@@ -90,7 +90,7 @@ def test_the_samples_are_right(name: str, check: Check) -> None:
         assert outcome(name, sample(name), check, seed) == "right"
 
 
-# What shows without any check: as a wrong result or NaN, or as a message that matches.
+# These show without any check, by a wrong result or NaN, or by a message that matches.
 BY_RESULT = [
     ("plain", "  __syncthreads();\n  float", "  float", "wrong"),
     ("tensor_core", "wait_group<1>", "wait_group<2>", "wrong"),
@@ -132,7 +132,7 @@ def test_defect_shows_without_checks(name: str, old: str, new: str, expected: st
 
 LINE = r"(plain|tensor_core|hopper)\.cu:\d+"
 RACE = rf"nothing orders them .*the other at {LINE}"
-# What the checked mode names, with the line.
+# The checked mode names these, with the line.
 BY_CHECK = [
     ("plain", "  __syncthreads();\n  float", "  float", f"uninitialised shared memory|{RACE}"),
     ("plain", "  __syncthreads();\n  out", "  out", f"uninitialised shared memory|{RACE}"),
@@ -163,7 +163,7 @@ def test_defect_is_named_by_the_checked_mode(name: str, old: str, new: str, expe
     assert re.search(rf"{LINE}.*({expected})", outcome(name, sample(name, old, new), Check.SHARED))
 
 
-# What AddressSanitizer reports, and ends the process with.
+# AddressSanitizer reports these, and ends the process.
 BY_ADDRESS = [
     ("plain", "i < N * N;", "i <= N * N;", "heap-buffer-overflow|use-after-poison"),
     ("plain", "in + blockIdx.x", "in + 4 + blockIdx.x", "heap-buffer-overflow"),

@@ -1,4 +1,4 @@
-"""Every wrapped instruction: it compiles for its architecture, runs on the CPU device, and a GPU gives the same."""
+"""Every wrapped instruction compiles for its architecture and runs on the CPU device as on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def source_of(arch: str) -> str:
-    """The kernels of all instructions of an architecture."""
+    """Return the kernels of all instructions of an architecture."""
     folders = ("sm80", "sm90") if arch == "sm_90a" else ("sm80",)
     used = cuda_source.source_of(f"ptx/{folders[-1]}.cuh", {})
     others = "".join((FURTHER / folder / "ptx.cuh").read_text().replace("#pragma once", "") for folder in folders)
@@ -73,7 +73,7 @@ def on_gpu(case: Case) -> Array:
 
 
 def driver_map(base: Any, case: Case) -> Array:
-    """cuTensorMapEncodeTiled."""
+    """Encode a map by cuTensorMapEncodeTiled."""
     m = case.map
     assert m is not None
     rank, buffer = len(m.extents), np.zeros(256, np.uint8)

@@ -1,4 +1,4 @@
-"""The library's kernels on the CPU device, as every architecture that the plan knows: the suite's main property."""
+"""The library's kernels run on the CPU device as every architecture that the plan knows: the suite's main property."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cuflash.gpu import launch
 pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
 HOST = Device("numpy", np)
-# Fewer multiprocessors than tiles, so that persistent kernels walk.
+# There are fewer multiprocessors than tiles, so that a persistent thread block takes several.
 NUM_SMS = 3
 
 
@@ -46,7 +46,7 @@ def checked(capability: tuple[int, int]) -> Iterator[CpuDevice]:
         yield device
 
 
-# One of every class of head dims that a table has rows for, on any architecture.
+# Every class of head dims that a table of some architecture has rows for is here once.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
@@ -65,7 +65,7 @@ DROPOUT: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": 0x0123456789ABCDEF}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_family_drops_the_same_weights(dtype: str, head_dim: int, packed: bool) -> None:
-    """Of both directions, read off by one-hot values and gradients; heads are grouped, sizes fill no tile."""
+    """Both passes drop the same weights, read off by one-hot values; heads are grouped, sizes fill no tile."""
     heads, lengths = 2, [(37, 71), (75, 19)] if packed else [(53, 139), (53, 139)]
     kept = [
         reference.dropout_keep(1, heads, *of_sequence, DROPOUT["dropout_p"], DROPOUT["dropout_seed"], b)[0]
@@ -105,7 +105,7 @@ def test_gradients_with_dropout(dtype: str, head_dim: int) -> None:
 @pytest.mark.parametrize("shared_slopes", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sums_over_rows_leave_out_those_of_no_sequence(dtype: str, shared_slopes: bool) -> None:
-    """Nothing is ever written of packed rows before the first sequence and behind the last one."""
+    """Nothing is ever written for packed rows before the first sequence and behind the last one."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (gaussian(rng, (40, 2, 32), dtype) for _ in range(4))
     cu_seqlens = np.array([3, 9, 30], np.int32)
@@ -134,7 +134,7 @@ HOPPER = CpuDevice((9, 0), NUM_SMS, Check.SHARED)
 @examples(15, quick=3)
 @given(case=cases(dtypes=("float16", "bfloat16"), empty=False, strided=False, whole_vectors=True, max_scores=15_000))
 def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Case) -> None:
-    """Few problems of any strides take them; forward these all do that have scores, and most of them backward."""
+    """Hopper's kernels take these problems: all that have scores in the forward pass, most in the backward pass."""
     devices.forget_launches()
     with hook.kernels_on(HOPPER):
         assert_agrees(case)
@@ -145,7 +145,7 @@ def test_hoppers_own_kernels_have_no_defect_that_the_checked_mode_sees(case: Cas
 @pytest.mark.skipif(not build.has_sanitizers(), reason=build.NO_SANITIZERS)
 @pytest.mark.parametrize("options", [{}, {"window": (20, 3), "kv_lengths": [50]}], ids=["plain", "window, lengths"])
 def test_kernels_stay_within_their_arrays(capability: tuple[int, int], options: dict[str, Any]) -> None:
-    """Under AddressSanitizer, on sizes that fill no tile; 16-bit inputs take an architecture's own kernels."""
+    """AddressSanitizer sees sizes that fill no tile; 16-bit inputs take an architecture's own kernels."""
     run = run_sanitized(
         f"""
 import numpy as np

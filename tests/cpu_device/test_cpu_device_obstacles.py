@@ -1,4 +1,4 @@
-"""What keeps the CPU device from running is said in one line, which is the reason why its tests are skipped."""
+"""One line says what keeps the CPU device from running, and is the reason with which its tests are skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def found_anew() -> Iterator[None]:
 
 
 def test_headers_that_are_absent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the extra `test` alone there are those of the compiler's own part and the C++ library."""
+    """The extra `test` alone gives headers of the compiler's own part and of the C++ library."""
     monkeypatch.setattr(build, "compiler", lambda: ("g++",))
     monkeypatch.setattr(build, "_folders", lambda: ())
     with pytest.raises(device.DeviceError, match=r"CUDA's headers \(vector_types.h, .*\): pip install .*cuda13"):

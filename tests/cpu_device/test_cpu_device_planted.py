@@ -1,4 +1,4 @@
-"""The checked mode names defects that are planted in Hopper's own kernels: those that no result shows."""
+"""The checked mode names defects that are planted in Hopper's own kernels and that no result shows."""
 
 from __future__ import annotations
 

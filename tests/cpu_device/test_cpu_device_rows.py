@@ -1,6 +1,6 @@
 """Every row of the tables of kernels runs on the CPU device, whatever rows the suite's cases take.
 
-Shared memory is checked where warps hand it to each other without barriers of all threads: in Hopper's kernels.
+Shared memory is checked in Hopper's kernels, where warps hand it to each other without barriers of all threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO
 
 NUM_SMS, SMS_OF_FEW_TILES = 3, 9
 _WITHOUT_TENSOR_CORES = (7, 0)
-# Kernels around the gradients of scores: they run with these.
+# These kernels run with those of the gradients of scores, and have no row of their own.
 _COMPANIONS = (sm90_backward.ROWS, sm90_backward.DQ)
 
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def all_rows() -> Iterator[Row]:
-    """A configuration of each row that no older GPU has, that with the fewest options."""
+    """Yield the configuration with the fewest options of each row that no older GPU has."""
     seen = set()
     for capability, limit in SMEM_LIMITS.items():
         mma = (sm80_forward.table, sm80_backward.table, sm80_wide.table)
@@ -59,7 +59,7 @@ def all_rows() -> Iterator[Row]:
 
 
 def of_row(params: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """What has to run in the quick tier: of each kernel its architectures, dtypes, options, head dims and variants."""
+    """Yield what the quick tier has to run of a kernel: its architectures, dtypes, options, head dims and variants."""
     row: Row = params["row"]
     yield row.config.entry, row.capability
     yield row.config.entry, row.dtype

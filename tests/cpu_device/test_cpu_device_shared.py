@@ -1,4 +1,4 @@
-"""What the CPU device's check of shared memory takes for a member, for padding and for written bytes."""
+"""The CPU device's check of shared memory tells members, padding and written bytes apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUT_OF_BOUNDS = "shared memory out of bounds"
 
 
 def said(text: str, threads: int = 32, grid: int = 1, smem_bytes: int = 4096) -> str:
-    """What the checked mode says of the kernel `k`; empty if nothing."""
+    """Return what the checked mode says of the kernel `k`; empty if nothing."""
     source = cuda_source.source_of("ptx/sm90.cuh", {}) + text
     sums = np.zeros(64, np.float32)
     try:
@@ -26,7 +26,7 @@ def said(text: str, threads: int = 32, grid: int = 1, smem_bytes: int = 4096) ->
     return ""
 
 
-# The struct has 24 bytes: 3 of padding behind `last`, 4 behind `key`.
+# The struct has 24 bytes, of which 3 behind `last` and 4 behind `key` are padding.
 PADDED = """
 struct Entry {{ long long sum; int turn; bool last; int key; }};
 struct SharedStorage {{ int before[5]; Entry entries[{count}]; Entry other; }};
@@ -79,7 +79,7 @@ extern "C" __global__ void k(float* sums) {{
     ("member", "index"), [("first", 3), ("second", -1), ("third", 4), ("fourth", -1), ("fourth", 4)]
 )
 def test_between_members_lies_nothing(teams: int, member: str, index: int) -> None:
-    """Those of a base, and of each of several storages, too."""
+    """Nothing lies between members of a base, and of each of several storages, either."""
     assert OUT_OF_BOUNDS in said(MEMBERS.format(teams=teams, member=member, index=index))
     assert said(MEMBERS.format(teams=teams, member=member, index=0)) == ""
 

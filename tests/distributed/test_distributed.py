@@ -1,4 +1,4 @@
-"""Attention over ranks that are threads with NumPy arrays: the results are those of one device on the whole arrays."""
+"""Attention over ranks that are threads with NumPy arrays gives the results of one device on the whole arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEMES = {
 
 
 def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[BaseException | None]:
-    """What every rank raised."""
+    """Return what every rank raised."""
 
     def caught(comm: Communicator) -> BaseException | None:
         try:
@@ -48,7 +48,7 @@ def errors_of(world: int, work: Callable[[Communicator], Any], **options: Any) -
 def spread(
     name: str, world: int, order: str, arrays: dict[str, Array], packed: bool, options: dict[str, Any]
 ) -> dict[str, Array]:
-    """Whole results of a distributed call on whole arrays."""
+    """Return whole results of a distributed call on whole arrays."""
     make, _ = SCHEMES[name]
     axis = 0 if packed else 1
 
@@ -73,7 +73,7 @@ def spread(
 
 
 def alone(arrays: dict[str, Array], options: dict[str, Any], edges: Array | None) -> dict[str, Array]:
-    """The same on one device."""
+    """Return the results of one device."""
     q, k, v, dout, dlse = (arrays[key] for key in ("q", "k", "v", "dout", "dlse"))
     if edges is None:
         (out, lse), backward = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
@@ -160,7 +160,7 @@ def test_ranks_together_are_one_device(scheme: str, problem: dict[str, Any]) -> 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_partial_results_are_not_rounded(scheme: str, order: str, dtype: str) -> None:
-    """Only the last result has the inputs' dtype: it is as near to float64 as that of one device."""
+    """Only the last result has the inputs' dtype, so that it is as near to float64 as that of one device."""
     rng = np.random.default_rng(7)
     arrays = make_arrays(rng, 256, (4, 2), 1, dtype, (32, 32))
     found = spread(scheme, 4, order, arrays, False, {"causal": True})
@@ -190,7 +190,7 @@ def test_every_token_is_on_one_rank(seqlen: int, world: int, order: str) -> None
 
 
 def test_orders_by_example() -> None:
-    """Eight tokens on two ranks."""
+    """The orders of eight tokens on two ranks are these."""
     comms = distributed.threads(2)
     expected = {
         "plain": ([0, 1, 2, 3], [4, 5, 6, 7]),
@@ -276,7 +276,7 @@ def test_a_rank_that_does_not_come() -> None:
 
 
 def test_a_rank_that_dies_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before the time limit."""
+    """The waiting ends long before the time limit."""
     from cuflash.frontend import partial
 
     own = partial.Part.forward
@@ -324,6 +324,25 @@ def test_arguments_of_threads(arguments: dict[str, Any], kind: type[Exception], 
         distributed.threads(**arguments)
 
 
+@pytest.mark.parametrize("comm", [None, 3, [], "nccl"])
+def test_what_is_no_communicator(comm: Any) -> None:
+    x, w_out, lse = np.zeros((1, 4, 2, 8)), np.zeros((2, 8, 3)), np.zeros((1, 2, 4))
+    calls: list[Callable[[], Any]] = [
+        lambda: distributed.shard(x, comm),
+        lambda: distributed.unshard(x, comm),
+        lambda: distributed.positions(4, comm),
+        lambda: distributed.attention_allreduce(x, x, x, w_out, comm),
+        lambda: distributed.attention_allreduce_vjp(x, x, x, w_out, comm),
+        lambda: distributed.ring_attention(x, x, x, comm),
+        lambda: distributed.ulysses_attention(x, x, x, comm),
+        *(lambda make=make: make(x, x, x, comm) for make, _ in SCHEMES.values()),
+        *(lambda back=back: back(x, x, x, x, x, lse, comm) for _, back in SCHEMES.values()),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"comm: expected the communicator of one rank, .*{type(comm).__name__}"):
+            call()
+
+
 def test_gradients_that_are_wanted() -> None:
     def work(comm: Communicator) -> Any:
         x = ones(comm)
@@ -365,7 +384,7 @@ def test_selftest_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
 def seen_by_positions(
     rows: Array, keys: Array, window: tuple[int | None, int | None], edges: tuple[int, ...] | None
 ) -> Array:
-    """Bool (rows, keys): which tokens see which, by their positions."""
+    """Return bool (rows, keys) that tells which tokens see which, by their positions."""
     left, right = window
     distance = keys - rows[:, None]
     shown = np.ones(distance.shape, bool)
@@ -423,7 +442,7 @@ def test_a_causal_step_of_the_zigzag_order_is_one_call() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: tuple[int, int]) -> None:
-    """The kernels' partial results, merged and summed by kernels, one rank after the other on one test device."""
+    """Kernels' partial results, merged and summed by kernels, are right; ranks follow each other on one test device."""
     rng = np.random.default_rng(4)
     arrays = make_arrays(rng, 150, (4, 2), None if packed else 2, dtype, (64, 64))
     edges = np.array([0, 7, 90, 140], np.int32) if packed else None
@@ -435,7 +454,7 @@ def test_kernels_of_ranks_are_one_device(dtype: str, packed: bool, capability: t
     assert_same(found, expected, 1e-12 if dtype == "float64" else 4e-3)
 
 
-# Users' own rules: indices are those of the whole sequence, gradients of operands are sums over ranks.
+# Users' own rules have the indices of the whole sequence, and gradients of operands are sums over ranks.
 
 
 def scored(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:

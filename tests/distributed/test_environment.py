@@ -1,4 +1,4 @@
-"""What `from_environment` reads from the environment, and how values become text between processes."""
+"""`from_environment` reads the environment, and values become text between processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_tokens_tell_jobs_apart() -> None:
         ranks_of({**PLAIN, **job}).token
         for job in ({}, {"CUFLASH_TOKEN": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, {"PMIX_NAMESPACE": "a"})
     }
-    # Neighbouring ports are looked at by both.
+    # Both jobs look at neighbouring ports.
     tokens.add(ranks_of({**PLAIN, "MASTER_PORT": "29401"}).token)
     assert len(tokens) == 5
     assert ranks_of(PLAIN).token == ranks_of({**PLAIN, "RANK": "2", "LOCAL_RANK": "0"}).token
@@ -117,7 +117,7 @@ VALUES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, and of the same types all the way down."""
+    """Return True for values that are equal and of the same types all the way down."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The plan: its figures are those of the records, its predictions follow, and it says what nobody measured."""
+"""The plan's figures are those of the records, its predictions follow, and it says what nobody measured."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_predictions_are_within_a_tenth_of_what_was_measured() -> None:
 
 
 def test_every_way_computes_the_same_work() -> None:
-    """No scheme is faster than its kernels: compute times the ranks is the work at some measured rate."""
+    """No scheme is faster than its kernels, as its compute times the ranks is the work at some measured rate."""
     for causal in (True, False):
         layer = Layer(1 << 20, 32, 8, 128, causal=causal)
         rates = [table[128, kind][n] for table in (figures.FORWARD,) for kind in (True, False) for n in range(3)]
@@ -78,7 +78,7 @@ def test_every_way_computes_the_same_work() -> None:
 
 
 def test_a_slow_network_is_waited_for() -> None:
-    """Where a message takes longer than a step, a ring takes as long as its link."""
+    """A ring takes as long as its link where a message takes longer than a step."""
     slow = predict(LAYER, 1024, 1, Machine(network=1.0))
     message = 2 * LAYER.seqlen / 1024 * 8 * 128 * 2
     assert slow.forward.step_link == pytest.approx(message / 1e9)
@@ -132,7 +132,7 @@ def test_counts_that_are_none(text: str) -> None:
 
 
 def test_the_command() -> None:
-    """Ring, heads and grids in a table, a picture, and errors or plain words where nothing was measured."""
+    """The command prints ring, heads and grids in a table, a picture, and errors or that nothing was measured."""
     arguments = ["plan", "--gpus", "1024", "--seqlen", "16M", "--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
     done = subprocess.run(
         [sys.executable, "-m", "cuflash.distributed", *arguments], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Attention over ranks that are processes: the results, and what every rank says where one is not as it should be."""
+"""Attention over ranks that are processes gives the right results, and every rank says where one is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SELFTEST = [sys.executable, "-m", "cuflash.distributed", "--selftest", "--device
 
 
 def errors_of(ended: list[Ended]) -> list[tuple[str, str]]:
-    """(kind, text) of every rank's error."""
+    """Return (kind, text) of every rank's error."""
     return [(one.result["error"], one.result["text"]) for one in ended]
 
 
@@ -44,7 +44,7 @@ def test_processes_together_are_one_device(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_messages_travel_both_ways_at_once(world: int) -> None:
-    """More than any buffer of the system holds."""
+    """Messages larger than any buffer of the system travel both ways."""
     ended = launch("messages", plain(world), {"megabytes": 24}, time_limit=30, check=False)
     for rank, one in enumerate(ended):
         assert one.result == {"local_rank": rank, "device": None, "transport": "tcp", "check": False}, one.errors
@@ -72,7 +72,7 @@ def test_mpiexec_on_one_host_needs_no_address(names: tuple[str, str, str]) -> No
 
 
 def test_a_port_that_is_taken_is_not_the_end() -> None:
-    """Neither by the agent that holds MASTER_PORT nor by a program that answers on the next one with something else."""
+    """The agent that holds MASTER_PORT may take a port, as may a program that answers something else on the next."""
     variables = plain(2)
     port = int(variables[0]["MASTER_PORT"])
     try:
@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_is_not_the_end() -> None:
 
 
 def test_strangers_are_refused() -> None:
-    """What comes without the token is neither read nor in the way."""
+    """A connection without the token is neither read nor in the way."""
     variables = plain(2)
     port = int(variables[0]["MASTER_PORT"]) + 1
     refused = []
@@ -287,7 +287,7 @@ def test_arguments(arguments: dict[str, Any], kind: type[Exception], message: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_processes_with_a_gpu_each(transport: str) -> None:
-    """Ring and heads, forward and backward, beside one GPU; prints every rank's table of errors."""
+    """Ring and heads agree in both passes with one GPU; every rank's table of errors is printed."""
     import cupy
 
     gpus = cupy.cuda.runtime.getDeviceCount()

@@ -1,4 +1,4 @@
-"""The rounds in which NCCL's groups are issued: here groups of threads stand for NCCL's, and wait as those do."""
+"""NCCL's groups are issued in rounds; here groups of threads stand for NCCL's, and wait as those do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 5.0
 
 
 class Groups:
-    """Where a group of sends and receives waits for its counterparts, as NCCL's do: nothing in it is done before."""
+    """Groups of sends and receives that wait for their counterparts, as NCCL's do, before anything in them is done."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -71,7 +71,7 @@ class Link(NcclLink):
 
 
 class Comm(ProcessCommunicator):
-    """Takes NumPy arrays for CuPy's."""
+    """A communicator that takes NumPy arrays for CuPy's."""
 
     def send(self, message: Any, to: int, tag: int = 0) -> None:
         if to == self.rank:
@@ -86,7 +86,7 @@ class Comm(ProcessCommunicator):
 
 
 def run(world: int, work: Callable[[Comm], Any]) -> list[Any]:
-    """Each rank in a thread; what it returns or raises."""
+    """Run each rank in a thread, and return what it returns or raises."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(world)]
     for a in range(world):
         for b in range(a):
@@ -126,7 +126,7 @@ def pattern(comm: Comm) -> Array:
 
 
 def around(comm: Comm) -> Any:
-    """Backward's order of calls: two messages are on their way before the first is received."""
+    """Call in the backward pass's order, with two messages on their way before the first is received."""
     to, source = (comm.rank + 1) % comm.world, (comm.rank - 1) % comm.world
     kv, sums = pattern(comm), np.zeros(4, int)
     for step in range(comm.world):
@@ -145,7 +145,7 @@ def around(comm: Comm) -> Any:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_ring(world: int) -> None:
-    # The sums follow the keys, all of which are the same ones: rank r's.
+    # The sums follow the keys, which are all rank r's.
     assert run(world, around) == [(world * (np.arange(4) + 100 * rank)).tolist() for rank in range(world)]
 
 
@@ -163,7 +163,7 @@ def test_all_to_all(world: int) -> None:
 
 
 def test_one_answers_the_other() -> None:
-    """A rank that receives before it sends, and values and messages without arrays between."""
+    """A rank may receive before it sends, with values and messages without arrays between."""
 
     def work(comm: Comm) -> Any:
         if comm.rank == 0:
@@ -193,7 +193,7 @@ def test_what_is_never_received_waits_for_nobody() -> None:
 
 
 def test_ranks_that_wait_for_what_nobody_sends() -> None:
-    """All know it at once."""
+    """All ranks raise at once where some wait for what nobody sends."""
     start = time.monotonic()
     for error in run(3, lambda comm: comm.receive((comm.rank + 1) % 3)):
         assert isinstance(error, RuntimeError)

@@ -1,4 +1,4 @@
-"""Heads over ranks, projected and summed: the results are those of one device with all heads."""
+"""Heads over ranks, projected and summed, give the results of one device with all heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = 6
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call has several blocks."""
+    """Make blocks so small that every call has several."""
     monkeypatch.setattr(tensor_parallel, "LEAST_ROWS", 1)
     monkeypatch.setattr(tensor_parallel, "_ROWS_OF_TILES", 5)
 
@@ -53,7 +53,7 @@ def make(
 
 
 def alone(arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]) -> list[Array]:
-    """y, dq, dk, dv, dw_out and the extras' gradients, on one device with all heads."""
+    """Return y, dq, dk, dv, dw_out and the extras' gradients of one device with all heads."""
     q, k, v, w_out, dy = arrays.values()
     if edges is None:
         out, backward = cuflash.attention_vjp(q, k, v, **options)
@@ -74,7 +74,7 @@ def alone(arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]
 def spread(
     world: int, kv_shares: list[int], arrays: dict[str, Array], edges: Array | None, options: dict[str, Any]
 ) -> list[Array]:
-    """The same over ranks; rank r has `kv_shares[r]` KV heads."""
+    """Return the same results of ranks, of which rank r has `kv_shares[r]` KV heads."""
     group = arrays["q"].shape[-2] // arrays["k"].shape[-2]
     bounds = np.cumsum([0, *kv_shares])
 
@@ -96,7 +96,11 @@ def spread(
     by_name = list(zip(*results, strict=True))
     y, dq, dk, dv, dw_out, *extras = by_name
     joined = [np.concatenate(x, axis=-2) for x in (dq, dk, dv)]
-    return [y[0], *joined, np.concatenate(dw_out), *(np.concatenate(x, axis=-1) for x in extras)]
+    of_heads = sum(name in options for name in ("sink", "alibi_slopes"))
+    for of_operand in extras[of_heads:]:  # a sum over the ranks, which every rank has
+        np.testing.assert_array_equal(of_operand, [of_operand[0]] * world)
+    joined_extras = [np.concatenate(x, axis=-1) for x in extras[:of_heads]]
+    return [y[0], *joined, np.concatenate(dw_out), *joined_extras, *(x[0] for x in extras[of_heads:])]
 
 
 def assert_same(found: list[Array], expected: list[Array], rounding: float) -> None:
@@ -108,6 +112,15 @@ def assert_same(found: list[Array], expected: list[Array], rounding: float) -> N
         )
 
 
+def scored(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    """Compute a rule that depends on the sequence, on the head among those of all ranks, and on places."""
+    return s * 0.5 + table[b, h, (j - i) % 7] * np.tanh(s)
+
+
+def shown(b: Any, h: Any, i: Any, j: Any, table: Any, kind: Any) -> Any:
+    return (i - j + b) % 4 != kind[h]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -117,6 +130,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": np.linspace(0.05, 0.4, 6)},
     "sink": {"sink": np.linspace(-1, 1, 6)},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 11},
+    "rules": {
+        "score_mod": scored,
+        "mask_mod": shown,
+        "operands": (np.random.default_rng(3).standard_normal((4, 6, 7)), np.arange(6) % 5),
+        "causal": True,
+        "sink": np.linspace(-1, 1, 6),
+    },
     "all": {
         "window": (20, 3),
         "softcap": 3.0,
@@ -236,7 +256,7 @@ def test_products(device: Any, dtype: str, transposed: str) -> None:
 
 
 def errors_of(work: Any, world: int = 2, **options: Any) -> list[BaseException | None]:
-    """What every rank raised."""
+    """Return what every rank raised."""
 
     def caught(comm: Communicator) -> BaseException | None:
         try:

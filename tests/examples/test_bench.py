@@ -1,4 +1,4 @@
-"""The benchmark's own machinery on the CPU: cells, the sampled check, the report, the command."""
+"""Tests of the benchmark's own machinery on the CPU: cells, the sampled check, the report, the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CELLS = [
 
 
 def given_to_reference(inputs: Inputs) -> dict[str, Any]:
-    """The cell's options as the reference takes them."""
+    """Return the cell's options as the reference takes them."""
     given = arguments(inputs)
     if "block_mask" in given:
         given["mask"] = given.pop("block_mask").to_dense()

@@ -1,4 +1,4 @@
-"""Hardware counters: which cells are counted, and what is read from ncu's list."""
+"""Hardware counters are counted for the chosen cells, and read from ncu's list."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_best_and_worst_cells_beside_their_fastest_peers(counters: ModuleType, t
 
 
 def test_longest_kernel_of_each_call(counters: ModuleType) -> None:
-    """A call of three kernels and one of one; every metric is a row."""
+    """The longest kernel is found of a call of three kernels and of a call of one; every metric is a row."""
     rows = []
     kernels = [("before", 10.0), ("gradients(Params)", 70.0), ("behind", 20.0), ("end_of_call", 1.0)]
     for index, (kernel, nanoseconds) in enumerate([*kernels, ("forward", 5.0), ("end_of_call", 1.0)]):

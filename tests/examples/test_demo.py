@@ -1,4 +1,4 @@
-"""The demo: its autodiff, its model, and the command from end to end."""
+"""Tests of the demo: its autodiff, its model, and the command from end to end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_primitive_by_finite_differences(name: str) -> None:
 
 def test_model_by_finite_differences() -> None:
     model = CharGPT(TINY, 7, np)
-    # In float64; and the blocks' last matrices, zero at first, would hide the rest of the blocks.
+    # Parameters are float64, and none is zero: the blocks' last matrices, zero at first, would hide the other ones.
     model.parameters = {name: RNG.normal(0, 0.3, x.shape) for name, x in model.parameters.items()}
     windows = RNG.integers(0, 7, (2, 9))
     assert_gradients(

@@ -1,10 +1,11 @@
-"""The embedding examples: gradients agree with cuflash's own or finite differences, second derivatives are refused."""
+"""Gradients of the embedding examples agree with cuflash's or differences, and second derivatives are refused."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_runs_as_a_script(name: str, library: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["", "--dtype bfloat16 --share 0.4 --keys 2k", "--device cpu --dtype float16"])
 def test_a_long_decode(arguments: str) -> None:
-    """Keys in host memory, on the GPU where there is one; the last step agrees with one call on the CPU."""
+    """Keys lie in host memory, queries on a GPU where there is one; the last step agrees with a call on the CPU."""
     script = [sys.executable, str(EXAMPLES / "long_decode.py"), "--check", "--steps", "2", *arguments.split()]
     done = subprocess.run(script, check=True, timeout=300, capture_output=True, text=True)
     assert "step 1: " in done.stdout
@@ -192,6 +193,14 @@ def test_mygrad() -> None:
     out.backward(dout)
     assert_same([out, q.grad, k.grad, v.grad], (*qkv, dout), causal=True)
     assert not isinstance(q.grad, mygrad.Tensor)  # no graph, so nobody can ask for a second derivative
+
+
+@pytest.mark.parametrize("name", ["jax_custom_vjp", "hips_autograd"])
+def test_a_table_of_relative_positions_is_learned(name: str) -> None:
+    pytest.importorskip(NEEDS[f"autodiff/{name}"])
+    example: Any = import_module(f"cuflash.examples.autodiff.{name}")
+    first, last = example.learn(steps=60)
+    assert np.all(np.asarray(last) < 0.1 * np.asarray(first))
 
 
 def test_thinc() -> None:

@@ -1,4 +1,4 @@
-"""Generation: texts from a paged cache are those of the whole context computed anew for each token."""
+"""Texts that are generated from a paged cache are those of the whole context computed anew for each token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> GPT2:
 
 
 def continued(model: GPT2, prompt: list[int], length: int) -> list[int]:
-    """The likeliest tokens, each by the whole text before it."""
+    """Return the likeliest tokens, each by the whole text before it."""
     tokens = list(prompt)
     for _ in range(length):
         logits, *_ = model._forward(np.array([tokens], np.int32))
@@ -51,7 +51,7 @@ def generated(model: GPT2, num_pages: int = 100, **options: Any) -> list[list[in
 @pytest.mark.parametrize("prefix", [[], [12], [12, 13, 14, 15, 16, 17]])
 @pytest.mark.parametrize("at_once", [1, 3, 8])
 def test_the_likeliest_tokens(model: GPT2, prefix: list[int], at_once: int) -> None:
-    """Whatever is computed together, and whatever is shared."""
+    """The tokens are the same whichever texts are computed together, and whatever they share."""
     expected = [continued(model, prefix + p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     assert generated(model, prefix=prefix, at_once=at_once, temperature=0) == expected
 
@@ -78,7 +78,7 @@ def test_a_text_without_a_token(model: GPT2) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text from a checkpoint that a training run has left."""
+    """The command writes text from a checkpoint that a training run has left."""
     run = ["--size", "tiny", "--context", "64", "--batch", "2", "--steps", "2", "--device", "cpu"]
     assert training.main([*run, "--out", str(tmp_path)]) == 0
     prompts = ["--prompt", "The with", "--prompt", "A", "--prefix", "Help: ", "--length", "5", "9"]
@@ -98,7 +98,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_characters() -> None:
-    """The demo's sample: the model as it is trained, over a window of its context."""
+    """The demo's sample is that of the model as it is trained, over a window of its context."""
     config = char_gpt.Config(width=16, num_layers=2, num_heads=2, context=12, attention_dtype="float32")
     model = char_gpt.CharGPT(config, 7, np)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The GPT-2 example: its gradients, its kernels, and training that survives a kill."""
+"""Tests of the GPT-2 example: its gradients, its kernels, and training that survives a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN = Run("tiny", 32, 2, 4, 1e-3, "cuflash", True, 0)
 
 
 class Float64(NumpyOps):
-    """For finite differences."""
+    """Operations in float64, for finite differences."""
 
     dtype = np.dtype(np.float64)
 
@@ -60,7 +60,7 @@ def test_gradients_of_every_parameter(attention: str) -> None:
 
 
 class EightBits(NumpyOps):
-    """What `CupyOps` does with numbers in 8 bits."""
+    """Operations that `CupyOps` does with numbers in 8 bits, in NumPy."""
 
     def project(self, x: Rounded, weight: Weight, bias: Array | None = None, added: Array | None = None) -> Array:
         factors = self.rounded_to("e4m3fn", x.full, ACTIVATION_SCALE), self.weight_rounded(weight)
@@ -106,7 +106,7 @@ def test_gpu_agrees_with_the_cpu(attention: str, eight: bool) -> None:
 
 @pytest.mark.gpu
 def test_gpu_rows_of_one_token() -> None:
-    """Tokens that come once, often, and never."""
+    """Tokens come once, often, and never."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 40, (4, 250)).astype(np.int32) * (rng.random((4, 250)) < 0.5)
     tokens[0, 0] = 63
@@ -141,7 +141,7 @@ def test_gpu_optimizer() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("search", [False, True])
 def test_gpu_products(search: bool) -> None:
-    """Transposed operands, stacks, a slice as result, sums, and what may follow in the kernel."""
+    """Products take transposed operands, stacks, a slice as result, sums, and what may follow in the kernel."""
     ops = CupyOps(256, search)
     cupy = ops.xp
     rng = np.random.default_rng(0)
@@ -196,7 +196,7 @@ def test_gpu_products_of_eight_bits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (2000, 256), (700, Config.vocabulary)])
 def test_gpu_cross_entropy(rows: int, columns: int) -> None:
-    """Of several rows for each multiprocessor, and again the same bits."""
+    """Each multiprocessor has several rows, and a second call gives the same bits."""
     rng = np.random.default_rng(0)
     gpu = CupyOps(256)
     logits = gpu.xp.asarray(4 * rng.standard_normal((rows, columns), np.float32)).astype(gpu.dtype)
@@ -280,7 +280,7 @@ def test_what_is_not_installed_is_said_first(
 
 
 def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written to the disk when the kill came is not taken for a checkpoint."""
+    """A file that was being written when the kill came is not taken for a checkpoint."""
     first = trainer()
     first.advance()
     first.save(tmp_path)

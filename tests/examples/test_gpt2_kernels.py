@@ -1,4 +1,4 @@
-"""The kernels of the GPT-2 example on the CPU test device, against NumPy's operations in float64; and their code."""
+"""The kernels of the GPT-2 example agree on the CPU test device with NumPy's operations in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COM
 
 
 class Float64(NumpyOps):
-    """What is expected."""
+    """The expected operations, in float64."""
 
     dtype = np.dtype(np.float64)
 
@@ -42,13 +42,13 @@ class OnCpuDevice(gpu_ops.CupyOps):
 
     @staticmethod
     def unwritten(shape: Any, dtype: Any) -> Array:
-        """NaN, or -1."""
+        """Return an array of NaN, or of -1."""
         x = np.empty(shape, dtype)
         x.reshape(-1).view(np.uint8)[:] = 0xFF
         return x
 
     def unwritten_like(self, x: Array) -> Array:
-        """An array that nobody has written."""
+        """Return an array that nobody has written."""
         return self.unwritten(x.shape, x.dtype)
 
     def _launch(self, name: str, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
@@ -62,7 +62,7 @@ class OnCpuDevice(gpu_ops.CupyOps):
 
 
 def rounded(x: Array) -> tuple[Array, Array]:
-    """In bfloat16, and the same numbers in float64."""
+    """Return numbers in bfloat16, and the same ones in float64."""
     y = x.astype(np.float32).astype(BFLOAT16)
     return y, y.astype(np.float64)
 
@@ -105,7 +105,7 @@ def test_loss_of_rows_too_long_for_two() -> None:
 @pytest.mark.parametrize(("width", "rows"), [(256, 1), (256, 300), (768, 200)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_layer_norm_backward(width: int, rows: int, adds: bool) -> None:
-    """Blocks with more and with fewer rows than are under way, with and without a residual stream."""
+    """Blocks have more and fewer rows than are under way, with and without a residual stream."""
     rng = np.random.default_rng(rows)
     ops, expected_ops = OnCpuDevice(width), Float64()
     (x, x64), (dy, dy64), (dx, dx64) = (rounded(rng.normal(size=(rows, width))) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Errors of all heads beside another library's: the truth, the ratio and how sure it is."""
+"""Errors of all heads are compared with another library's, by the truth, with a ratio and its standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of figures: what is written is read, one line a cell, and a write that fails leaves the file as it was."""
+"""Files of figures are read as they were written, one line a cell, and a failed write leaves a file as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of recorded figures: what they say of a run, and that the committed ones are of the committed files."""
+"""Tables of recorded figures say what a run measured, and the committed ones are of the committed files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def record(folder: Path, results: list[report.Result], name: str = "run", **facts: Any) -> None:
-    """Write what `python -m cuflash bench` would."""
+    """Write the record that `python -m cuflash bench` would."""
     facts = {**FACTS, "versions": {"torch": "2"}, **facts}
     records.write(folder / f"{name}.jsonl", facts, (result.as_json() for result in results))
 
@@ -117,7 +117,7 @@ def test_packed_sequences_beside_equal_lengths_in_the_same_rounds(tables: Module
 
 
 def blocks_of_line(bend: float) -> list[report.Result]:
-    """Times of 50 us + 3 ms * share; what is no part of the line lies far off."""
+    """Return times of 50 us + 3 ms * share, and others that are no part of the line and lie far off."""
     results = []
     for cell in cells_of("sparse", Grid(head_dims=(64, 128))):
         assert cell.density is not None
@@ -163,7 +163,7 @@ def test_line_has_the_least_relative_residuals(tables: ModuleType) -> None:
 
 
 def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
-    """One cell whose results have these ratios of mean errors, and largest errors that are equal."""
+    """Write one cell whose results have these ratios of mean errors, and largest errors that are equal."""
     (cell,) = cells_of("dense", Grid(head_dims=(128,), seqlens=(512,), masks=("causal",)))
     results = {
         name: {"mean": {"ratio": ratio, "se": se}, "max": {"ratio": 1.0, "se": 0.0}}
@@ -174,7 +174,7 @@ def errors_file(folder: Path, **ratios: tuple[float, float]) -> None:
 
 
 def test_host_and_counters_beside_cells_of_one_commit(tables: ModuleType, tmp_path: Path) -> None:
-    """Records of one commit are one, whatever command wrote them."""
+    """Records of one commit count as one, whatever command wrote them."""
     (cell,) = cells_of("dense", Grid(head_dims=(64,), seqlens=(512,), masks=("full",)))
     record(tmp_path, [report.Result(cell, FORWARD, {"cuflash": [1.0], "fa3": [1.0]})])
     costs = {"forward_total": 12.34, "torch_sdpa_forward_total": 21.5}
@@ -207,7 +207,7 @@ def test_errors_of_all_heads(tables: ModuleType, tmp_path: Path) -> None:
 
 
 def test_float32_beside_torch(tables: ModuleType, tmp_path: Path) -> None:
-    """The README shows every head dim of the Hopper kernels; the bars are for 64 and 128."""
+    """The manual shows every head dim of the Hopper kernels; the bars are for 64 and 128."""
     cells = [c for c in cells_of("float32", Grid(masks=("full",))) if c.dtype == "float32"]
     for is_mma, ours in ((False, 1.0), (True, 8.0)):
         results = [
@@ -219,10 +219,19 @@ def test_float32_beside_torch(tables: ModuleType, tmp_path: Path) -> None:
     recorded = tables.load(tmp_path)
     rows = {row[0]: row[2:4] for row in (bar.row(recorded) for bar in tables.BARS)}
     assert rows["forward, float32: speed of torch's memory-efficient kernel"] == ["5.00 to 5.00; 2 of 2", "yes"]
-    section = tables.readme_section(recorded)
+    section = tables.kernels_section(recorded)
     assert section.count("**float32**") == 1 and "| 256 | full |" in section and "(1.5)" in section
-    assert "(0.6)" not in section and " not measured</summary>" in section
-    assert "1.5 to 5.0 times" in tables.summary_section(recorded)
+    assert "(0.6)" not in section and " not measured: [the bars]" in section
+    row = ["float32, with float32's error", "H200", "torch's memory-efficient kernel", "3", *2 * ["3.3 (1.5 to 5.0)"]]
+    assert f"| {' | '.join(row)} |" in tables.readme_section(recorded, tmp_path)
+
+
+def test_shapes_at_random_stand_in_the_readme(tables: ModuleType, tmp_path: Path) -> None:
+    facts = {**FACTS, "command": "small_grids", "gpu": "NVIDIA H100 80GB HBM3"}
+    records.write(tmp_path / "small_grids.jsonl", facts, [{"speed_of_fastest_peer": x} for x in (0.8, 1.25)])
+    assert "| H100 | the faster of FlashAttention-3 and cuDNN | 2 | 1.00 (0.80 to 1.25) | - |" in tables.readme_section(
+        tables.load(tmp_path), tmp_path
+    )
 
 
 def test_committed_tables_are_of_the_committed_files(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +282,6 @@ def test_training_and_bytes_moved(tables: ModuleType, tmp_path: Path) -> None:
 
     measured = tables.measured
     assert [row[2:4] for row in measured.gpt2_bars(tmp_path)] == [["2.00", "yes"], ["2.00", "no"]]
-    assert "takes 50 and 50 ms on an H200, at 2 x 1024 and 2 x 4096 tokens;" in measured.readme_training(tmp_path)
     eight = {**facts, "run": {"batch": 2, "context": 1024, "fp8": True}}
     records.write(tmp_path / "gpt2_1024_fp8.jsonl", eight, steps)
     assert measured.gpt2_bars(tmp_path)[0][2] == "2.00 (2.00 with --fp8)"

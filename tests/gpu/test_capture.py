@@ -1,4 +1,4 @@
-"""Scratch memory of captured calls is shared along one capture and stream, and with nobody else."""
+"""Captured calls of one capture and stream share scratch memory, and share it with nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the GPUs of one process: the results are those of one GPU on the whole arrays."""
+"""Attention over the GPUs of one process gives the results of one GPU on the whole arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 77},
 }
 EDGES = np.array([0, 5, 700, 1100, 2000], np.int32)
-# Limits of 16 bits are some units in the last place of results of size one: both results are rounded once.
+# Limits of 16 bits are some units in the last place of results of size one, as both results are rounded once.
 LIMITS = {"float16": 6e-3, "bfloat16": 4e-2, "float32": 1e-4, "float64": 1e-11}
 
 
@@ -41,7 +41,7 @@ def num_gpus() -> int:
 
 
 def worlds() -> list[int]:
-    """Two ranks, and as many as there are GPUs."""
+    """Return two ranks, and as many as there are GPUs."""
     return sorted({2, max(2, num_gpus())})
 
 
@@ -64,7 +64,7 @@ def make_arrays(dtype: str, packed: bool) -> dict[str, Array]:
 
 
 def results(comm: Communicator, make: Any, order: str, arrays: dict[str, Array], options: Any, packed: bool) -> Any:
-    """This rank's whole results, as NumPy arrays in float64."""
+    """Return this rank's whole results, as NumPy arrays in float64."""
     import cupy
 
     axis = 0 if packed else 1
@@ -80,7 +80,7 @@ def results(comm: Communicator, make: Any, order: str, arrays: dict[str, Array],
 
 
 def alone(arrays: dict[str, Array], options: Any, packed: bool) -> list[Array]:
-    """The same on one GPU."""
+    """Return the results of one GPU."""
     import cupy
 
     given = {name: cupy.asarray(x) for name, x in arrays.items()}

@@ -1,4 +1,4 @@
-"""What only a GPU can show of FP8: graphs, the current stream, and that nothing waits for the device."""
+"""Only a GPU can show of FP8 that graphs and the current stream work, and that nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 @pytest.fixture
 def stream() -> Iterator[Any]:
-    """A non-blocking stream that is current: the default stream knows nothing of it."""
+    """Make a non-blocking stream current, of which the default stream knows nothing."""
     own = cupy.cuda.Stream(non_blocking=True)
     with own:
         yield own
@@ -25,14 +25,14 @@ def stream() -> Iterator[Any]:
 
 
 class Step:
-    """What an FP8 model does: transform, quantise, attend; and 16-bit queries over the same keys, with a gradient."""
+    """A step of an FP8 model: transform, quantise, attend, and 16-bit queries over the same keys, with a gradient."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         self.arrays = [cupy.asarray(gaussian(rng, (2, n, h, 64), "bfloat16")) for n, h in ((70, 4), (90, 2), (90, 2))]
         self.lengths = cupy.asarray(np.array([90, 33], np.int32))
         self.results: tuple[Any, ...] = ()
-        self.kept: Any = None  # what a graph writes beside the results
+        self.kept: Any = None  # a graph writes this, too
 
     def run(self) -> tuple[Any, ...]:
         self.results = self.kept = ()  # their memory serves again: a graph that is captured must not allocate
@@ -97,13 +97,13 @@ def test_results_are_numpy_s(stream: Any) -> None:
     on_host.arrays = [cupy.asnumpy(x) for x in step.arrays]
     on_host.lengths = cupy.asnumpy(step.lengths)
     for got, expected in zip(step.host()[6:], on_host.run()[6:], strict=True):
-        # A code beside the middle of two may differ by a rounding of the transform before it.
+        # A code near the middle of two may differ, by a rounding of the transform before it.
         difference = np.abs(got.astype(np.float64) - np.asarray(expected).astype(np.float64))
         assert np.sqrt(np.mean(difference**2)) < 0.01
 
 
 def test_wide_transforms_and_odd_alignments(stream: Any) -> None:
-    """Blocks of more columns than a thread block has, and codes at odd addresses."""
+    """Blocks may have more columns than a thread block, and codes may lie at odd addresses."""
     x = cupy.asarray(np.random.default_rng(1).standard_normal((3, 8192), np.float32))
     np.testing.assert_allclose(cupy.asnumpy(cuflash.hadamard(x, 9)), cuflash.hadamard(cupy.asnumpy(x), 9), atol=1e-4)
     memory = cupy.asarray(np.random.default_rng(2).integers(0, 120, (1, 40, 2, 67), np.uint8))

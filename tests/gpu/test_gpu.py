@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, several devices, uninitialised memory, and the host's time."""
+"""Only a GPU can show streams, graphs, several devices, uninitialised memory, and the host's time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import cuflash
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-# Enough for the slowest call of these tests to be enqueued behind it.
+# The slowest call of these tests is enqueued in less time.
 DELAY_S = 0.3
 
 
@@ -29,7 +29,7 @@ def gpu() -> Device:
 
 @pytest.fixture
 def stream() -> Iterator[Any]:
-    """A non-blocking stream that is current: the default stream knows nothing of it."""
+    """Make a non-blocking stream current, of which the default stream knows nothing."""
     own = cupy.cuda.Stream(non_blocking=True)
     with own:
         yield own
@@ -38,7 +38,7 @@ def stream() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def delay() -> Callable[[], None]:
-    """Keep the current stream busy for `DELAY_S`."""
+    """Return a function that keeps the current stream busy for `DELAY_S`."""
     source = """
         __device__ long long now() { long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
         extern "C" __global__ void spin(long long nanoseconds) {
@@ -56,7 +56,7 @@ def poison(x: Any) -> None:
 
 
 def varied_cases() -> dict[str, Case]:
-    """One case for each kind of launch: dense, with data on the device that steers it, packed, block-sparse."""
+    """Make a case for each kind of launch: dense, steered by data on the device, packed, block-sparse."""
     rng = np.random.default_rng(0)
     lengths = np.array([70, 41], np.int32)
     cu_seqlens = np.array([0, 30, 33, 90], np.int32)
@@ -151,7 +151,7 @@ def test_graph_capture_and_replay(gpu: Device, stream: Any, name: str) -> None:
 def test_scratch_memory_of_a_graph_is_its_own(gpu: Device, stream: Any) -> None:
     """After one warm-up many calls are captured; what is allocated later survives the replay.
 
-    What the calls return is the caller's to keep, the backward functions with what they hold among it.
+    The caller keeps all that the calls return, backward functions with their residuals included.
     """
     cupy.get_default_memory_pool().free_all_blocks()
     bound = gaussian_case(1, "float16", (100, 130), dims=(64, 64)).on(gpu)
@@ -271,7 +271,7 @@ def test_torch_stream_and_capture(gpu: Device, delay: Callable[[], None]) -> Non
 
 @every_case
 def test_second_device(gpu: Device, name: str) -> None:
-    """Arrays of a device that is not the current one: computed there, with the same bits."""
+    """Arrays of a device that is not the current one are computed there, with the same bits."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one GPU")
     case = varied_cases()[name]
@@ -315,7 +315,7 @@ def test_arrays_of_cpu_and_gpu(gpu: Device) -> None:
 
 @every_case
 def test_uninitialised_memory_does_not_matter(gpu: Device, name: str) -> None:
-    """Results and work space come from a pool full of NaN."""
+    """Results and work space come from a pool full of NaN, which changes nothing."""
     calls = Calls(varied_cases()[name], gpu)
     calls.run()
     expected = calls.host()
@@ -340,7 +340,7 @@ def test_default_streams_of_threads(gpu: Device) -> None:
 
 
 def test_a_thread_that_has_done_nothing_yet(gpu: Device) -> None:
-    """A thread's first contact with the GPU is a call, on memory that the pool has ready."""
+    """A thread's first contact with the GPU may be a call, on memory that the pool has ready."""
     case = varied_cases()["half"]
     expected = case.on(gpu).forward()
     on_device = case.on(gpu)  # other addresses: nothing that was kept for them serves

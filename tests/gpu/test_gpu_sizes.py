@@ -1,4 +1,4 @@
-"""What only a GPU can show of sizes: indices beyond 32 bits, grids beyond 65535, and memory that grows linearly."""
+"""Only a GPU can show that indices beyond 32 bits and grids beyond 65535 work, and that memory grows linearly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_batch_times_heads_beyond_65535(gpu: Device, batch: int, heads: int) -> 
 
 
 def test_many_packed_sequences(gpu: Device) -> None:
-    """70 000 sequences, most of one row, some empty, a few longer than a tile."""
+    """There are 70 000 sequences, most of one row, some empty, a few longer than a tile."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 3, 70_000)
     lengths[[0, 35_000, 69_999]] = 150
@@ -60,7 +60,7 @@ def test_many_packed_sequences(gpu: Device) -> None:
 
 
 def test_strides_beyond_2_31_elements(gpu: Device) -> None:
-    """Small arrays whose rows lie further apart than a 32-bit offset reaches."""
+    """Rows of small arrays lie further apart than a 32-bit offset reaches."""
     need_memory(10)
     case = gaussian_case(0, "float16", (40, 50), dims=(64, 64), causal=True)
     far = 2**31 + 64
@@ -80,7 +80,7 @@ def test_strides_beyond_2_31_elements(gpu: Device) -> None:
 
 
 def test_tensors_beyond_2_31_elements(gpu: Device) -> None:
-    """q, k, v and all results with more than 2^31 elements; samples against the reference, also the last ones."""
+    """q, k, v and all results have more than 2^31 elements; samples, the last ones too, agree with the reference."""
     batch, seqlen, heads, dim = 36_000, 64, 15, 64
     assert batch * seqlen * heads * dim > 2**31
     need_memory(9 * batch * seqlen * heads * dim * 2 / GIGABYTE + 4)
@@ -100,7 +100,7 @@ def test_tensors_beyond_2_31_elements(gpu: Device) -> None:
 
 
 def test_bias_beyond_2_31_elements(gpu: Device) -> None:
-    """One head with a bias of more than 2^31 elements and its gradient; sampled rows against the reference."""
+    """One head has a bias of more than 2^31 elements and its gradient; sampled rows agree with the reference."""
     seqlen = 46_400
     assert seqlen**2 > 2**31
     need_memory(2.2 * seqlen**2 * 2 / GIGABYTE + 2)
@@ -112,7 +112,7 @@ def test_bias_beyond_2_31_elements(gpu: Device) -> None:
     bias[-1] = -line
     arrays = gpu.put((q, k, v))
     (out, lse), backward = cuflash.attention_vjp(*arrays, bias=bias, return_lse=True)
-    _, _, _, dbias = backward(gpu.put(dout), grads=("bias",))
+    dbias: Any = backward(gpu.put(dout), grads=("bias",))[3]
     rows = np.array([0, 1, 23_000, seqlen - 2, seqlen - 1])
     case = Case(q[:, rows], k, v, dout[:, rows], options={"bias": cupy.asnumpy(bias[rows])})
     case.assert_forward(cupy.asnumpy(out[:, rows]), cupy.asnumpy(lse[..., rows]))
@@ -122,7 +122,7 @@ def test_bias_beyond_2_31_elements(gpu: Device) -> None:
 
 
 def test_memory_is_linear_and_nothing_is_copied(gpu: Device) -> None:
-    """Beyond results a call allocates lse at most, backward a float32 dq, even where inputs lie heads first."""
+    """A call allocates lse at most besides its results, a backward one a float32 dq, even for heads-first inputs."""
     seqlen = 16_384
     stored = cupy.zeros((1, 4, seqlen, 64), np.float16)
     x = stored.swapaxes(1, 2)
@@ -140,5 +140,5 @@ def test_memory_is_linear_and_nothing_is_copied(gpu: Device) -> None:
     assert growth(lambda: cuflash.attention(x, x, x, causal=True)) <= stored.nbytes + 2 * lse_bytes + 2**20
     out, lse = cuflash.attention(x, x, x, causal=True, return_lse=True)
     workspace = growth(lambda: cuflash.attention_backward(out, x, x, x, out, lse, causal=True))
-    # A float32 dq to accumulate into is twice an input.
+    # The float32 dq that is accumulated into takes twice an input.
     assert workspace <= 3 * stored.nbytes + 2 * stored.nbytes + 4 * lse_bytes + 2**20

@@ -1,4 +1,4 @@
-"""What a repeated call costs the host before its first launch: whichever options it has, no more than looking it up."""
+"""A repeated call costs the host no more before its first launch than looking it up, whichever options it has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from benchmark_scripts import load_script
 
-# A repeated call is to cost tens of microseconds; ten times that is a cache that does not serve.
+# A repeated call is to cost tens of microseconds; ten times as many show a cache that does not serve.
 FORWARD_MICROSECONDS, BACKWARD_MICROSECONDS = 300, 1000
-# Of the plain call's, at most: a given result is held against the other arrays, a seed and a mask are looked at.
+# A variant may cost so many times the plain call, as a given result, a seed or a mask is looked at.
 VARIANT_SHARE = 2.5
 
 

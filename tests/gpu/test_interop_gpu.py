@@ -1,4 +1,4 @@
-"""Arrays of every library on a GPU: the same memory, the caller's stream, the caller's kind out."""
+"""Arrays of every library on a GPU keep their memory and stream, and results are of the caller's kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cuflash
 
 pytestmark = pytest.mark.gpu
 
-# JAX would otherwise take three quarters of the memory for itself.
+# JAX would take three quarters of the memory for itself without this.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 Array = Any
@@ -48,7 +48,7 @@ class CudaArray:
 
 
 class Exporter:
-    """The same with DLPack."""
+    """An array of a library that nobody knows, which speaks DLPack."""
 
     def __init__(self, x: Any) -> None:
         self.x = x

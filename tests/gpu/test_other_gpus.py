@@ -1,4 +1,4 @@
-"""Every row of the tables of kernels that other GPUs than this one choose, run on this one.
+"""Every row of the tables of kernels that other GPUs choose runs on this one.
 
 A row's text is compiled to PTX of its own architecture (or the oldest that NVRTC knows), which the driver assembles for
 this GPU. Rows of this and of newer GPUs, whose PTX it does not take, are compiled for it, with their tiles and flags.
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def all_rows() -> Iterator[Row]:
-    """The kernels with the fewest and the most options of each row that no older GPU has, and of each table's first.
+    """Yield kernels with the fewest and the most options of each row that no older GPU has, and of first rows.
 
     The former are of a table's first dtype (float16 of the 16 bits), the latter of its last.
     """

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a small set of problems on a GPU: memory accesses, and races in shared memory."""
+"""compute-sanitizer finds no wrong access and no race in shared memory over a small set of problems on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sanitizer() -> str:
     return found
 
 
-# Problems of SCRIPT that are one process, so that several can run side by side.
+# Each group of SCRIPT's problems is one process, so that several can run side by side.
 GROUPS = (
     ("half", "half 128", "half 192", "half 256"),
     ("packed", "window", "one query"),
@@ -65,7 +65,7 @@ def test_every_problem_is_in_a_group() -> None:
     ("entry", "is_seen"), [("by_all", True), ("by_one_of_a_warp", False), ("by_bar_arrive", False)]
 )
 def test_what_racecheck_sees(entry: str, is_seen: bool) -> None:
-    """Right programs, some of which it takes for wrong ones: once it does not, it is to see Hopper's kernels."""
+    """It takes some right programs for wrong ones; once it does not, it is to see Hopper's kernels."""
     command = [sanitizer(), "--tool", "racecheck", sys.executable, str(BLIND_SPOTS), entry]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The kernel of append_kv: one launch whatever is asked for, on the CPU device, and its compilation by NVRTC."""
+"""The kernel of append_kv is one launch whatever is asked for, on the CPU device, and NVRTC compiles it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Device("CPU device", np)
 
 @pytest.fixture(params=[Check.SHARED, Check.NONE], ids=lambda check: check.value)
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """The widths of accesses of each launch, while calls run on the CPU device."""
+    """Give the widths of accesses of each launch, while calls run on the CPU device."""
     widths: list[tuple[int, int]] = []
     enqueue = gpu_append._Launch.enqueue
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 @needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_one_launch(name: str, launches: list[tuple[int, int]]) -> None:
-    """It moves as many elements at once as head dims, rotary dim and table allow."""
+    """One launch moves as many elements at once as head dims, rotary dim and table allow."""
     options, widths = CASES[name]
     Case(**options).check(HERE)
     assert launches == [widths]
@@ -62,7 +62,7 @@ def test_one_launch(name: str, launches: list[tuple[int, int]]) -> None:
 
 @needs_compiler
 def test_addresses_decide_on_the_width(launches: list[tuple[int, int]]) -> None:
-    """Calls of the same shapes and strides, whose arrays begin elsewhere."""
+    """Calls of the same shapes and strides have other widths where their arrays begin elsewhere."""
     lines = []
     for begin in (0, 4, 1):
         case = Case("float16", dims=(64, 64), rotary_dim=64)

@@ -5,7 +5,7 @@ sm_80 makes numbers of 16 bits of the codes; sm_89 multiplies codes where the qu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import Check, CpuDevice
 from devices import forget_launches
-from fp8 import RMS_FACTOR, Quantized, inputs, most_rounding, naive, numbers_of, quantized, rms
+from fp8 import RMS_FACTOR, Exact, Quantized, assert_near, inputs, naive, numbers_of, quantized, rms
+from fp8 import exact as exact_on
 from numpy.typing import NDArray
 from rows import options_of
-from tolerance import EPS
 
 import cuflash
 from cuflash import hardware, reference
@@ -68,11 +68,9 @@ def drawn(
     return [given, k.codes, v.codes], scales, [given.astype(np.float64), k.numbers, v.numbers]
 
 
-def assert_near(out: Array, expected: Array, queries: str, v: Array, rescale: float = 1.0) -> None:
-    """Within what rounding of weights may do to each element, and of the result."""
-    assert np.isfinite(out.astype(np.float32)).all()
-    atol = most_rounding("sm_80", queries, v, rescale) + 2e-6 * np.abs(v).max()
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=EPS[out.dtype.name], atol=atol)
+def exact(queries: str, numbers: Sequence[Array], **options: Any) -> Exact:
+    """Compute attention on numbers, and how far these kernels' rounding of weights may move it."""
+    return exact_on("sm_80", queries, numbers, **options)
 
 
 OPTIONS: dict[str, Any] = {
@@ -103,25 +101,25 @@ OPTIONS["all"] = {"softcap": 3.0} | {name: x for one in TOGETHER for name, x in 
 def test_options(queries: str, name: str) -> None:
     arrays, scales, numbers = drawn(queries)
     options = OPTIONS[name]
-    expected, expected_lse = reference.attention(*numbers, **options)
+    expected = exact(queries, numbers, **options)
     given: Any = dict(options)
     if "block_mask" in given:
         given["block_mask"] = cuflash.BlockMask.from_dense(given["block_mask"])
     out, lse = cuflash.attention(*arrays, **(scales | given), return_lse=True)
     assert out.dtype.name == ("bfloat16" if queries == CODES else queries)
-    assert_near(out, expected, queries, numbers[2], 1 / (1 - given.get("dropout_p", 0)))
-    np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+    assert_near(out, expected)
+    np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
 
 
 @needs_compiler
 @pytest.mark.parametrize("dims", [(24, 40), (64, 32), (96, 80), (128, 128), (192, 128), (256, 256), (33, 71)])
 def test_head_dims_and_results(queries: str, dims: tuple[int, int]) -> None:
     arrays, scales, numbers = drawn(queries, dims, per="head")
-    expected = reference.attention(*numbers, causal=True)[0]
+    expected = exact(queries, numbers, causal=True)
     for out_dtype in ("float16", "bfloat16", "float32"):
         out = cuflash.attention(*arrays, **scales, causal=True, out_dtype=out_dtype)
         assert out.dtype.name == out_dtype
-        assert_near(out, expected, queries, numbers[2])
+        assert_near(out, expected)
 
 
 @needs_compiler
@@ -137,11 +135,11 @@ def test_error_is_that_of_plain_attention_with_rounded_weights(queries: str, kin
     else:
         given = q.astype(np_dtype(queries))
         numbers = given.astype(np.float64)
-    exact = reference.attention(numbers, k8.numbers, v8.numbers)[0]
+    true = reference.attention(numbers, k8.numbers, v8.numbers)[0]
     out = cuflash.attention(given, k8.codes, v8.codes, **scales)
     (key_tile,) = {x.kernel.config.block_n for x in launch._launches.values()}
     plain = naive(numbers, k8.numbers, v8, out.dtype.name, queries, key_tile)
-    assert rms(out.astype(np.float64) - exact) <= RMS_FACTOR * rms(plain - exact)
+    assert rms(out.astype(np.float64) - true) <= RMS_FACTOR * rms(plain - true)
 
 
 @needs_compiler
@@ -156,7 +154,7 @@ def test_unused_places_never_matter(queries: str, poison: float) -> None:
     windowed: Any = {"q_lengths": np.array([70, 11], np.int32), "window": (8, 0), "return_lse": True}
     hidden_by_window = (1, slice(0, 79 - 8))  # the first of eleven queries is on the diagonal of key 79
     expected = cuflash.attention(*arrays, **(scales | options)), cuflash.attention(*arrays, **(scales | windowed))
-    assert_near(expected[0][0], reference.attention(*numbers, **lengths, mask=mask)[0], queries, numbers[2])
+    assert_near(expected[0][0], exact(queries, numbers, **lengths, mask=mask))
 
     def poisoned(places: list[Any]) -> tuple[Any, Any]:
         own = [x.copy() for x in arrays]
@@ -199,7 +197,7 @@ def test_pages_are_read_in_place(queries: str, page_size: int, packed: bool) -> 
         given = q.numbers.astype(np_dtype(queries))
         numbers = given.astype(np.float64)
     rows = [x.numbers[table].reshape(2, -1, *x.numbers.shape[2:]) for x in pools]
-    expected = reference.attention(numbers, *rows, kv_lengths=lengths, causal=True)[0]
+    expected = exact(queries, (numbers, *rows), kv_lengths=lengths, causal=True)
 
     def attend(order: list[int], **further: Any) -> Array:
         own = {**options, **further, "block_table": table[order], "kv_lengths": lengths[order]}
@@ -212,9 +210,9 @@ def test_pages_are_read_in_place(queries: str, page_size: int, packed: bool) -> 
         out = cuflash.attention_varlen(flat, pools[0].codes, pools[1].codes, edges, None, **own)
         return out.reshape(len(order), 5, 4, 48)
 
-    assert_near(attend([0, 1]), expected, queries, rows[1])
+    assert_near(attend([0, 1]), expected)
     both = attend([0, 1], split_size=48)
-    assert_near(both, expected, queries, rows[1])
+    assert_near(both, expected)
     np.testing.assert_array_equal(attend([1], split_size=48)[0], both[1])
 
 
@@ -222,7 +220,7 @@ def test_pages_are_read_in_place(queries: str, page_size: int, packed: bool) -> 
 def test_strides_and_addresses(queries: str) -> None:
     """Codes of heads before tokens, of a fused array, and at an odd address."""
     arrays, scales, numbers = drawn(queries, (48, 48))
-    expected = reference.attention(*numbers)[0]
+    expected = exact(queries, numbers)
     before = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
     fused = np.concatenate(arrays[1:], axis=-1)
     odd = np.zeros((*arrays[1].shape[:-1], 49), np.uint8)
@@ -232,7 +230,7 @@ def test_strides_and_addresses(queries: str) -> None:
     for name, x in scales.items():
         strided[name] = np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     for own in (before, columns, [arrays[0], odd[..., 1:], arrays[2]]):
-        assert_near(cuflash.attention(*own, **strided), expected, queries, numbers[2])
+        assert_near(cuflash.attention(*own, **strided), expected)
 
 
 @needs_compiler
@@ -243,11 +241,11 @@ def test_scales_of_any_size(queries: str) -> None:
     v_scale = (10.0 ** RNG.uniform(-9, 9, shape) * RNG.choice([-1, 1], shape)).astype(np.float32)
     v_scale[:, 5] = 0
     v = numbers_of(arrays[2], v_scale)
-    expected = reference.attention(numbers[0], numbers[1], v)[0]
+    expected = exact(queries, (numbers[0], numbers[1], v))
     out = cuflash.attention(*arrays, **{**scales, "v_scale": v_scale}, out_dtype="float32")
-    assert_near(out, expected, queries, v)
-    plain = reference.attention(*(numbers_of(x) if x.dtype == np.uint8 else x.astype(np.float64) for x in arrays))[0]
-    assert_near(cuflash.attention(*arrays, out_dtype="float32"), plain, queries, numbers_of(arrays[2]))
+    assert_near(out, expected)
+    plain = exact(queries, [numbers_of(x) if x.dtype == np.uint8 else x.astype(np.float64) for x in arrays])
+    assert_near(cuflash.attention(*arrays, out_dtype="float32"), plain)
 
 
 @needs_compiler
@@ -265,7 +263,7 @@ def test_nan_of_a_visible_key_is_seen(queries: str) -> None:
 def test_a_repeated_call_launches_one_kernel(queries: str) -> None:
     for _ in range(2):
         arrays, scales, numbers = drawn(queries)
-        assert_near(cuflash.attention(*arrays, **scales), reference.attention(*numbers)[0], queries, numbers[2])
+        assert_near(cuflash.attention(*arrays, **scales), exact(queries, numbers))
     assert len(metadata._repeats) == 1
 
 
@@ -277,7 +275,7 @@ def test_shared_memory_is_clean(name: str, dtype: str) -> None:
     mask = RNG.random((70, 150)) < 0.7
     with hook.kernels_on(CpuDevice(PLACES[name], num_sms=2, check=Check.SHARED)):
         out = cuflash.attention(*arrays, **scales, mask=mask, causal=True)
-    assert_near(out, reference.attention(*numbers, mask=mask, causal=True)[0], dtype, numbers[2])
+    assert_near(out, exact(dtype, numbers, mask=mask, causal=True))
 
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")

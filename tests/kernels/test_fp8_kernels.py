@@ -1,4 +1,4 @@
-"""The kernels around FP8, on the CPU test device: conversions, quantisation, the Hadamard transform."""
+"""The kernels around FP8 run on the CPU test device: conversions, quantisation, the Hadamard transform."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from cases import np_dtype
 from cpu_device import device as cpu_device
 from devices import device_of
-from fp8 import most_rounding, numbers_of
+from fp8 import assert_near, exact, numbers_of
 from numpy.typing import NDArray
 
 import cuflash
@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def drawn(dtype: str, shape: tuple[int, ...]) -> Array:
-    """Numbers of many sizes, some of them not finite, some 0."""
+    """Draw numbers of many sizes, some of them not finite, some 0."""
     x = (RNG.standard_normal(shape) * 10.0 ** RNG.uniform(-3, 3, shape)).astype(np_dtype(dtype))
     x[RNG.random(shape) < 0.02] = np.nan
     x[RNG.random(shape) < 0.02] = -np.inf
@@ -51,7 +51,7 @@ def test_quantize_has_numpy_s_bits(dtype: str, shared: tuple[int, ...]) -> None:
 
 @needs_compiler
 def test_float64_is_rounded_once() -> None:
-    """Beside the middle between two codes, by less than float32 tells."""
+    """Numbers lie near the middle between two codes, by less than float32 tells."""
     middles = np.array([1 + 1 / 16, 17.0, 3 * 2.0**-10, 440 - 8])
     x = np.concatenate([np.nextafter(middles, 0), np.nextafter(middles, 500), middles, [448]]).reshape(1, 1, 1, -1)
     with device_of("sm_80").active():
@@ -83,16 +83,15 @@ def test_hadamard_is_numpy_s(dtype: str, columns: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("capability", ["sm_75", "sm_80", "sm_90"])
 def test_a_repeated_call_computes_on_the_new_arrays(capability: str) -> None:
-    """Metadata knows the second call: its launches are repeated on other arrays, whose results are new, too."""
+    """The second call, which metadata knows, repeats the launches on other arrays, whose results are new, too."""
     draws = [
         [cuflash.quantize_fp8(RNG.standard_normal((1, 20, heads, 16)), "token") for heads in (2, 1, 1)]
         for _ in range(2)
     ]
-    expected = [_attend(draw) for draw in draws]
+    expected = [exact(capability, "float8_e4m3fn", [numbers_of(*x) for x in draw]) for draw in draws]
     with device_of(capability).active():
         for draw, own in zip(draws, expected, strict=True):
-            rounding = most_rounding(capability, "float8_e4m3fn", numbers_of(*draw[2]))
-            np.testing.assert_allclose(_attend(draw), own, atol=2e-6 + rounding)
+            assert_near(_attend(draw), own)
         assert len(metadata._repeats) == 1
 
 

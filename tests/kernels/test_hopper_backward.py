@@ -1,4 +1,4 @@
-"""Hopper's backward kernels on the CPU device: they are those that run, and their gradients are the NumPy path's."""
+"""Hopper's backward kernels run on the CPU device, and their gradients are the NumPy path's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH_Q, LENGTH_K = 150, 200
 
 @pytest.fixture(autouse=True)
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are prepared beside the gradients here, however few; elsewhere in the suite they are prepared before."""
+    """Prepare rows while gradients are computed, however few there are; other tests of small sizes prepare before."""
     monkeypatch.setattr(gpu_sm90, "_FEW_TILES", 0)
 
 
@@ -51,7 +51,7 @@ def both(
     with_dlse: bool = False,
     **options: Any,
 ) -> None:
-    """Compares the gradients with the NumPy path's in float64, from the same rounded out and lse.
+    """Compare the gradients with the NumPy path's in float64, from the same rounded out and lse.
 
     (What the rounding of out leaves in delta is multiplied by distances, and summed, in the gradient of slopes.) Hidden
     rows hold NaN and inf on the device.
@@ -175,7 +175,7 @@ def combined(names: str) -> dict[str, Any]:
 
 
 def padded(options: dict[str, Any], keys: int) -> dict[str, Any]:
-    """Arrays like the scores with so many more keys, which all queries see."""
+    """Give arrays like the scores so many more keys, which all queries see."""
     pad = (0, 0), (0, keys)
     return {
         name: cuflash.BlockMask.from_dense(np.pad(BLOCKS, pad, constant_values=True))
@@ -202,7 +202,7 @@ def test_several_options(names: str, head_dims: tuple[int, int], deterministic: 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_softcap_beside_a_bias_by_elements(head_dims: tuple[int, int]) -> None:
-    """Large ones leave few digits of scores, and all of the derivative."""
+    """A large bias leaves few digits of scores, and all of the derivative."""
     bias = np.where(MASK, RNG.standard_normal(MASK.shape), -np.inf).astype(np.float32)
     bias[11, MASK[11]] = -3e4
     both(*inputs(*head_dims), bias=bias, softcap=0.7, hidden_keys=HIDDEN_BY_MASK)
@@ -260,7 +260,7 @@ def test_gradient_of_a_whole_bias_beside_other_options() -> None:
     for names, kernels in (("mask", 3), ("dropout", 3), ("blocks", 4)):
         q, k, v = normal(2, LENGTH_Q, 4, 64), normal(2, 208, 2, 64), normal(2, 208, 2, 64)
         both(q, k, v, bias=bias, **{**padded(combined(names), 8), **LENGTHS})
-        # What a block mask leaves out nobody writes, so that the gradient has a kernel of its own.
+        # Nobody writes what a block mask leaves out, so the gradient has a kernel of its own.
         assert len({x.kernel.entry for x in launch._launches.values()}) == kernels
 
 
@@ -283,6 +283,8 @@ def test_some_gradients_are_the_same_in_order(wanted: str) -> None:
             cuflash.attention_backward(dout, q, k, v, out.astype(q.dtype), lse, deterministic=True, grads=tuple(grads))
             for grads in ("qkv", wanted)
         )
+    x: Any
+    y: Any
     for name, x, y in zip("qkv", some, every, strict=True):
         assert np.array_equal(x, y) if name in wanted else x is None
 
@@ -301,14 +303,14 @@ def test_pairs_of_blocks_take_many_tiles() -> None:
     both(normal(1, 300, 2, 192), normal(1, 1900, 1, 192), normal(1, 1900, 1, 128), window=(300, 0))
 
 
-def test_grouped_heads_walk_many_queries_together() -> None:
+def test_grouped_heads_visit_many_queries_together() -> None:
     both(normal(1, 1100, 4, 128), normal(1, 300, 2, 128), normal(1, 300, 2, 128), causal=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tail", [1, 300])
 def test_padding_far_behind_packed_queries(deterministic: bool, tail: int) -> None:
-    """Where it begins there is no tile of queries: dq was not written, and other memory was."""
+    """There may be no tile of queries where padding begins; dq is written there all the same, and no other memory."""
     q, k, v, dout = (normal(n, 2, 64) for n in (9, 512 + tail, 512 + tail, 9))
     cu_seqlens = (np.array([0, 8], np.int32), np.array([0, 512], np.int32))
     exact_q, exact_k, exact_v = wide(q[None, :8]), wide(k[None, :512]), wide(v[None, :512])

@@ -1,4 +1,4 @@
-"""Hopper's forward kernel on the CPU device and a GPU: it is what runs, and its results are the NumPy path's."""
+"""Hopper's forward kernel runs on the CPU device and a GPU, and its results are the NumPy path's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ no_compiler = pytest.mark.skipif(not device.available(), reason=device.NO_COMPIL
 
 @pytest.fixture(autouse=True)
 def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Problems of tests are small; they take what large ones do, however many multiprocessors there are."""
+    """Let the small problems of tests take the kernels of large ones, however many multiprocessors there are."""
     monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 0)
     sm90_grid.for_grid.cache_clear()
     yield
@@ -36,13 +36,13 @@ def large_grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def small_grids(large_grids: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Problems take what is best for them."""
+    """Let problems take the kernels that are best for them."""
     monkeypatch.setattr(sm90_grid, "_MOST_WAVES", 7)
 
 
 @pytest.fixture(params=[pytest.param("cpu device", marks=no_compiler), pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> Device:
-    """Where the kernel runs; few multiprocessors, so that each takes several tiles."""
+    """Give a device to run the kernel on, with few multiprocessors, so that each takes several tiles."""
     if request.param == "gpu":
         import cupy
 
@@ -68,7 +68,7 @@ def inputs(head_dim: int, head_dim_v: int) -> tuple[Array, Array, Array]:
 
 
 def rows(x: Array) -> Array:
-    """The array with rows of a multiple of 16 bytes, NaN behind each."""
+    """Return the array with rows of a multiple of 16 bytes and NaN behind each."""
     missing = -x.shape[-1] % 8
     return np.pad(x, ((0, 0),) * 3 + ((0, missing),), constant_values=np.nan)[..., : x.shape[-1]] if missing else x
 
@@ -76,7 +76,7 @@ def rows(x: Array) -> Array:
 def both(
     place: Device, q: Array, k: Array, v: Array, hidden: Any = None, lse_error: float = 2e-5, **options: Any
 ) -> None:
-    """Compares out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
+    """Compare out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
     bad_k, bad_v = k.copy(order="K"), v.copy(order="K")
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
@@ -160,14 +160,14 @@ def test_options(place: Device, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "dropout, lengths"])
 def test_shared_draws(place: Device, name: str) -> None:
-    """A warp finds what draws have of a column once."""
+    """A warp finds the part of draws that belongs to a column once."""
     hidden, options = OPTIONS[name]
     both(place, *inputs(128, 128), hidden=hidden, **options)
 
 
 @pytest.mark.parametrize("factor", [1, 6, 40])
 def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
-    """Their powers are taken as they are: of small scores and those at the bound, of sinks far from it, of NaN."""
+    """Powers of bounded scores need no maximum: of small scores, of those at the bound, of far sinks, of NaN."""
     sink = np.array([1, -200, 300, 40], np.float32)
     case = gaussian_case(0, "bfloat16", (150, 200), (4, 2), softcap=50.0, sink=sink)
     case = case.with_inputs(q=case.q * case.q.dtype.type(factor))
@@ -187,7 +187,7 @@ def test_scores_that_softcap_bounds(place: Device, factor: int) -> None:
 
 
 def test_steep_softcap(place: Device) -> None:
-    """Products of 0 have scores of 0 where the cube of their scale is infinite, too."""
+    """Products of 0 have scores of 0, also where the cube of their scale is infinite."""
     case = gaussian_case(0, "bfloat16", (150, 400), (4, 2), softcap=50.0, softmax_scale=1e20)
     q = case.q.copy()
     q[:, ::2] = 0
@@ -254,7 +254,7 @@ def test_teams_leave_out_what_only_others_see(place: Device, options: dict[str, 
 @pytest.mark.parametrize("head_dims", [(192, 128), (160, 160), (256, 256)])
 @pytest.mark.parametrize("options", TEAMS_OPTIONS, ids=lambda options: "-".join(options) or "none")
 def test_block_masks_of_wide_heads(place: Device, options: dict[str, Any], head_dims: tuple[int, int]) -> None:
-    """Keys that nobody sees hold NaN."""
+    """Keys that nobody sees hold NaN, which changes nothing."""
     (q, k), v = (normal(2, n, 4, head_dims[0]) for n in (450, 1290)), normal(2, 1290, 4, head_dims[1])
     blocks = RNG.random((2, 1, 8, 21)) < 0.4
     blocks[..., 3] = False
@@ -264,8 +264,8 @@ def test_block_masks_of_wide_heads(place: Device, options: dict[str, Any], head_
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tiles", [1, 7, 9, 23])
-def test_every_strip_has_one_team(place: Device, tiles: int, head_dim: int) -> None:
-    """Results are poisoned; the last tile has one strip."""
+def test_all_rows_have_one_team(place: Device, tiles: int, head_dim: int) -> None:
+    """Each warpgroup's rows have one team, as poisoned results show; the last tile has rows of one warpgroup."""
     seqlen = 128 * tiles - 70
     mask = cuflash.BlockMask.sliding_window(seqlen, seqlen, 100, 30)
     mask &= cuflash.BlockMask.from_function(lambda b, h, i, j: i + j != seqlen - 1, seqlen, seqlen)  # else a window
@@ -370,7 +370,7 @@ def test_only_what_tells_heads_apart_keeps_them_apart() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_warpgroups_whose_rows_see_no_keys(place: Device, head_dim: int) -> None:
-    """They wait for none who wait for them to clear the values of hidden keys: the first of four here."""
+    """Such a warpgroup, here the first of four, does not wait for those that wait for it to clear hidden values."""
     q, k, v = (normal(2, 327, 1, head_dim) for _ in range(3))
     lengths: dict[str, Any] = {"q_lengths": np.array([20, 233], np.int32), "kv_lengths": np.array([49, 159], np.int32)}
     both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
@@ -386,7 +386,7 @@ KEYS_IN_REVERSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", KEYS_IN_REVERSE)
 def test_keys_from_the_last_to_the_first(place: Device, name: str) -> None:
-    """The last warpgroup is the first in turn, as it is the first to have no more keys."""
+    """The last warpgroup comes first in the order, as it is the first to have no more keys."""
     q, k, v = (normal(2, 300, 2, 128) for _ in range(3))
     both(
         place,
@@ -411,7 +411,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("seqlen_k", [300, 700])
 def test_pairs_of_blocks(place: Device, name: str, seqlen_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loads half of the keys for both; a block may have no row of a tile, or rows that see no keys."""
+    """Each block loads half of the keys for both; it may have no row of a tile, or rows that see no keys."""
     monkeypatch.setattr(sm90_forward, "MANY_KEYS", 1)
     monkeypatch.setattr(sm90_forward, "LONG_QUERIES", 1)
     sm90_forward.forward.cache_clear()
@@ -436,7 +436,7 @@ def test_results_at_any_address(causal: bool) -> None:
         with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
             results.append(cuflash.attention(q, k, v, out=out, causal=causal).copy())
         assert [x.kernel.entry for x in launch._launches.values()] == ["forward_sm90"]
-    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], results[1])
 
 
 def test_other_layouts_and_dtypes_take_other_kernels() -> None:
@@ -481,7 +481,7 @@ MASKS: dict[str, Any] = {
 
 
 def padded(*shape: int) -> Any:
-    """A mask whose rows begin at multiples of 16 bytes."""
+    """Make a mask whose rows begin at multiples of 16 bytes."""
     whole = RNG.random((*shape[:-1], -(-shape[-1] // 16) * 16)) < 0.6
     whole[..., HIDDEN_BY_MASK] = False
     return whole[..., : shape[-1]]
@@ -516,7 +516,7 @@ def test_options_beside_a_mask_by_tma(place: Device, name: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_mask_of_other_layouts(place: Device, offset: int) -> None:
-    """Rows of 200 bytes, or rows that begin beside multiples of 16."""
+    """Rows of 200 bytes, or rows that do not begin at multiples of 16, are read right."""
     mask = padded(150, 216)[:, offset : 200 + offset] if offset else np.ascontiguousarray(padded(150, 200))
     both(place, *inputs(64, 64), mask=mask)
     (only,) = launch._launches.values()
@@ -535,7 +535,7 @@ def test_bias_of_other_layouts(place: Device, columns: int) -> None:
 
 @pytest.mark.gpu
 def test_many_tiles_are_the_same_bits_as_few() -> None:
-    """Thread blocks take several tiles, of which some are done again for hidden NaN; alone each has one."""
+    """Thread blocks take several tiles, some of them twice for hidden NaN, and alone each has one."""
     import cupy
 
     q, k, v = (cupy.asarray(normal(24, 300, 8, 64)) for _ in range(3))

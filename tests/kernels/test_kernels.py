@@ -1,4 +1,4 @@
-"""The kernels' source text and its compilation, without a GPU: every row of the table on every architecture."""
+"""The kernels' source text compiles without a GPU, every row of the table on every architecture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL_ENTRIES = ("delta", "merge_splits", "merge_rows", "reduce_sink", "reduce_s
     [(arch, entry) for arch in ARCHITECTURES for entry in sorted({config.entry for config in tables_of(arch)})],
 )
 def test_rows_compile_without_spills(arch: str, entry: str) -> None:
-    """Those of the tables that architectures share; `compiled` says which of them where."""
+    """Rows of the tables that architectures share compile where `compiled` says."""
     for config in compiled(arch, [config for config in tables_of(arch) if config.entry == entry]):
         assert_compiles_well(arch, config)
 
@@ -73,7 +73,7 @@ def test_every_constant_is_emitted() -> None:
     text = source(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        # The text of the rules is a header, which test_rules_on_kernels.py checks.
+        # The rules' text is a header, which test_rules_on_kernels.py checks.
         if field.name in ("entry", "rules"):
             continue
         if isinstance(value, bool):
@@ -95,7 +95,7 @@ def test_an_edited_header_is_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_lines_of_messages_are_those_of_the_files() -> None:
-    """Behind every #line the text goes on as the named file does from that line on."""
+    """The text goes on behind every #line as the named file does from that line on."""
     text = source(plan_portable.config_of("forward", "float32", None, 0, 64, ()))
     root = Path(cuflash.__file__).parent.parent / "cuda_src"
     lines = text.splitlines()
@@ -140,7 +140,7 @@ def test_two_processes_compile_at_once() -> None:
 
 
 def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
-    """Offsets are asserted on the device; here, that the launch code can address every pointer as a whole word."""
+    """The launch code can address every pointer as a whole word; offsets are asserted on the device."""
     assert gpu_params.PARAMS.dtype.itemsize % 8 == 0
     for name in (*gpu_params.TENSORS, *gpu_params.SCORE_TENSORS, *gpu_params.POINTERS, "dropout_key"):
         assert gpu_params.PARAMS.offset(name) % 8 == 0
@@ -148,7 +148,7 @@ def test_the_parameter_struct_has_no_gaps_that_differ() -> None:
 
 
 def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
-    """One that waited for more (setmaxnreg.inc) would wait for ever: a block has those that it was launched with."""
+    """A warpgroup that asked for more (setmaxnreg.inc) would wait for ever, as a block has those of its launch."""
     tables = (sm90_forward.table, sm90_backward.table, plan_split.table, plan_split.gradient_table)
     configs = [config for table in tables for config, _ in table()]
     assert configs
@@ -166,7 +166,7 @@ def test_warpgroups_ask_for_no_more_registers_than_their_block_has() -> None:
     ("arch", "kin"), [("sm_88", "sm_89"), ("sm_101", "sm_103"), ("sm_122", "sm_121"), ("sm_130", "sm_86")]
 )
 def test_a_gpu_that_no_table_names_has_kernels(arch: str, kin: str) -> None:
-    """Those of the newest of its major version, or in the least shared memory since Ampere."""
+    """An unknown GPU has the kernels of the newest of its major version, or of the least shared memory since Ampere."""
     capability, limit = hardware.capability_of(arch), hardware.smem_limit(arch)
     assert limit == hardware.smem_limit(kin)
     problem = AttentionProblem(1, 8, 8, 1, 1, 64, 64, "float32")

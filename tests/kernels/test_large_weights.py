@@ -1,4 +1,4 @@
-"""Rows where few keys have all the weight: the result is the values themselves, not values times a rounded weight."""
+"""Rows where few keys have all the weight give the values themselves, and not values times a rounded weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def place(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """NumPy, the kernels of each family on the CPU, and a GPU."""
+    """Give NumPy, the kernels of each family on the CPU, and a GPU."""
     if isinstance(request.param, str):
         yield devices.device_of(request.param)
         return
@@ -42,7 +42,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def one_key_options(rng: np.random.Generator, seqlen_q: int, seqlen_k: int) -> dict[str, dict[str, Any]]:
-    """Every option that leaves the weights of a row with one visible key alone."""
+    """Return every option that leaves the weights of a row with one visible key alone."""
     seen = rng.integers(seqlen_k, size=seqlen_q)
     only = np.arange(seqlen_k) == seen[:, None]
     return {
@@ -83,12 +83,12 @@ def test_one_visible_key_among_many(place: Device, dtype: str, name: str) -> Non
 
 
 def without_dlse(case: Case) -> Case:
-    """A gradient through lse is none of a softmax over one key."""
+    """Take dlse away, as a softmax over one key has no gradient through lse."""
     return replace(case, dlse=None)
 
 
 def assert_one_key(place: Device, case: Case, seen: Array) -> None:
-    """Query i sees key seen[i] alone."""
+    """Assert the results of queries i that see key seen[i] alone."""
     on_device = case.on(place)
     out, lse = on_device.forward()
     group = case.q.shape[2] // case.v.shape[2]
@@ -101,7 +101,7 @@ def assert_one_key(place: Device, case: Case, seen: Array) -> None:
         assert (np.abs(out - expected) <= 2 * eps * np.abs(expected)).all()
     grads = on_device.backward(out, lse)
     dq, dk = grads["q"], grads["k"]
-    # Terms that cancel: P (dP - delta), whose roundings are those of sums in float32.
+    # The terms P (dP - delta) cancel, but for the roundings of sums in float32.
     terms = np.abs(dout * np.repeat(v[:, seen], group, axis=2)).sum(-1)  # (batch, queries, heads)
     scale = case.options.get("softmax_scale") or case.q.shape[-1] ** -0.5
     eps = tolerance.EPS["float64" if case.dtype == np.float64 else "float32"]
@@ -135,7 +135,7 @@ def test_a_key_with_all_weight_is_rounded_once(
 
 
 def exact_of(case: Case) -> tuple[Array, Array]:
-    """The result in float64, and each row's largest weight, where all heads see all keys."""
+    """Return the result in float64, and each row's largest weight, where all heads see all keys."""
     q, k, v = (x.astype(np.float64) for x in (case.q, case.k, case.v))
     s = np.einsum("bihd,bjhd->bhij", q, k) * (case.options.get("softmax_scale") or q.shape[-1] ** -0.5)
     if softcap := case.options.get("softcap"):
@@ -146,17 +146,17 @@ def exact_of(case: Case) -> tuple[Array, Array]:
 
 
 def sharp(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Scores of N(0, 81): a few keys have all the weight."""
+    """Draw scores of N(0, 81), with which a few keys have all the weight."""
     return 3 * rng.standard_normal(shape)
 
 
 def outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """One element in a thousand is ten times as large, so some keys have much weight in otherwise flat rows."""
+    """Make one element in a thousand ten times as large, so that some keys have much weight in flat rows."""
     return rng.standard_normal(shape) + (rng.random(shape) < 1e-3) * 10 * rng.standard_normal(shape)
 
 
 def flat(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Scores of N(0, 1): no key has much of the weight, so kernels may skip maxima, at some 3% of the mean error."""
+    """Draw scores of N(0, 1), with which no key has much weight and kernels may skip maxima, for 3% more mean error."""
     return rng.standard_normal(shape)
 
 
@@ -166,7 +166,7 @@ def flat(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 def test_errors_are_those_of_following_every_maximum(
     place: Device, seed: int, head_dim: int, inputs: Any, mean: float
 ) -> None:
-    """By the rule for inputs that hide nothing, with FlashAttention-3's algorithm in place of its kernels."""
+    """Errors keep the rule for inputs that hide nothing, with FlashAttention-3's algorithm for its kernels."""
     rng = np.random.default_rng(seed)
     case = gaussian_case(1, "bfloat16", (128, 2560), (2, 2), (head_dim, head_dim), 1)
     q, k, v = (inputs(rng, x.shape).astype(case.dtype) for x in (case.q, case.k, case.v))
@@ -179,7 +179,7 @@ def test_errors_are_those_of_following_every_maximum(
 
 
 def follow_every_maximum(q: Array, k: Array, v: Array, block_n: int = 128) -> Array:
-    """FlashAttention-2's algorithm 1 with weights rounded to the dtype, scores and sums in float32."""
+    """Compute FlashAttention-2's algorithm 1 with weights rounded to the dtype, scores and sums in float32."""
     s = np.einsum("bihd,bjhd->bhij", q.astype(np.float32), k.astype(np.float32)) * np.float32(q.shape[-1] ** -0.5)
     m = np.full(s.shape[:3], -np.inf, np.float32)
     total = np.zeros_like(m)

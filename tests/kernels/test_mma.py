@@ -1,4 +1,4 @@
-"""The mma.sync kernels against the reference: on the CPU as several architectures, and on the GPU.
+"""The mma.sync kernels agree with the reference, on the CPU as several architectures, and on the GPU.
 
 CUFLASH_WITHOUT_WGMMA=1 makes a Hopper GPU take them, too.
 """
@@ -37,7 +37,7 @@ BIAS = np.where(MASK, RNG.standard_normal(SHAPE), -np.inf).astype(np.float32)
     ]
 )
 def place(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """Where the library runs; on the CPU it must have taken the kernels that this is about."""
+    """Give a device to run on; on the CPU the kernels that this is about must have run."""
     if request.param == "cupy":
         import cupy
 
@@ -77,7 +77,7 @@ def test_kernels_around_the_gradients_are_compiled_once_for_all_options(entry: s
 
 
 def test_no_queries_in_order(place: Device) -> None:
-    """No tile of queries has a turn, and nobody counts thread blocks."""
+    """There is no tile of queries to add to in order, and nobody counts thread blocks."""
     agrees(place, gaussian_case(0, "float16", (0, 90), (4, 2), (40, 24), 2, deterministic=True))
 
 
@@ -129,7 +129,7 @@ def test_odd_strides(place: Device, head_dim: int) -> None:
     [((64, 64), 64), ((64, 64), 128), ((128, 128), 64), ((128, 128), 128), ((192, 128), 128), ((256, 256), 128)],
 )
 def test_listed_tiles(dims: tuple[int, int], size: int, causal: bool) -> None:
-    """Whole blocks, odd and even numbers of them, beside partial ones; what no query sees may be NaN.
+    """Lists have odd and even numbers of whole blocks, and partial ones; keys that no query sees may be NaN.
 
     Tiles are no larger than the mask's blocks.
     """

@@ -1,4 +1,4 @@
-"""Accuracy on inputs that Gaussian ones say nothing about: the error rule to the letter, forward and backward."""
+"""The error rule holds to the letter, in both passes, on inputs that Gaussian ones say nothing about."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cuflash.plan import sm90_backward_tiles
 
 Array = NDArray[Any]
 
-# A result that is right comes without a warning.
+# A right result comes without a warning.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 HOST = Device("numpy", np)
@@ -36,13 +36,13 @@ def test_error_rule(device: Device, dtype: str, causal: bool, make: Callable[[st
     assert_error_rule(device, make(dtype).with_options(causal=causal))
 
 
-# Of float32, on the CPU device: portable kernels, float16 parts by mma.sync and by wgmma.
+# These compute float32 on the CPU device: portable kernels, float16 parts by mma.sync and by wgmma.
 FAMILIES = {"sm_75": ("plain", "forward"), "sm_80": ("ampere", "parts_forward"), "sm_90": ("hopper", "split_forward")}
 
 
 @contextmanager
 def float32_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """A device of that family, with its own sums."""
+    """Give a device of that family, with its own sums."""
     sums, entry = FAMILIES[architecture]
     monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", sums)
     with forward_by(entry, devices.device_of(architecture)) as device:
@@ -63,7 +63,7 @@ def test_error_rule_of_every_float32_family(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (256, 256)])
 def test_error_rule_with_options(device: Device, dtype: str, dims: tuple[int, int]) -> None:
-    """Everything that is added to the scores at once, on enough elements that the rule needs no help."""
+    """The rule needs no help with all options of scores at once, on enough elements."""
     rng = np.random.default_rng(9)
     accum = accum_dtype(np_dtype(dtype))
     case = gaussian_case(
@@ -107,7 +107,7 @@ def large_scores(dtype: str, sign: int, head_dim: int, **sizes: Any) -> Case:
 def test_large_lse_with_the_sums_of_tensor_cores(
     architecture: str, sums: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, on the CPU device with sums that are cut off: plain ones it rounds."""
+    """The same holds on the CPU device with sums that are cut off; it rounds plain ones."""
     monkeypatch.setenv("CUFLASH_CPU_DEVICE_SUMS", sums)
     device = devices.device_of(architecture)
     with device.active():
@@ -116,7 +116,7 @@ def test_large_lse_with_the_sums_of_tensor_cores(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradient_of_slopes_is_that_of_the_given_out(device: Device, dtype: str) -> None:
-    """Distances multiply what the rounding of `out` leaves in delta; nothing else may be lost."""
+    """Distances multiply the rounding of `out` that is left in delta; nothing else may be lost."""
     case = gaussian_case(
         15,
         dtype,
@@ -135,11 +135,11 @@ def test_gradient_of_slopes_is_that_of_the_given_out(device: Device, dtype: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", ["own", "float32"])
 def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> None:
-    """A row of finfo.min is uniform; beside other scores it has no weight; -inf hides."""
+    """A row of finfo.min is uniform, a finfo.min among other scores has no weight, and -inf hides."""
     bias_type = np_dtype(dtype if bias_dtype == "own" else "float32")
     lowest = -float(np.nextafter(bias_type.type(np.inf), bias_type.type(0)))
     case = gaussian_case(10, dtype, (6, 40), dims=(16, 16))
-    case = replace(case, q=np.zeros_like(case.q))  # float16's lowest number is not so low that scores vanish beside it
+    case = replace(case, q=np.zeros_like(case.q))  # scores would not vanish in a sum with float16's lowest number
     bias = np.zeros((6, 40), bias_type)
     bias[0] = lowest
     bias[1, 1:] = lowest
@@ -164,7 +164,7 @@ def test_finfo_min_is_a_score(device: Device, dtype: str, bias_dtype: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0, 1e-30])
 def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
-    """Negative scales turn the order of the keys round; a maximum taken before scaling would overflow."""
+    """Negative scales reverse the order of the keys; a maximum taken before scaling would overflow."""
     case = gaussian_case(11, dtype, (65, 140), dims=(64, 64), softmax_scale=scale)
     on_device = case.on(device)
     out, lse = on_device.forward()
@@ -175,7 +175,7 @@ def test_any_finite_scale(device: Device, dtype: str, scale: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [1e-320, 1e-40, 1e-5, 3e38, 1e300])
 def test_any_positive_softcap(device: Device, dtype: str, softcap: float) -> None:
-    """Also where float32 (float64) holds neither the bound nor scores divided by it; one row has scores of 0."""
+    """Softcap may be one with which float32 (float64) holds neither the bound nor scores over it, or a score 0."""
     case = gaussian_case(17, dtype, (20, 300), (2, 1), (64, 64), 1, softcap=softcap)
     q = case.q.copy()
     q[:, 3] = 0
@@ -190,7 +190,7 @@ def test_any_positive_softcap(device: Device, dtype: str, softcap: float) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("softcap", [1e-20, 1e-5, 3e38])
 def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
-    """Its gradients find the derivative from the weights, which say nothing of so small scores: there others run."""
+    """Other kernels run for small bounds, as weights of so small scores do not tell the derivative."""
     device = devices.device_of("sm_90")
     devices.forget_launches()
     with device.active():
@@ -204,7 +204,7 @@ def test_any_positive_softcap_on_hopper(dtype: str, softcap: float) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("option", ["alibi_slopes", "bias", "window"])
 def test_smallest_softcap_beside_others_on_hopper(dtype: str, option: str) -> None:
-    """Slopes in its units are huge."""
+    """Slopes in units of the smallest softcap are huge."""
     values: dict[str, Any] = {
         "alibi_slopes": np.array([0.5, 8], np.float32),
         "bias": gaussian(np.random.default_rng(18), (70, 300), dtype),
@@ -223,7 +223,7 @@ def test_smallest_softcap_beside_others_on_hopper(dtype: str, option: str) -> No
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "sink": np.zeros(1, np.float32)}])
 @pytest.mark.parametrize("keys", [150, 3000])  # so many are split among thread blocks on Hopper
 def test_nan_of_a_query(device: Device, dtype: str, options: dict[str, Any], keys: int) -> None:
-    """It comes out in the query's row and nowhere else, and in the gradients of all that the row saw."""
+    """NaN comes out in the query's row and nowhere else, and in the gradients of all that the row saw."""
     accum = accum_dtype(np_dtype(dtype))
     options = {name: x.astype(accum) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     case = gaussian_case(16, dtype, (6, keys), (1, 1), (64, 64), 1, **options)
@@ -243,7 +243,7 @@ def test_nan_of_a_query(device: Device, dtype: str, options: dict[str, Any], key
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_scores_give_the_mean(device: Device, dtype: str) -> None:
-    """Weights add up to 1 at any length."""
+    """Equal weights add up to 1 at any length."""
     for seqlen_k in (1, 2, 3, 100, 129, 1000):
         case = gaussian_case(12, dtype, (3, seqlen_k), dims=(8, 8))
         case = replace(case, k=np.zeros_like(case.k), v=np.ones_like(case.v))
@@ -260,7 +260,7 @@ def tf32(x: Array) -> Array:
 
 
 def plain_tf32(case: Case) -> dict[str, Array]:
-    """Plain causal attention and its gradients, exact but for the factors of all products, which are TF32."""
+    """Compute plain causal attention and its gradients, exact but for the factors of all products, which are TF32."""
     repeats = case.q.shape[2] // case.k.shape[2]
     q, dout = tf32(case.q).astype(np.float64), tf32(case.dout).astype(np.float64)
     k, v = (np.repeat(tf32(x).astype(np.float64), repeats, axis=2) for x in (case.k, case.v))
@@ -282,7 +282,7 @@ def plain_tf32(case: Case) -> dict[str, Array]:
     return {"out": out, "q": np.einsum("bhij,bjhd->bihd", ds, k) * scale, **summed}
 
 
-# By so much chance may move the largest of some ten thousand errors, and their mean.
+# Chance may move the largest of some ten thousand errors, and their mean, by so much.
 LARGEST_BY_CHANCE, MEAN_BY_CHANCE = 1.25, 1.01
 
 
@@ -300,7 +300,7 @@ def assert_no_worse_than_tf32(device: Device, head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tf32_is_no_worse_than_tf32_products(device: Device, head_dim: int) -> None:
-    """precision="tf32": an error no larger than that of plain attention whose products have TF32 factors."""
+    """precision="tf32" has an error no larger than that of plain attention whose products have TF32 factors."""
     assert_no_worse_than_tf32(device, head_dim)
 
 
@@ -313,7 +313,7 @@ def test_tf32_of_every_family(architecture: str, head_dim: int, monkeypatch: pyt
 
 
 def test_float32_is_float32(device: Device) -> None:
-    """Without precision="tf32" no unit may cost float32 its digits: far below what TF32 products would give."""
+    """No unit may cost float32 its digits without precision="tf32"; errors lie far below those of TF32 products."""
     case = gaussian_case(14, "float32", (300, 300), dims=(128, 128))
     exact_out, _ = case.reference_forward()
     naive_out, _ = replace(case, q=tf32(case.q), k=tf32(case.k), v=tf32(case.v)).reference_forward()
@@ -321,7 +321,7 @@ def test_float32_is_float32(device: Device) -> None:
     assert np.abs(out - exact_out).max() <= 0.02 * np.abs(naive_out - exact_out).max()
 
 
-# The most keys (or queries) of a tile, and what a result's roundings are beside those of its sums.
+# LONGEST_TILE is the most keys (or queries) of a tile, FURTHER_ROUNDINGS a result's roundings besides its sums'.
 LONGEST_TILE, FURTHER_ROUNDINGS = 128, 16
 
 

@@ -1,4 +1,4 @@
-"""Pages and splits on the kernels of every architecture, on the CPU test device."""
+"""Pages and splits work with the kernels of every architecture, on the CPU test device."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_agree_with_reference_whatever_unused_rows_hold(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_second_call_looks_nothing_up(dtype: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another pool, table and lengths of the same shapes repeat the launches."""
+    """A call with another pool, table and lengths of the same shapes repeats the launches."""
     entries: list[str] = []
     run = launch.Work.run
 
@@ -116,7 +116,7 @@ def test_a_second_call_looks_nothing_up(dtype: str, packed: bool, monkeypatch: p
 def test_a_table_much_wider_than_the_pool_takes_no_memory_of_its_width(
     dtype: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such are the tables of a cache whose sequences may have any of its pages: rows would be 10 GB and more."""
+    """A cache whose sequences may have any of its pages has such tables, whose rows would take 10 GB and more."""
     case = paged_case(dtype, 16, packed)
     table = np.zeros((3, 1 << 24), np.int32)
     table[:, : case.options["block_table"].shape[1]] = case.options["block_table"]
@@ -136,7 +136,7 @@ def test_a_table_much_wider_than_the_pool_takes_no_memory_of_its_width(
 
 
 def test_pools_of_odd_strides(dtype: str) -> None:
-    """Rows that no vector of 16 bytes reads, and heads before pages."""
+    """Pools may have rows that no vector of 16 bytes reads, and heads before pages."""
     case = paged_case(dtype, 3, packed=False)
     k = np.zeros((*case.k.shape[:3], 33), case.dtype)[..., 1:]
     k[...] = case.k
@@ -155,7 +155,7 @@ def test_a_number_of_splits(dtype: str, num_splits: int) -> None:
 
 
 def test_splits_of_one_size_have_the_bits_of_any_batch(dtype: str) -> None:
-    """Alone, together in any order, in tables of any width, packed, and from rows that are not aligned."""
+    """Bits are the same alone, in any order, in tables of any width, packed, and from rows that are not aligned."""
     lengths, page_size = np.array([130, 64, 37], np.int32), 16
     case = gaussian_case(3, dtype, (5, 144), heads=(4, 2), dims=(64, 64), batch=3)
     pools = {name: getattr(case, name).reshape(27, page_size, 2, 64) for name in ("k", "v")}

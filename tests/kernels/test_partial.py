@@ -1,4 +1,4 @@
-"""Parts of a longer problem: kernels compute what NumPy does, also where a window lies off the part's diagonal."""
+"""Kernels compute parts of a longer problem as NumPy does, also where a window lies off the part's diagonal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cuflash.problem.attention_problem import Place
 from cuflash.problem.options import Options
 
 SEQLEN_Q, SEQLEN_K = 37, 29
-# (first query, first key, stride): below the diagonal, across it, above it, far from it, and striped.
+# Places (first query, first key, stride) lie below the diagonal, across it, above it, far from it, and striped.
 PLACES = ((40, 0, 1), (10, 12, 1), (0, 20, 1), (0, 200, 1), (200, 0, 1), (1, 2, 3), (2, 0, 3))
 WINDOWS = ((None, 0), (None, None), (5, 0), (20, 3), (0, 0), (None, 7), (30, None), (210, 0))
 
 
 def visible(window: tuple[int | None, int | None], place: Place) -> Any:
-    """Which keys each query of a part sees, by their positions in the whole."""
+    """Return which keys each query of a part sees, by their positions in the whole."""
     i = place.first_q + place.diagonal + place.stride * np.arange(SEQLEN_Q)[:, None]
     j = place.first_k + place.stride * np.arange(SEQLEN_K)
     left, right = window
@@ -140,7 +140,7 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
     expected = Part(q, k, v, Options(causal=True), place).forward()[0]
     for x in (out, lse, *grads.values()):
         assert x.dtype == np.float32
-    # More bits than bfloat16 has are in use.
+    # The results use more bits than bfloat16 has.
     assert not np.array_equal(out, out.astype(q.dtype).astype(np.float32))
     np.testing.assert_allclose(out, expected, rtol=0, atol=4e-3)
     for name, x in grads.items():
@@ -149,16 +149,16 @@ def test_results_of_16_bits_are_not_rounded(capability: tuple[int, int], head_di
 
 
 def test_a_part_that_is_the_whole_needs_no_positions() -> None:
-    """Kernels align the whole themselves: ALiBi and dropout of such a part work on every device."""
-    options = {"alibi_slopes": np.full(4, 0.1, np.float32), "dropout_p": 0.3, "dropout_seed": 5}
+    """Kernels align the whole themselves, so ALiBi and dropout of such a part work on every device."""
+    options: dict[str, Any] = {"alibi_slopes": np.full(4, 0.1, np.float32), "dropout_p": 0.3, "dropout_seed": 5}
     place = Place(diagonal=SEQLEN_K - SEQLEN_Q)
     expected = results("float32", (None, 0), place, 16, options)
     rng = np.random.default_rng(3)
     q, _ = (gaussian(rng, (2, SEQLEN_Q, 4, 16), "float32") for _ in range(2))
     k, v = (gaussian(rng, (2, SEQLEN_K, 2, 16), "float32") for _ in range(2))
-    whole = cuflash.attention(q, k, v, causal=True, **options)  # type: ignore[arg-type]
+    whole = cuflash.attention(q, k, v, causal=True, **options)
     np.testing.assert_allclose(expected["out"], whole, rtol=0, atol=1e-6)
-    assert Part(q, k, v, Options(causal=True, **options), place)._problem.place == Place()  # type: ignore[arg-type]
+    assert Part(q, k, v, Options(causal=True, **options), place)._problem.place == Place()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -209,7 +209,7 @@ def test_a_repeated_part_computes_anew() -> None:
 @pytest.mark.parametrize("entry", ["forward", "backward_dq", "backward_dkv"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> None:
-    """ALiBi and dropout of a part: the portable kernels' registers hold positions, too."""
+    """The portable kernels' registers hold positions, too, which ALiBi and dropout of a part need."""
     flags = ("has_window", "has_alibi", "has_dropout", "has_place")
     for head_dim in (64, 128):
         config = plan_portable.config_of(entry, dtype, None, head_dim, head_dim, flags)
@@ -219,7 +219,7 @@ def test_kernels_with_places_compile_without_spills(dtype: str, entry: str) -> N
 
 
 def wide_kernels() -> list[Any]:
-    """Hopper's kernels with float32 results of 16-bit inputs, which no call but a part's and out_dtype's asks for."""
+    """Return Hopper's kernels with float32 results of 16-bit inputs, which parts and out_dtype alone ask for."""
     found: list[Any] = []
     for row in FORWARD:
         for flags in ((), ("has_window",), ("has_window", "has_softcap")):

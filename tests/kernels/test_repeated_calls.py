@@ -1,4 +1,4 @@
-"""Repeated calls on the GPU path: what the first call found out serves the later ones, and only those it holds for."""
+"""A first call on the GPU path serves later ones with what it found out, and only those for which it holds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# General kernels, those for warps of tensor cores, and those that reach q, k and v through tensor maps.
+# The kernels are general ones, those for warps of tensor cores, and those that reach q, k and v by tensor maps.
 @pytest.fixture(
     autouse=True,
     params=[((8, 0), "float32"), ((8, 0), "float16"), ((9, 0), "float16"), ((9, 0), "float32")],
@@ -56,7 +56,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The entries that were looked up, not repeated."""
+    """Give the entries that were looked up, not repeated."""
     entries: list[str] = []
     run = launch.Work.run
 
@@ -81,7 +81,7 @@ def packed(seed: int, dtype: str) -> Case:
 
 
 def run(case: Case, **backward: Any) -> None:
-    """One forward and backward call, held against the reference."""
+    """Make one forward and backward call, held against the reference."""
     run_on(case.on(HOST), **backward)
 
 
@@ -108,7 +108,7 @@ def test_a_second_call_looks_nothing_up(name: str, dtype: str, launches: list[st
     "seeds", [(7, 2**64 - 1), (np.array([7], np.uint64), np.array([8], np.uint64))], ids=["int", "array"]
 )
 def test_seeds_and_block_masks_repeat(seeds: tuple[Any, Any], dtype: str, launches: list[str]) -> None:
-    """Other numbers, another seed, the same mask; another mask of the same shape is another call."""
+    """Other numbers and another seed repeat a call with the same mask; another mask of its shape does not."""
     options = {"dropout_p": 0.3, "block_mask": MASK}
     on_device = example(0, dtype, dropout_seed=seeds[0], **options).on(HOST)
     run_on(on_device)
@@ -123,7 +123,7 @@ def test_seeds_and_block_masks_repeat(seeds: tuple[Any, Any], dtype: str, launch
 
 
 def test_a_copy_of_a_block_mask_is_another_mask(dtype: str) -> None:
-    """Made before the mask was used, it has no lists of tiles."""
+    """A copy that was made before the mask was used has no lists of tiles."""
     on_device = example(0, dtype, block_mask=MASK).on(HOST)
     other = deepcopy(on_device.options["block_mask"])
     run_on(on_device)
@@ -141,11 +141,11 @@ def test_a_wrong_seed_is_no_repetition(dtype: str) -> None:
         (2, None),
     ):
         with nullcontext() if error is None else pytest.raises(error, match="dropout_seed"):
-            cuflash.attention(case.q, case.k, case.v, dropout_seed=seed)
+            cuflash.attention(case.q, case.k, case.v, dropout_seed=seed)  # type: ignore[arg-type]
 
 
 def test_results_in_given_arrays(dtype: str, launches: list[str]) -> None:
-    """Arrays of their own, slices of one buffer, and some given, some not."""
+    """Results may be arrays of their own or slices of one buffer, some given and some not."""
     for seed in (0, 1):
         case = gaussian_case(seed, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
         on_device = case.on(HOST)
@@ -165,7 +165,7 @@ def test_results_in_given_arrays(dtype: str, launches: list[str]) -> None:
 
 
 def test_given_arrays_may_overlap_after_all(dtype: str) -> None:
-    """What was safe to write at one address is not at another."""
+    """An array that is safe to write at one address may not be at another."""
     case = gaussian_case(0, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
     buffer = np.zeros((4, *case.q.shape), case.dtype)
     q, k, v, target = buffer
@@ -200,7 +200,7 @@ def test_other_gradients_are_other_calls(dtype: str, launches: list[str]) -> Non
 
 
 def test_one_array_in_several_places_is_no_rule(dtype: str) -> None:
-    """After a call on one array three times come three arrays of its metadata."""
+    """A call on three arrays of one metadata may follow a call on one array three times."""
     case = gaussian_case(0, dtype, (20, 20), heads=(2, 2), dims=(16, 16))
     run(Case(case.q, case.q, case.q, case.q, case.dlse))
     run(case)
@@ -214,7 +214,7 @@ def test_addresses_may_change_their_alignment(dtype: str) -> None:
 
 
 def at_offset(x: NDArray[Any], elements: int) -> NDArray[Any]:
-    """The same values that many elements behind an aligned address."""
+    """Return the same values so many elements behind an aligned address."""
     buffer = np.zeros(x.nbytes + 128, np.uint8)
     start = -buffer.ctypes.data % 64 + elements * x.dtype.itemsize
     view: NDArray[Any] = buffer[start:][: x.nbytes].view(x.dtype).reshape(x.shape)
@@ -242,7 +242,7 @@ def test_errors_do_not_depend_on_what_came_before(dtype: str) -> None:
 
 
 def test_memory_is_allocated_as_in_the_first_call(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under graph capture CuPy's pool has only the blocks that the call before gave back."""
+    """CuPy's pool has under graph capture only the blocks that the call before gave back."""
     device = cuda_device.device_of(None)
     sizes: list[int] = []
     empty, scratch = device.empty, device.scratch

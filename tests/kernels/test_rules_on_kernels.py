@@ -1,4 +1,4 @@
-"""Users' own rules in the kernels: on the CPU as several architectures, and on the GPU."""
+"""Users' own rules work in the kernels, on the CPU as several architectures, and on the GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ]
 )
 def place(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """Where the library runs."""
+    """Give a device for the library to run on."""
     devices.forget_launches()
     place = device_of(request.param)
     with place.active():
@@ -92,3 +92,23 @@ def test_a_repeated_call_reads_its_operands_anew(place: Device) -> None:
     changed = case.with_options(operands=(table, np.array([2, 0], np.int16)))
     changed.assert_forward(*second)
     assert (first[0] != second[0]).any()
+
+
+def test_operands_of_many_axes(place: Device) -> None:
+    """Their gradients are written whatever their strides: by launches of some axes each, if they do not fold."""
+    shape = (2,) * 10
+
+    def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, scale: Any, table: Any) -> Any:
+        return s * scale + table[(i % 2, j % 2, h, (i + j) % 2, i % 2, (i - j) % 2, j % 2, h, j % 2, i % 2)]
+
+    operands = np.array(0.5, np.float32), RNG.standard_normal(shape).astype("float32")
+    case = gaussian_case(0, "float32", (17, 30), (2, 1), (32, 32), 1, score_mod=looked_up, operands=operands)
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    grads = on_place.backward(out, lse)
+    case.assert_gradients(grads)
+    target = place.put(np.full((3,) * 10, np.nan, np.float32))
+    inner = target[(slice(2),) * 10]
+    on_place.backward(out, lse, out=(None, None, None, None, inner))
+    np.testing.assert_allclose(place.get(inner), grads["operand_1"], rtol=1e-5, atol=1e-5)
+    assert np.isnan(place.get(target)).sum() == 3**10 - 2**10

@@ -1,4 +1,4 @@
-"""Hopper's float32 gradient kernels on the CPU device: they are the ones that run, and as exact as float32."""
+"""Hopper's float32 gradient kernels run on the CPU device, and are as exact as float32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int) -> Array:
 
 
 def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Array, Array]:
-    """dout, q, k and v."""
+    """Make dout, q, k and v."""
     q, k, v = normal(2, 150, 4, head_dim), normal(2, 200, 2, head_dim), normal(2, 200, 2, head_dim_v)
     return normal(2, 150, 4, head_dim_v), q, k, v
 
@@ -48,7 +48,7 @@ def widened(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(dout: Array, q: Array, k: Array, v: Array, hidden: Any = None, eps: float = 16 * EPS, **options: Any) -> None:
-    """Compares gradients with the NumPy path in float64; keys `hidden` hold NaN on the device."""
+    """Compare gradients with the NumPy path in float64; keys `hidden` hold NaN on the device."""
     wide = [x.astype(np.float64) for x in (q, k, v)]
     out, lse = cuflash.attention(wide[0], wide[1], wide[2], return_lse=True, **widened(options))
     expected = cuflash.attention_backward(
@@ -76,7 +76,7 @@ def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)])
 def test_tf32(head_dims: tuple[int, int]) -> None:
-    """Eleven bits of every factor."""
+    """TF32 keeps eleven bits of every factor."""
     both(*inputs(*head_dims), causal=True, precision="tf32", eps=2.0**-8)
 
 
@@ -122,7 +122,7 @@ def test_block_mask_in_narrow_tiles() -> None:
 
 
 def test_padded_queries() -> None:
-    """What lies in padded rows of q and dout reaches nothing."""
+    """Padded rows of q and dout reach nothing."""
     dout, q, k, v = inputs()
     lengths = np.array([100, 31], np.int32)
     out, lse = cuflash.attention(q, k, v, q_lengths=lengths, return_lse=True)
@@ -136,8 +136,8 @@ def test_padded_queries() -> None:
         assert np.array_equal(x, y) and np.isfinite(x).all()
 
 
-# Whole tiles of keys beside ragged queries: the walk's last tile reaches the next sequence's queries, and nothing else
-# asks for a mask.
+# Tiles of keys are whole and queries are ragged: the last tile of queries reaches those of the next sequence, and
+# nothing else asks for a mask.
 WHOLE_TILES = [0, 64, 65, 150], [0, 64, 192, 200]
 RAGGED = [3, 40, 41, 41, 147], [1, 90, 97, 130, 190]
 

@@ -1,4 +1,4 @@
-"""Hopper's float32 forward kernel on the CPU device: the one that runs, and as exact as float32 at any range."""
+"""Hopper's float32 forward kernel runs on the CPU device, and is as exact as float32 at any range."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(head_dim: int = 64, head_dim_v: int = 64) -> tuple[Array, Array, Arra
 
 
 def on_device(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
-    """Out and lse of the kernel, into results full of NaN."""
+    """Compute out and lse by the kernel, into results full of NaN."""
     devices.forget_launches()
     poisoned = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
     with hook.kernels_on(device.CpuDevice((9, 0), num_sms=3)):
@@ -56,7 +56,7 @@ def widened(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(q: Array, k: Array, v: Array, hidden: Any = None, eps: float = 8 * EPS, **options: Any) -> None:
-    """Compares out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
+    """Compare out and lse with the NumPy path in float64; keys `hidden` hold NaN on the device."""
     bad_k, bad_v = k.copy(), v.copy()
     if hidden is not None:
         bad_k[:, hidden], bad_v[:, hidden] = np.nan, np.inf
@@ -75,7 +75,7 @@ def test_head_dims(head_dims: tuple[int, int], causal: bool) -> None:
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (200, 256)])
 def test_tf32(head_dims: tuple[int, int]) -> None:
-    """Eleven bits of every factor."""
+    """TF32 keeps eleven bits of every factor."""
     both(*inputs(*head_dims), causal=True, precision="tf32", eps=2.0**-9)
 
 
@@ -169,7 +169,7 @@ def test_scores_do_not_depend_on_how_factors_share_their_range(exponent: int) ->
 
 @pytest.mark.parametrize("exponent", [-146, -126, -100, 120, 125])
 def test_range_of_values(exponent: int) -> None:
-    """Subnormal values, and such as would overflow if they were added up before weights are normalised."""
+    """Values may be subnormal, or would overflow if they were added up before weights are normalised."""
     q, k, v = inputs()
     v = np.ldexp(np.clip(v, -2, 2), exponent)
     out, _ = on_device(q, k, v)
@@ -180,7 +180,7 @@ def test_range_of_values(exponent: int) -> None:
 
 
 def test_rows_keep_their_own_range() -> None:
-    """A huge key or value changes no digit of what does not see it, and columns of values lose what float32 loses."""
+    """A huge key or value changes no digit of rows that do not see it; columns of values lose what float32 loses."""
     q, k, v = inputs()
     k[:, 150:], v[:, 150:] = np.float32(1e30), np.float32(3e38)
     out, _ = on_device(q, k, v, window=(None, 0), q_lengths=np.array([90, 90], np.int32))

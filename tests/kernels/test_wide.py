@@ -1,4 +1,4 @@
-"""Float64, and float32 in parts, by mma.sync against the reference: on the CPU as sm_80 and as a Hopper GPU."""
+"""Float64, and float32 in parts, by mma.sync agree with the reference, on the CPU as sm_80 and as a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TF32_EPS = 2.0**-11
 
 
 def agrees(case: cases.Case, capability: tuple[int, int] = (8, 0), **extra: Any) -> None:
-    """Results and gradients keep the error rule, and these kernels computed them."""
+    """Assert that results and gradients keep the error rule, and that these kernels computed them."""
     devices.forget_launches()
     with hook.kernels_on(cpu_device.CpuDevice(capability, num_sms=3)):
         on_device = case.on(Device("cpu_device", np))
@@ -55,7 +55,7 @@ def test_head_dims(capability: tuple[int, int], dims: tuple[int, int]) -> None:
         ((8, 0), (128, 128)),
         ((10, 0), (128, 128)),
         ((8, 0), (256, 256)),
-        # In 99 KB of shared memory.
+        # These run in 99 KB of shared memory.
         ((8, 6), (64, 64)),
         ((8, 9), (33, 47)),
         ((12, 0), (40, 64)),
@@ -78,7 +78,7 @@ def test_float32_in_parts(capability: tuple[int, int], dims: tuple[int, int]) ->
     ],
 )
 def test_cards_with_half_the_rate(name: str, pays: bool) -> None:
-    """There exact float32 takes multiply-adds but for the gradients of small heads, and TF32 takes products."""
+    """Exact float32 takes multiply-adds on such cards but for gradients of small heads, and TF32 takes products."""
     device = cpu_device.CpuDevice((8, 9))
     device.name = name
     for head_dim, precision in ((32, None), (80, None), (32, "tf32")):
@@ -126,7 +126,7 @@ def test_options(name: str, dtype: str, capability: tuple[int, int]) -> None:
     agrees(gaussian_case(0, dtype, SHAPE, (4, 2), (64, 64), 2, **options), capability)
 
 
-# Beyond head dim 128, in float64 at all, warps share rows, and tell each other what each has found.
+# Warps share rows beyond head dim 128, in float64 always, and tell each other what each has found.
 MANY: dict[str, Any] = {"softcap": 2.0, "alibi_slopes": RNG.random(4), "mask": MASK} | OPTIONS["dropout"]
 BLOCK_MASK = OPTIONS["block mask"]
 
@@ -142,7 +142,7 @@ def test_warps_that_share_rows(options: Any, capability: tuple[int, int], dims: 
 
 @pytest.mark.parametrize("capability", [(8, 6), (12, 0)])
 def test_warps_with_eight_columns_each(capability: tuple[int, int]) -> None:
-    """Where 99 KB leave tiles of 16 columns, some hidden from all rows."""
+    """99 KB leave tiles of 16 columns, some of them hidden from all rows."""
     case = gaussian_case(0, "float32", SHAPE, (4, 2), (192, 150), 1, softcap=2.0, mask=MASK)
     out, lse = case.on(Device("numpy", np)).forward()
     devices.forget_launches()
@@ -184,7 +184,7 @@ def test_one_gradient_of_float64_beyond_head_dim_128(wanted: str) -> None:
     assert {x.kernel.entry for x in launch._launches.values()} >= {f"wide_d{wanted}"}
 
 
-# Beyond head dim 64 operands come in chunks for the gradient of a bias: its shape, and what stands beside it.
+# Operands come in chunks beyond head dim 64 for the gradient of a bias; each case has its shape and other options.
 BIASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "of scores": ((2, 4, 90, 110), {"causal": True}),
     "of all batches": ((1, 4, 90, 110), {"window": (30, 10)}),

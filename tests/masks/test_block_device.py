@@ -1,4 +1,4 @@
-"""The device's side of block masks: cuda_src/block_sparse.cu on the CPU test device, and the order between streams."""
+"""Block masks on a device: around/block_sparse.cu runs on the CPU test device, and streams keep their order."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def module() -> cpu_device.Module:
 
 
 def get_kernel(file: str, entry: str, constants: dict[str, int]) -> Callable[..., None]:
-    """As `cuda_device.get`, on the CPU test device."""
+    """Do as `cuda_device.get` on the CPU test device."""
     assert file == "around/block_sparse"
     assert constants == CONSTANTS
     return functools.partial(module().launch, entry)
 
 
 def random_dense(rng: np.random.Generator, shape: tuple[int, ...], size: int) -> NDArray[np.bool_]:
-    """Bools of which blocks of `size` are hidden, visible or mixed."""
+    """Draw bools whose blocks of `size` are hidden, visible or mixed."""
     coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:2], *(-(-n // size) for n in shape[2:])), p=[0.4, 0.4, 0.2])
     fine = np.repeat(np.repeat(coarse, size, axis=-2), size, axis=-1)[..., : shape[2], : shape[3]]
     return rng.random(shape) < fine
@@ -180,7 +180,7 @@ def check_lists(lists: on_device.TileLists, dense: NDArray[np.bool_], block_m: i
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
 def test_kernels_compile_without_spills(arch: str) -> None:
     nvrtc = pytest.importorskip("cupy", reason="CuPy is not installed").cuda.nvrtc
-    # Nothing here needs CUDA's headers, so no folder has to be found for them.
+    # This text needs no headers of CUDA, so no folder has to be found for them.
     lines = cuda_source.source_of("around/block_sparse", CONSTANTS).splitlines()
     source = "\n".join(line for line in lines if not line.startswith("#include <"))
     program = nvrtc.createProgram(source, "block_sparse.cu", (), ())
@@ -191,7 +191,7 @@ def test_kernels_compile_without_spills(arch: str) -> None:
 
 
 class Stream:
-    """As much of a CuPy stream as `OnDevice` uses, with a record of what was asked of it."""
+    """A stand-in for a CuPy stream, with what `OnDevice` uses and a record of what was asked of it."""
 
     def __init__(self, capturing: bool = False) -> None:
         self.capturing = capturing
@@ -212,7 +212,7 @@ class Event:
 
 
 class Namespace:
-    """As much of CuPy as `OnDevice` uses."""
+    """A stand-in for CuPy, with what `OnDevice` uses."""
 
     def __init__(self, current: Stream) -> None:
         self.current = current

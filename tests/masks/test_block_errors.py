@@ -1,4 +1,4 @@
-"""What a block mask is not made from, and what is no operation on one: each says what was expected and what was met."""
+"""Wrong arguments and operations of block masks raise errors that say what was expected and what was met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mask_cases import dense_of
 from cuflash import BlockMask
 
 BOOLS = np.ones((3, 4), bool)
-Untyped: Any = BlockMask  # what a type checker would refuse
+Untyped: Any = BlockMask  # a type checker would refuse these arguments
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: Untyped.from_dense([[True]]), TypeError, "mask: expected an array .* got list"),
     "ints": (lambda: Untyped.from_dense(np.ones((3, 4), int)), TypeError, "mask: expected dtype bool.* got int64"),
@@ -76,11 +76,15 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "array and": (lambda: BOOLS & Untyped.fixed(3, 2, 1), TypeError, "&: expected two of BlockMask.* got ndarray"),
     "and bool": (lambda: Untyped.fixed(3, 2, 1) & True, TypeError, "&: expected two of BlockMask.* got bool"),
     "bool and": (lambda: np.True_ & Untyped.fixed(3, 2, 1), TypeError, "&: expected two of BlockMask"),
-    "or": (lambda: Untyped.fixed(3, 2, 1) | Untyped.fixed(3, 2, 1), TypeError, r"\|: expected &"),
-    "array or": (lambda: BOOLS | Untyped.fixed(3, 2, 1), TypeError, r"\|: expected &"),
-    "xor": (lambda: Untyped.fixed(3, 2, 1) ^ Untyped.fixed(3, 2, 1), TypeError, r"\^: expected &"),
-    "difference": (lambda: Untyped.fixed(3, 2, 1) - Untyped.fixed(3, 2, 1), TypeError, "-: expected &"),
-    "not": (lambda: ~Untyped.fixed(3, 2, 1), TypeError, "~: expected &"),
+    "or lengths": (lambda: Untyped.fixed(8, 2, 1) | Untyped.fixed(9, 2, 1), ValueError, r"^\|: .* got \(1, 1, 8, 8\)"),
+    "or array": (lambda: Untyped.fixed(3, 2, 1) | BOOLS, TypeError, r"\|: expected two of BlockMask.* got ndarray"),
+    "array or": (lambda: BOOLS | Untyped.fixed(3, 2, 1), TypeError, r"\|: expected two of BlockMask.* got ndarray"),
+    "xor bool": (lambda: Untyped.fixed(3, 2, 1) ^ True, TypeError, r"\^: expected two of BlockMask.* got bool"),
+    "difference": (lambda: Untyped.fixed(3, 2, 1) - Untyped.fixed(3, 2, 1), TypeError, "-: expected &, .* a & ~b"),
+    "array difference": (lambda: BOOLS - Untyped.fixed(3, 2, 1), TypeError, "-: expected &, .* a & ~b"),
+    "head to draw": (lambda: Untyped.fixed(8, 2, 1, heads=2).draw(head=2), ValueError, "head: .* <= 1, got 2"),
+    "batch to draw": (lambda: Untyped.fixed(8, 2, 1).draw(1), ValueError, "batch: .* <= 0, got 1"),
+    "lines to draw": (lambda: Untyped.fixed(8, 2, 1).draw(rows=0), ValueError, "rows: .* >= 1, got 0"),
     "class": (
         lambda: Untyped(512, 512),
         TypeError,
@@ -147,7 +151,7 @@ def test_errors_within_a_rule_are_its_own() -> None:
 
 
 def test_reaches_beyond_every_position() -> None:
-    """A window, a stride or a section that is longer than the sequence is that, however long it is."""
+    """A window, a stride or a section that is longer than the sequence shows the same, however long it is."""
     far = 2**70
     pairs = [
         (BlockMask.strided(9, far, far), BlockMask.strided(9, 20, 20)),

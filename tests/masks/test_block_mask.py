@@ -1,4 +1,4 @@
-"""BlockMask: every constructor against its literal definition, and the store that the kernels read."""
+"""Every constructor of BlockMask agrees with its literal definition, as does the store that the kernels read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from devices import Device
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_cases import BLOCK_SIZES, LENGTHS, SEEDS, Dense, dense_of, grid, random_dense
+from mask_cases import BLOCK_SIZES, LENGTHS, SEEDS, Dense, check_store, dense_of, grid, random_dense
 from strategies import examples
 
 import cuflash
@@ -58,26 +58,6 @@ def test_from_dense_round_trip(
     check_store(device, bm, dense)
     i0, j0 = data.draw(st.integers(0, seqlen_q)), data.draw(st.integers(0, seqlen_k))
     check_tile(bm, dense, i0, data.draw(st.integers(i0, seqlen_q)), j0, data.draw(st.integers(j0, seqlen_k)))
-
-
-def check_store(device: Device, bm: BlockMask, dense: Dense) -> None:
-    """Slots and bits say, element by element, what the agreement between the modules has them say."""
-    for xp in {np, device.xp}:
-        slots, bits = (device.get(x) if xp is device.xp else x for x in bm.arrays(xp))
-        assert (slots.dtype, bits.dtype) == (np.int32, np.uint32)
-        assert bits.shape[1:] == (64, 2)
-        assert slots.shape == (*dense.shape[:2], -(-dense.shape[2] // 64), -(-dense.shape[3] // 64))
-        for b, h, bi, bj in np.ndindex(slots.shape):
-            block = dense[b, h, bi * 64 : bi * 64 + 64, bj * 64 : bj * 64 + 64]
-            slot = slots[b, h, bi, bj]
-            if not block.any() or block.all():
-                assert slot == (-2 if block.all() else -1)
-                continue
-            i, j = np.ogrid[:64, :64]
-            unpacked = bits[slot][i, j // 32] >> (j % 32).astype(np.uint32) & 1 == 1
-            whole = np.zeros((64, 64), bool)
-            whole[: block.shape[0], : block.shape[1]] = block
-            np.testing.assert_array_equal(unpacked, whole)
 
 
 def check_tile(bm: BlockMask, dense: Dense, i0: int, i1: int, j0: int, j1: int) -> None:
@@ -137,7 +117,7 @@ def test_from_function(seqlen_q: int, seqlen_k: int, batch: int, heads: int, blo
         bm = BlockMask.from_function(rule, seqlen_q, seqlen_k, batch, heads, block_size)
         expected = np.broadcast_to(rule(b, h, i, j), (batch, heads, seqlen_q, seqlen_k))
         np.testing.assert_array_equal(dense_of(bm), expected)
-    # The head is an index of Python's too.
+    # The head is also an index of Python's lists.
     bm = BlockMask.from_function(rules[-1], seqlen_q, seqlen_k, heads=heads)
     assert (dense_of(bm) == (np.arange(heads) == 1)[:, None, None]).all()
 
@@ -160,36 +140,6 @@ def test_strips_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(strips, at_once)
 
 
-@examples(200)
-@given(
-    shapes=st.sampled_from([((), ()), ((2,), ()), ((2, 3), (3,)), ((2, 1), (1, 3)), ((1, 1), (0, 2))]),
-    seqlen_q=LENGTHS,
-    seqlen_k=LENGTHS,
-    seed=SEEDS,
-)
-def test_and(
-    device: Device, shapes: tuple[tuple[int, ...], tuple[int, ...]], seqlen_q: int, seqlen_k: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    a, b = (random_dense(rng, (*leading, seqlen_q, seqlen_k)) for leading in shapes)
-    bm = BlockMask.from_dense(device.put(a), (64, 48)) & BlockMask.from_dense(device.put(b), (16, 72))
-    dense = device.get(bm.to_dense())
-    assert bm.block_size == (16, 24)
-    assert bm.shape == (1,) * (4 - (a & b).ndim) + (a & b).shape
-    np.testing.assert_array_equal(dense[(0,) * (4 - (a & b).ndim)], a & b)
-    check_store(device, bm, dense)
-
-
-def test_and_of_a_host_and_a_device_mask(device: Device) -> None:
-    dense = random_dense(np.random.default_rng(0), (150, 200))
-    window = BlockMask.sliding_window(150, 200, 20, 20)
-    for bm in (window & BlockMask.from_dense(device.put(dense)), BlockMask.from_dense(device.put(dense)) & window):
-        np.testing.assert_array_equal(
-            bm.arrays(np)[0] == -1, (window & BlockMask.from_dense(dense)).arrays(np)[0] == -1
-        )
-        assert bm.density == (window & BlockMask.from_dense(dense)).density
-
-
 def test_a_mask_keeps_what_it_was_made_from() -> None:
     mask = np.tri(100, dtype=bool)
     bm = BlockMask.from_dense(mask)
@@ -200,7 +150,7 @@ def test_a_mask_keeps_what_it_was_made_from() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda bm: pickle.loads(pickle.dumps(bm))])
 def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask]) -> None:
-    """In a process to which one is sent, others may have been made."""
+    """A process to which a mask is sent may have made masks of its own, which a copy must not be taken for."""
     bm = BlockMask.from_dense(np.tri(100, 90, 7, dtype=bool), block_size=(16, 32))
     other = copied(bm)
     assert other.serial != bm.serial
@@ -210,7 +160,7 @@ def test_copies_are_masks_of_their_own(copied: Callable[[BlockMask], BlockMask])
 
 @pytest.mark.parametrize("beside", [{}, {"causal": True}, {"window": (20, None), "dropout_p": 0.3, "dropout_seed": 4}])
 def test_a_window_as_a_block_mask_is_that_window(device: Device, beside: dict[str, Any]) -> None:
-    """The same bits, forward and backward; with lengths, which move a window, the mask stays where it is."""
+    """Both give the same bits in both passes; lengths, which move a window, leave the mask where it is."""
     rng = np.random.default_rng(0)
     sizes = {"q": (2, 90, 2, 16), "k": (2, 150, 2, 16), "v": (2, 150, 2, 16), "dout": (2, 90, 2, 16)}
     x = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
@@ -251,12 +201,14 @@ LARGE: dict[str, Callable[[], BlockMask]] = {
     "from_blocks": lambda: BlockMask.from_blocks(np.eye(64, dtype=bool), SEQLEN, SEQLEN),
     "from_function": lambda: BlockMask.from_function(lambda b, h, i, j: (i - j) % 3 == 0, SEQLEN, SEQLEN),
     "and": lambda: BlockMask.strided(SEQLEN, 100, 100) & BlockMask.fixed(SEQLEN, 128, 8),
+    "or": lambda: BlockMask.strided(SEQLEN, 100, 100) | BlockMask.fixed(SEQLEN, 128, 8),
+    "not": lambda: ~BlockMask.strided(SEQLEN, 100, 100),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_no_dense_array_is_made(name: str) -> None:
-    LARGE[name]()  # what is imported and cached does not count
+    LARGE[name]()  # imports and caches do not count
     tracemalloc.start()
     try:
         bm = LARGE[name]()

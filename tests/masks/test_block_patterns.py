@@ -1,4 +1,4 @@
-"""The named patterns of block masks against their literal definitions, each as its paper has it."""
+"""The named patterns of block masks agree with their literal definitions, each as its paper has it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sliding_window(
 def test_a_window_is_found(
     seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, heads: int, seed: int
 ) -> None:
-    """Whatever the mask was made from; and a mask that differs in one element of one head is none."""
+    """A window is found whatever the mask was made from; a mask that differs in one element of one head is none."""
     dense = BlockMask.sliding_window(seqlen_q, seqlen_k, left, right, heads=heads).to_dense()
     window = BlockMask.from_dense(dense).window
     if not dense[..., :1, :].any() or not dense[..., -1:, :].any():
@@ -140,7 +140,7 @@ def test_bigbird(
     known = (abs(i - j) <= window // 2) | (i < num_global) | (j < num_global)
     dense = dense_of(bm)
     assert (dense | ~known).all()
-    # What remains are whole blocks, as many in each row of blocks as were asked for or are left.
+    # The rest are whole blocks, as many in each row of blocks as were asked for or are left.
     blocks, rest = (x[..., ::size, ::size] for x in (dense & ~known, ~known))
     np.testing.assert_array_equal(dense & ~known, (blocks[..., i, j]) & ~known)
     expected = np.minimum(num_random, rest.sum(axis=-1))
@@ -194,7 +194,7 @@ def test_random_patterns_differ_by_head_and_seed_and_accept_a_generator() -> Non
 def test_random_blocks_are_uniform() -> None:
     heads = 400
     blocks = dense_of(BlockMask.random(10, 7, 0.3, 1, heads=heads, block_size=(1, 1)))[0]
-    # Each block is a Bernoulli(0.3) over the heads: five standard deviations.
+    # Each block is a Bernoulli(0.3) over the heads, whose mean may be off by five standard deviations.
     assert abs(blocks.mean(axis=0) - 0.3).max() < 5 * np.sqrt(0.3 * 0.7 / heads)
     others = dense_of(BlockMask.bigbird(12, 1, 2, 3, 1, heads=heads, block_size=(1, 1)))[0, :, 6]
     chosen = np.delete(others.mean(axis=0), [0, 1, 6])
@@ -202,7 +202,7 @@ def test_random_blocks_are_uniform() -> None:
 
 
 def test_numpy_integers_of_any_kind_are_sizes() -> None:
-    # Unsigned ones wrap below 0, and int8 and uint8 soon at the top.
+    # Unsigned numbers wrap below 0, and those of 8 bits soon at the top.
     kinds: tuple[Any, ...] = np.int8, np.uint8, np.uint64
     for kind in kinds:
         rule = BlockMask.from_function(lambda b, h, i, j: i <= j, kind(70), kind(90), kind(2), kind(3))

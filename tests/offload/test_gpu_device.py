@@ -1,7 +1,7 @@
-"""The GPU's side of streaming without a GPU: CuPy's calls are stood in for, staging and its order are real.
+"""The GPU's side of streaming works without a GPU: CuPy's calls have stand-ins, staging and its order are real.
 
-Copies are done at once, on memory of the host, so that what is tested is which bytes go where, and that no staging
-buffer is used again before its event was waited for.
+Copies are done at once, on memory of the host, so that the tests show which bytes go where, and that no staging buffer
+is used again before its event was waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OnDevice(np.ndarray[Any, Any]):
 
 
 class Event:
-    """It counts how often the host waited for it."""
+    """An event that counts how often the host waited for it."""
 
     made: ClassVar[list[Event]] = []
 
@@ -48,7 +48,7 @@ class Event:
 
 
 class Stream:
-    """It remembers what it waits for."""
+    """A stream that remembers what it waits for."""
 
     ptr = 0
 
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Cuda:
-    """As much of CuPy as `gpu_device` calls."""
+    """A stand-in for CuPy, with what `gpu_device` calls."""
 
     def __init__(self) -> None:
         self.current = Stream()
@@ -150,7 +150,7 @@ def compare(q: Array, k: Array, v: Array, share: float, out: Any = None) -> None
 @pytest.mark.parametrize("batch", [1, 3])
 def test_pageable_memory_goes_through_staging(cuda: Cuda, batch: int, share: float) -> None:
     compare(*make(batch), share)
-    # Four buffers a direction and pass: in and in, out.
+    # There are four buffers for each direction of a pass: in for the forward one, in and out for the backward one.
     assert 0 < len(cuda.pinned) <= 12
     staged = {x.ctypes.data for x in cuda.pinned}
     sizes = {x.ctypes.data: x.nbytes for x in cuda.pinned}
@@ -164,7 +164,7 @@ def test_pinned_memory_is_copied_where_it_lies(cuda: Cuda) -> None:
     k[...], v[...] = host
     compare(q, k, v, 0, out=(None, dk, dv))
     assert len(cuda.pinned) == 4  # no staging
-    # Each key once a direction: k and v twice to the GPU, dk and dv once from it.
+    # Each key travels once in each direction of a pass: k and v twice to the GPU, dk and dv once from it.
     assert sum(size for kind, size, _ in cuda.copies if kind == 1) == 2 * (k.nbytes + v.nbytes)
     assert sum(size for kind, size, _ in cuda.copies if kind == 2) == dk.nbytes + dv.nbytes
 
@@ -183,7 +183,7 @@ def test_views_by_head_are_staged_though_pinned(cuda: Cuda) -> None:
 
 
 def test_staging_buffers_are_waited_for(cuda: Cuda) -> None:
-    """A buffer's event is waited for by the host before it is filled again, and both streams before the call ends."""
+    """The host waits for a buffer's event before it fills the buffer again, and for both streams before the end."""
     q, k, v = make(1)
     offload.attention(q.view(OnDevice), k, v, share=0)
     from cuflash.offload.gpu_device import _NUM_STAGES

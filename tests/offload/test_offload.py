@@ -1,15 +1,14 @@
-"""Attention over keys in host memory: results are those of `attention` on the same arrays, whatever the options."""
+"""Attention over keys in host memory gives the results of `attention` on the same arrays, whatever the options."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import accum_dtype, gaussian
 from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice
 from numpy.typing import NDArray
+from offload_cases import arrays, assert_same, results
 from strategies import examples
 
 import cuflash
@@ -33,7 +33,7 @@ SHARES = (0, 0.4, 1.0, "auto")
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[LazyDevice]:
-    """Every pass runs on a lazy device of its own, in chunks of a few keys; the devices, by their passes."""
+    """Run every pass on a lazy device of its own, in chunks of a few keys, and give the devices by their passes."""
     made: list[LazyDevice] = []
 
     def device_of(q: Array) -> LazyDevice:
@@ -51,50 +51,8 @@ def nothing_measured() -> Iterator[None]:
     share_module._measured.clear()
 
 
-def arrays(
-    dtype: str = "float64",
-    batch: int = 2,
-    seqlens: tuple[int, int] = (7, 60),
-    heads: tuple[int, int] = (4, 2),
-    dims: tuple[int, int] = (8, 5),
-) -> dict[str, Array]:
-    shapes = {
-        "q": (batch, seqlens[0], heads[0], dims[0]),
-        "k": (batch, seqlens[1], heads[1], dims[0]),
-        "v": (batch, seqlens[1], heads[1], dims[1]),
-        "dout": (batch, seqlens[0], heads[0], dims[1]),
-    }
-    made = {name: gaussian(RNG, shape, dtype) for name, shape in shapes.items()}
-    lse = (batch, heads[0], seqlens[0])
-    return made | {"dlse": RNG.standard_normal(lse).astype(accum_dtype(made["q"].dtype))}
-
-
-def results(make: Callable[..., Any], given: dict[str, Array], **options: Any) -> dict[str, Array | None]:
-    """Out, lse and every gradient."""
-    (out, lse), backward = make(given["q"], given["k"], given["v"], return_lse=True, **options)
-    names = ["dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink", "alibi_slopes") if name in options)]
-    operands = enumerate(options.get("operands", ()))
-    names += [f"doperands[{n}]" for n, x in operands if x.dtype.kind == "f"]
-    return {"out": out, "lse": lse, **dict(zip(names, backward(given["dout"], given["dlse"]), strict=True))}
-
-
-def assert_same(found: dict[str, Array | None], expected: dict[str, Array | None], rounding: float = 1e-13) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        y = found[name]
-        assert x is not None
-        assert y is not None
-        assert y.dtype == x.dtype
-        assert y.shape == x.shape
-        np.testing.assert_array_equal(np.isfinite(y), np.isfinite(x), err_msg=name)
-        shown = np.isfinite(x)
-        wide, its = y[shown].astype(np.float64), x[shown].astype(np.float64)
-        limit = rounding * max(1.0, float(np.abs(its).max(initial=0)))
-        np.testing.assert_allclose(wide, its, rtol=0, atol=limit, err_msg=name)
-
-
 def options_by_name(batch: int = 2, seqlens: tuple[int, int] = (7, 60), heads: int = 4) -> dict[str, dict[str, Any]]:
-    """Every option, alone."""
+    """Return every option, alone."""
     sq, sk = seqlens
     mask = RNG.random((batch, 1, sq, sk)) > 0.3
     return {
@@ -186,14 +144,15 @@ def test_every_option_in_host_memory(name: str) -> None:
 
 def test_every_option_is_tried_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {name for options in options_by_name().values() for name in options}
-    assert tried == set(SUPPORTED)
+    of_host_keys = {"block_table", "split_size", "q_scale", "k_scale", "v_scale"}  # test_host_keys.py tries these
+    assert tried | of_host_keys == set(SUPPORTED)
     q, k, v, *_ = arrays().values()
     monkeypatch.setattr("cuflash.offload.in_place.is_in_place", lambda *_: False)  # as with q on a GPU
     monkeypatch.setattr("cuflash.offload.call.SUPPORTED", tuple(set(SUPPORTED) - {"softcap"}))
     for name in {"softcap", *OPTION_NAMES} - (set(SUPPORTED) - {"softcap"}):
-        offload.attention(q, k, v, **{name: None})  # type: ignore[arg-type]
+        offload.attention(q, k, v, **{name: None})  # type: ignore[call-overload]
         with pytest.raises(NotImplementedError, match=f"{name}: expected None with keys in host memory"):
-            offload.attention(q, k, v, **{name: 3})  # type: ignore[arg-type]
+            offload.attention(q, k, v, **{name: 3})  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -211,10 +170,13 @@ def test_pages_codes_and_fixed_splits_in_host_memory(share: Any) -> None:
     )
     (k, k_scale), (v, v_scale) = (cuflash.quantize_fp8(given[name].astype(np.float32)) for name in ("k", "v"))
     codes = given["q"].astype(np.float16), k, v
+    scales: dict[str, Any]
     for scales in ({}, {"k_scale": k_scale, "v_scale": v_scale}):
         out = np.empty((2, 7, 4, 5), np.float16)
-        assert offload.attention(*codes, share=share, out=out, **scales) is out
-        np.testing.assert_array_equal(out, cuflash.attention(*codes, **scales))
+        in_host_memory: Any = offload.attention
+        in_one_memory: Any = cuflash.attention
+        assert in_host_memory(*codes, share=share, out=out, **scales) is out
+        np.testing.assert_array_equal(out, in_one_memory(*codes, **scales))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -238,13 +200,15 @@ def test_gradients_of_operands_by_name(streamed: list[LazyDevice]) -> None:
     target = np.empty_like(table)
     *_, written = backward(given["dout"], out=(None, None, None, target))
     assert written is target
+    with pytest.raises(ValueError, match=r"^out, doperands\[0\]: .* shared with operands\[0\]$"):
+        backward(given["dout"], out=(None, None, None, table))
     expected = cuflash.attention_vjp(given["q"], given["k"], given["v"], **options)[1](given["dout"])[3]
     assert_same({"found": found, "written": written}, {"found": expected, "written": expected})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_partial_results_are_not_rounded(streamed: list[LazyDevice], dtype: str) -> None:
-    """Many chunks cost no accuracy: the error is one rounding of the result, as of one call."""
+    """Many chunks cost no accuracy, as the error is one rounding of the result, as of one call."""
     given = arrays(dtype, seqlens=(5, 300), dims=(16, 16))
     sink = RNG.standard_normal(4).astype(np.float32)
     wide = {name: x.astype(np.float64) for name, x in given.items()}
@@ -373,7 +337,8 @@ def test_a_package_attribute_without_an_import() -> None:
 def test_bad_input_is_told(change: dict[str, Any], error: type[Exception], message: str) -> None:
     given = arrays()
     arguments = {name: given[name] for name in ("q", "k", "v")} | change
-    for function in (offload.attention, offload.attention_vjp):
+    functions: tuple[Any, ...] = offload.attention, offload.attention_vjp
+    for function in functions:
         with pytest.raises(error) as raised:
             function(arguments.pop("q", given["q"]), arguments.get("k"), arguments.get("v"), **rest(arguments))
         assert message in str(raised.value)

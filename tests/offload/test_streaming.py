@@ -1,4 +1,4 @@
-"""How keys come and gradients leave: each key once, two chunks of memory, in order; and how the share is found."""
+"""Keys come once and in order, in two chunks of memory, gradients leave, and the CPU's share is found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nothing_measured() -> Iterator[None]:
 
 
 def run(device: LazyDevice, given: tuple[Array, Array, Array], share: Any = 0, **options: Any) -> tuple[Any, ...]:
-    """Out, and dq, dk, dv; both passes on the device."""
+    """Return out, and dq, dk, dv, of both passes on the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "device_of", lambda q: device)
         out, backward = offload.attention_vjp(*given, share=share, **options)
@@ -136,7 +136,7 @@ def test_chunks_cover_keys_once(first: int, stop: int, per_key: int) -> None:
 
 @pytest.mark.parametrize("cores", [1, 5])
 def test_bits_on_the_host_do_not_depend_on_the_number_of_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few queries several chunks are computed at once, merged in the order of the keys."""
+    """Several chunks of few queries are computed at once, and merged in the order of the keys."""
     monkeypatch.setattr(HostDevice, "chunk_bytes", 9000)
     given = make(batch=1)
     expected = offload.attention(*given, causal=True)
@@ -194,7 +194,7 @@ class Slow(LazyDevice):
 
 
 def shares_of(device: LazyDevice, calls: int = 3) -> list[float]:
-    """The CPU's share of the keys in several calls."""
+    """Return the CPU's share of the keys in several calls."""
     given = make(batch=1, sk=20_000)
     both = given[1].nbytes + given[2].nbytes
     found = []
@@ -278,7 +278,7 @@ def test_a_gpu_sees_that_memory_is_pinned() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_chunks_of_a_gpu_arrive_in_order(is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small chunks, several calls, and memory that is written again as soon as a call has returned."""
+    """Many small chunks of several calls arrive in order, though memory is written as soon as a call has returned."""
     import cupy
 
     from cuflash.offload.gpu_device import GpuDevice

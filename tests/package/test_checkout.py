@@ -14,7 +14,7 @@ import pytest
 import cuflash
 
 ROOT = Path(__file__).parents[2]
-# What PYTHONPATH names is searched without what installers leave in it: nothing is installed then.
+# Folders of PYTHONPATH are searched without what installers leave in them, so that nothing counts as installed.
 LIBRARIES = str(Path(np.__file__).parent.parent)
 USES_ALL = """
 import numpy as np
@@ -30,7 +30,7 @@ print(cuflash.__file__, tape.__file__, cuflash.cuda_src.__file__)
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this one, in a folder of the package's name."""
+    """Copy this checkout into a folder of the package's name."""
     folder = tmp_path_factory.mktemp("projects") / "cuflash"
     for part in ("cuflash", "cuda_src", "examples"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))

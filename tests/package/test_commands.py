@@ -1,4 +1,4 @@
-"""The command line as a person and as a program meet it: words, JSON and exit codes."""
+"""The command line gives words to a person, and JSON and exit codes to a program."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from cuflash.__main__ import main
-from cuflash.tools import info
+from cuflash.tools import bench, info
+from cuflash.tools.bench.cells import Grid, cells_of
 from cuflash.tools.info import missing
 
 COMMANDS = ("info", "compile", "bench", "demo")
 
 
 def exit_code(*argv: str) -> int:
-    """Also where argparse leaves by SystemExit."""
+    """Return the exit code, also where argparse leaves by SystemExit."""
     try:
         return main(argv)
     except SystemExit as stop:
@@ -34,20 +35,22 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code() == 2
+    words = capsys.readouterr().err
+    assert all(command in words for command in COMMANDS)
     assert exit_code("train") == 2
     assert exit_code("--help") == 0
     words = capsys.readouterr().out
     assert all(command in words for command in COMMANDS)
     for command in COMMANDS:
         assert exit_code(command, "--no-such-option") == 2
-    assert exit_code("info", "--head-dim", "257") == 2
-    assert "257" in capsys.readouterr().err
+    assert exit_code("info", "--head-dim", "1025") == 2
+    assert "1025" in capsys.readouterr().err
     assert exit_code("demo", "--steps", "0") == 2
     assert "expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    """As ``python -m cuflash info | head -1`` does."""
+    """A reader may end early, as ``python -m cuflash info | head -1`` does."""
     with subprocess.Popen(
         [sys.executable, "-m", "cuflash", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -90,11 +93,11 @@ def test_says_how_to_get_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's."""
+    """A stand-in for CuPy's error."""
 
 
 def cupy_with(monkeypatch: pytest.MonkeyPatch, **its: Any) -> None:
-    """A CuPy on a machine with a Hopper GPU, but for what is given."""
+    """Stand in for CuPy on a machine with a Hopper GPU, but for what is given."""
 
     def value(name: str, otherwise: Any) -> Any:
         def call(*_: Any) -> Any:
@@ -147,6 +150,8 @@ def test_compile_names_the_architectures(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["compile", "--arch", "sm_12", "sm_80"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("sm_12: NVRTC") and "sm_80" in error
+    assert main(["compile", "--arch", "hopper"]) == 2
+    assert capsys.readouterr().err.startswith("hopper: NVRTC")
     assert main(["compile", "--arch", "sm_80", "--dtype", "float64", "--kernel", "backward_bias", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines and all(line["good"] and line["arch"] == "sm_80" for line in lines)
@@ -158,3 +163,118 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert main(["demo", "--device", "gpu"]) == 2
     assert main(["compile"]) == 2
     assert capsys.readouterr().err.count("CuPy") == 3
+
+
+def no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(info, "_absent", lambda name: name == "cupy")
+
+
+def test_info_without_a_gpu_begins_with_three_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_gpu_here(monkeypatch)
+    assert main(["info"]) == 0
+    works, does_not, install, empty, *_ = capsys.readouterr().out.split("\n")
+    assert works.startswith("works here:") and "NumPy arrays" in works and "threads" in works
+    assert does_not.startswith("does not:") and "CuPy is not installed" in does_not
+    assert install.startswith("to install:") and "cuflash[cuda13]" in install
+    assert not empty
+    assert main(["info", "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("its", "words"),
+    [
+        ({"nvrtc": RuntimeError("not found")}, ("run-time compiler", 'pip install "cuflash[cuda13]"')),
+        ({"devices": CUDARuntimeError("no driver")}, ("finds no GPU", "driver")),
+    ],
+)
+def test_the_three_lines_name_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, its: dict[str, Any], words: tuple[str, str]
+) -> None:
+    cupy_with(monkeypatch, **its)
+    lines = info.without_gpu(missing())
+    assert len(lines) == 3 and words[0] in lines[1] and words[1] in lines[2]
+
+
+def kernels_of(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, str]:
+    assert main(["info", "--json", *given]) == 0
+    found: dict[str, str] = json.loads(capsys.readouterr().out)["kernels"]
+    return found
+
+
+def test_info_names_the_kernels_of_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    def of(*given: str) -> dict[str, str]:
+        return kernels_of(capsys, "--dtype", "bfloat16", "--arch", "sm_75", "sm_80", "sm_90a", *given)
+
+    plain = of()
+    assert set(plain) == {
+        f"{name} on sm_{arch}" for name in ("forward", "backward") for arch in ("75", "80", "90a")
+    } | {"on the CPU"}
+    assert "portable" in plain["forward on sm_75"]  # which multiplies no bfloat16
+    assert "mma.sync" in plain["forward on sm_80"] and "wgmma" in plain["backward on sm_90a"]
+    unaligned = of("--strides", "unaligned")
+    assert "mma.sync" in unaligned["forward on sm_90a"] and "mma.sync" in unaligned["backward on sm_90a"]
+    assert "gradient of a bias on sm_80" in of("--bias")
+    assert of("--deterministic") != plain == of("--sink", "--packed")
+    float32 = {
+        name: kernels_of(capsys, "--arch", "sm_90a", *given)["forward on sm_90a"]
+        for name, given in {"exact": (), "tf32": ("--precision", "tf32")}.items()
+    }
+    assert "float32's error" in float32["exact"] and "TF32's error" in float32["tf32"]
+    # Strides that are not aligned are a question about architectures.
+    assert set(kernels_of(capsys, "--strides", "unaligned")) >= {f"forward on {arch}" for arch in info.ARCHITECTURES}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("info --arch sm_9", "sm_80 or sm_90a, got 'sm_9'"),
+        ("info --arch 80", "got '80'"),
+        ("info --seqlen 0", "expected at least 1, got 0"),
+        ("info --head-dim wide", "expected an integer, got 'wide'"),
+        ("info --precision half", "tf32"),
+        ("info --strides 8", "unaligned"),
+        ("compile --jobs 0", "expected at least 1, got 0"),
+        ("bench --rounds 0", "expected at least 1, got 0"),
+        ("bench --budget-ms -5", "expected a number above 0, got -5"),
+        ("bench --seqlen 1k", "expected an integer, got '1k'"),
+        ("bench --suite fast", "choose from"),
+        ("demo --steps many", "expected an integer, got 'many'"),
+    ],
+)
+def test_bad_arguments(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*given.split()) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_compile_counts_and_begins_with_what_a_call_asks_first(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "compile --arch sm_80 --dtype float64 --kernel backward_bias --jobs 1"
+    assert main(given.split()) == 0
+    printed = capsys.readouterr()
+    count = int(printed.err.split()[0])
+    lines = printed.out.splitlines()[:-1]
+    assert [line.split()[0] for line in lines] == [f"[{n}/{count}]" for n in range(1, count + 1)]
+    from cuflash.tools import compile as command
+
+    every = SimpleNamespace(dtype=("bfloat16",), kernel=None)
+    order = [config.entry for config in command.configs(every, (9, 0), 227 << 10, True)]  # type: ignore[arg-type]
+    first = {name: order.index(name) for name in ("forward_sm90", "forward_sm80", "forward") if name in order}
+    assert list(first) == sorted(first, key=first.__getitem__) and len(first) == 3
+
+
+def test_bench_counts_cells_and_warns_of_suites_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_gpu_here(monkeypatch)
+    small = "--dtype float32 --tokens 64 --width 16 --head-dim 8 --seqlen 16 32 64 --peers cuflash --budget-ms 1"
+    assert main(["bench", "--suite", "dense", "--quick", *small.split()]) == 0
+    printed = capsys.readouterr().err
+    assert "warning: on the CPU a cell of dense" in printed and "--suite cpu" in printed
+    assert "[1/3] d8 full n16" in printed and "[3/3] d8 causal n64" in printed and "left" in printed
+    cells = cells_of("dense", Grid())
+    assert bench._some(cells, False) == cells
+    assert bench._some(cells, True)[::2] == [cells[0], cells[-1]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.re
 
 
 def test_there_are_pages_with_examples() -> None:
-    assert {"autodiff.md", "blocksparse.md", "kernels.md", "migration.md"} <= set(PAGES)
+    assert {"autodiff.md", "blocksparse.md", "index.md", "kernels.md", "migration.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples(page: str) -> None:
-    """In order and in one namespace."""
+    """The examples of a page run in order and in one namespace."""
     text = (DOCS / page).read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"np": np, "cuflash": cuflash}
     for example in BLOCK.finditer(text):
@@ -42,21 +41,21 @@ def test_links_lead_somewhere(folder: str) -> None:
     assert not missing
 
 
-def test_the_readme_is_a_page_whose_links_lead_somewhere() -> None:
-    """Pages of the documentation and pictures; other files of a checkout are named."""
-    put_readme = runpy.run_path(str(DOCS / "conf.py"))["_put_readme"]
-    source = [(DOCS / "readme.md").read_text(encoding="utf-8")]
-    put_readme(SimpleNamespace(srcdir=str(DOCS)), "readme", source)
-    assert "# cuflash" in source[0]
-    links = re.findall(r"\]\(([^)#\s]+)", source[0])
-    assert "blocksparse.md" in links
-    assert not [link for link in links if "://" not in link and not (DOCS / link).exists()]
-    pages = [(DOCS / link).resolve() for link in links if link.endswith(".md")]
-    assert DOCS / "lab" / "README.md" in pages and all(page.is_relative_to(DOCS) for page in pages)
+def test_every_page_can_be_found_from_the_home_page() -> None:
+    """Each page of the manual stands in a table of contents; the package's page has no links that need a checkout."""
+    listed = set()
+    for page in (DOCS / "index.md", DOCS / "measured.md", DOCS / "lab" / "README.md"):
+        for tree in re.findall(r"```{toctree}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            names = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{name}.md").resolve() for name in names}
+    assert listed == {path for path in DOCS.glob("*.md") if path.name not in ("index.md", "package.md")} | {
+        path for path in (DOCS / "lab").rglob("*.md") if path.name != "paper.md"
+    }
+    assert "](" not in (DOCS / "package.md").read_text(encoding="utf-8")
 
 
 def test_no_page_names_an_address_of_this_project() -> None:
-    """Nothing is published; other projects have addresses."""
+    """No page has an address of this project, as nothing is published; other projects have addresses."""
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         addresses = re.findall(r"\w+://[^\s)]+", page.read_text(encoding="utf-8"))
         assert not [address for address in addresses if "cuflash" in address.lower()], page.name
@@ -65,5 +64,5 @@ def test_no_page_names_an_address_of_this_project() -> None:
 def test_drawings(tmp_path: Path) -> None:
     runpy.run_path(str(DOCS / "drawings.py"))["write"](tmp_path)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    kept = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    kept = {name: (DOCS / "pictures" / name).read_text(encoding="utf-8") for name in drawn}
     assert drawn == kept

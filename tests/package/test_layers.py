@@ -13,8 +13,9 @@ import pytest
 import cuflash
 
 ROOT = Path(cuflash.__file__).parent
-BASE = ("e4m3", "forks", "hardware", "interop", "kept")  # these know nothing of attention and import nothing of ours
-# What a folder, or a module beside the folders, may import. Imports for type checkers count, too.
+# These know nothing of attention and import nothing of ours.
+BASE = ("e4m3", "forks", "hardware", "hints", "interop", "kept", "reporting", "typing")
+# A folder, or a module next to the folders, may import these. Imports for type checkers count, too.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
     "rules": ("kept",),
@@ -25,15 +26,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gpu": ("plan", "cuda", "masks", "problem", "rules", *BASE),
     "cpu": ("masks", "problem", "rules", *BASE),
     "frontend": ("problem", "rules", *BASE),
-    "attention": ("frontend", "problem", "masks", *BASE),
+    "varlen": ("frontend", "problem", *BASE),
+    "attention": ("varlen", "frontend", "problem", *BASE),
     "fp8": ("problem", *BASE),
     "merge": ("frontend", "problem", *BASE),
     **dict.fromkeys(("pages", "upload"), ()),
-    "adaptors": BASE,
+    "conversions": BASE,
+    "adaptors": ("conversions",),
     "cache": ("attention", "frontend", "problem", "pages", "upload", *BASE),
     "distributed": ("frontend", "merge", "problem", *BASE),
     "offload": ("frontend", "merge", "masks", "problem", *BASE),
     "__init__": ("attention", "cache", "fp8", "merge", "masks", "distributed", "offload", *BASE),
+    "adapters": ("__init__", "frontend", "problem", *BASE),  # above the public functions
     "__main__": ("__init__",),
     "reference": (),
     "tools": (
@@ -41,12 +45,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("gpu", "cpu", "plan", "cuda", "masks", "problem", *BASE),
     ),
 }
-# Names of every NamedTuple that begin with an underscore and are public.
+# These names of every NamedTuple begin with an underscore and are public.
 PUBLIC = ("_fields", "_replace", "_asdict")
-# A backend is found by name, and imported when it is first needed; so is what puts a mask onto a GPU.
+# A backend is found by name and imported when it is first needed; so is the module that puts a mask onto a GPU.
 BY_NAME = {
     "fp8": {"cuflash.gpu.quantize"},
-    "__init__": {"cuflash.distributed", "cuflash.offload"},
+    "__init__": {"cuflash.adapters", "cuflash.distributed", "cuflash.offload"},
     "frontend": {"cuflash.cpu.backend", "cuflash.gpu.backend"},
     "masks": {"cuflash.cuda.device"},
     "rules": {"cuflash.rules.explain", "cuflash.rules.rule"},
@@ -54,7 +58,7 @@ BY_NAME = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module by its name without "cuflash."."""
+    """Return every module by its name without "cuflash."."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -71,7 +75,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def module_and_name(dotted: str) -> tuple[str, str]:
-    """(module, name in it or "") of ``cuflash.<...>``; names of the package itself are of ``__init__``."""
+    """Split ``cuflash.<...>`` into (module, name in it or ""); names of the package itself are of ``__init__``."""
     own = dotted.removeprefix("cuflash").removeprefix(".") or "__init__"
     if own in MODULES:
         return own, ""
@@ -80,7 +84,7 @@ def module_and_name(dotted: str) -> tuple[str, str]:
 
 
 def imports_of(module: str) -> Iterator[tuple[str, str, str]]:
-    """(imported module, name in it or "", local name) of every import, wherever it stands."""
+    """Yield (imported module, name in it or "", local name) of every import, wherever it stands."""
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -95,7 +99,7 @@ def imports_of(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 def folder_of(module: str) -> str:
-    """The command of a folder is one of the tools."""
+    """Return a module's folder; the command of a folder is one of the tools."""
     return "tools" if module.endswith(".__main__") else module.split(".")[0]
 
 
@@ -123,7 +127,7 @@ def test_no_module_is_in_a_circle() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_private_names_stay_in_their_folder(module: str) -> None:
-    """Neither imported nor reached through a module."""
+    """Private names are neither imported by another folder nor reached through a module."""
     others = {}
     for imported, name, local in imports_of(module):
         if folder_of(imported) != folder_of(module):
@@ -152,3 +156,4 @@ def test_the_tables_hold_themselves_to_it() -> None:
     for base in ("hardware", "kept", "problem", "plan", "masks", "cuda", "frontend", "reference"):
         assert "gpu" not in MAY_IMPORT[base]
         assert "cpu" not in MAY_IMPORT[base]
+    assert not [folder for folder, others in MAY_IMPORT.items() if "adapters" in others]

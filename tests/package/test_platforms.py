@@ -1,4 +1,4 @@
-"""What the library asks of an operating system that this machine does not run."""
+"""The library asks the right things of operating systems that this machine does not run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuflash.cpu import threads
 from cuflash.cuda import driver
 from cuflash.cuda import source as cuda_source
 
-# sys.platform there, the driver's library, and whether BLAS is found through the module that links to it.
+# Each system has a sys.platform, the driver's library, and whether BLAS is found by the module that links to it.
 SYSTEMS = {"win32": ("nvcuda.dll", False), "linux": ("libcuda.so.1", True)}
 
 
@@ -33,7 +33,7 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What stands for libraries that are opened, by file name, and which names were asked for."""
+    """Give the stand-ins for libraries that are opened, by file name, and the names that were asked for."""
     libraries: dict[str, Any] = {}
 
     def open_library(path: Any) -> Any:
@@ -52,7 +52,7 @@ def test_driver(system: str, opened: dict[str, Any]) -> None:
 
 
 def test_threads_of_blas(system: str, opened: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's wheels: one module that calls BLAS, and BLAS in a folder beside the package."""
+    """NumPy's wheels have a module that calls BLAS, and BLAS in a folder next to the package."""
     package, libraries = tmp_path / "numpy", tmp_path / "numpy.libs"
     libraries.mkdir()
     name = "libscipy_openblas64_-0123abcd" + (".dll" if system == "win32" else ".so")
@@ -76,7 +76,7 @@ def test_python_of_an_environment(system: str) -> None:
 
 
 def test_sources_are_the_same_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A checkout may have another line ending; the kernels' key and the lines of messages are of the text."""
+    """A checkout may have other line endings, but the kernels' key and the lines of messages are of the text."""
     text = cuda_source._read("rules/score.cuh")
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules/score.cuh").write_bytes(text.replace("\n", "\r\n").encode())

@@ -46,7 +46,7 @@ def test_gpu_example() -> None:
 
 
 def test_it_says_how_to_install_it() -> None:
-    """From the index, and from a checkout in its folder."""
+    """The README installs from the index, and from a checkout in its folder."""
     installing = README.partition("## Install\n")[2].partition("\n## ")[0]
     for line in ('pip install "cuflash[cuda13]"', 'pip install -e ".[cuda13]"'):
         assert line in installing

@@ -1,8 +1,9 @@
-"""An option that a family's kernels do not know: the family leaves the problem to the next one, in every choice."""
+"""A family leaves a problem with an option that its kernels do not know to the next one, in every choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -28,13 +29,13 @@ FAMILIES = (plan_portable, sm80_forward, sm80_backward, sm90_forward, sm90_backw
 HOST = Device("numpy", np)
 NUM_SMS = 3
 PLACE = True, (9, 0), hardware.smem_limit("sm_90")
-# No other test has it, so that nothing is remembered of problems without the option.
+# No other test has this scale, so that nothing is remembered of problems without the option.
 SCALE = 0.2468
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An option that problems with the scale of these tests have, and no family knows."""
+    """Add an option that problems with the scale of these tests have, and no family knows."""
     forget()
     monkeypatch.setitem(plan_config.WANTED, MADE_UP, lambda problem: problem.softmax_scale == SCALE)
     yield
@@ -58,12 +59,12 @@ def layouts_of(problem: AttentionProblem, count: int) -> Any:
     return (((2 * 64 * 64 * 2, 2 * 64 * 2, 64 * 2, 2), shape),) * count
 
 
-# Everything that chooses a kernel for a problem: the family that declares the flag, and the choice.
+# Every choice of a kernel for a problem stands here, with the family that declares the flag.
 CHOICES: dict[str, tuple[ModuleType, str, Callable[[AttentionProblem], Any]]] = {
     "sm90 forward": (sm90_forward, "float16", lambda p: sm90_forward.forward(p, layouts_of(p, 3))),
     "sm90 backward": (sm90_backward, "float16", lambda p: sm90_backward.backward(p, layouts_of(p, 5))),
     "split forward": (plan_split, "float32", plan_split.forward),
-    "split forward by halves": (plan_split, "float32", lambda p: plan_split.forward(plan_split.of_half(p))),
+    "split forward by halves": (plan_split, "float32", lambda p: plan_split.forward(plan_config.of_half(p))),
     "split backward": (plan_split, "float32", plan_split.backward),
     "sm80 forward": (sm80_forward, "float16", lambda p: sm80_forward.forward(p, *PLACE)),
     "sm80 backward": (sm80_backward, "float16", lambda p: sm80_backward.backward(p, *PLACE)),
@@ -93,6 +94,17 @@ def test_only_a_family_that_declares_an_option_takes_it(
     assert choose(problem)
 
 
+@pytest.mark.parametrize(("family", "dtype", "choose"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("head_dims", [(257, 64), (64, 520), (1024, 1024)], ids=str)
+def test_portable_kernels_alone_take_wide_heads(
+    head_dims: tuple[int, int], family: ModuleType, dtype: str, choose: Callable[[AttentionProblem], Any]
+) -> None:
+    head_dim, head_dim_v = head_dims
+    problem = replace(problem_of(dtype), head_dim=head_dim, head_dim_v=head_dim_v, softmax_scale=1.0)
+    assert not choose(problem)
+    assert choose(replace(problem, head_dim=64, head_dim_v=64))
+
+
 PORTABLE_ENTRIES = ("forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv", "backward_bias", "delta")
 
 
@@ -119,7 +131,7 @@ def test_heads_are_rows_of_a_tile_only_beside_options_that_do_not_tell_heads_apa
     assert sm90_forward.heads_as_rows(problem) is problem
 
 
-def test_info_names_the_option() -> None:
+def test_info_names_the_option_and_wide_heads() -> None:
     for dtype, reasons in (
         ("float16", (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason)),
         ("float32", (sm80_forward.reason, sm80_backward.reason)),
@@ -127,13 +139,17 @@ def test_info_names_the_option() -> None:
         for reason in reasons:
             assert "wgmma and TMA" not in reason(problem_of(dtype)) and "tiles of" not in reason(problem_of(dtype))
     assert "made_up" in sm90_forward.reason(problem_of("float16"))
+    wide = AttentionProblem(1, 64, 64, 2, 2, 576, 512, "float16")
+    for reason in (sm90_forward.reason, sm90_backward.reason, sm80_forward.reason, sm80_backward.reason):
+        assert "head dims above 256" in reason(wide)
+    assert "half of v's columns" in sm80_forward.reason(replace(wide, head_dim=64))
 
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 
 
 def launched(case: Case) -> set[str]:
-    """The kernels of both passes on the CPU device as a Hopper GPU, whose results must be right."""
+    """Return the kernels of both passes on the CPU device as a Hopper GPU, whose results must be right."""
     with hook.kernels_on(CpuDevice((9, 0), NUM_SMS)):
         out, lse = case.on(HOST).forward()
         case.assert_forward(out, lse)
@@ -142,7 +158,7 @@ def launched(case: Case) -> set[str]:
 
 
 def case_of(dtype: str) -> Case:
-    """With gradients of a bias, of slopes and of a sink."""
+    """Make a case with gradients of a bias, of slopes and of a sink."""
     rng = np.random.default_rng(0)
     accum = np.float64 if dtype == "float64" else np.float32
     options = {
@@ -187,7 +203,7 @@ def test_a_family_that_knows_an_option_computes_it_beside_portable_kernels(
 
 
 def family_of(entry: str) -> ModuleType | None:
-    """The family that chooses a kernel; None of those that know no options."""
+    """Return the family that chooses a kernel; None for kernels that know no options."""
     prefixes = {
         "forward_sm90": sm90_forward,
         "backward_sm90": sm90_backward,

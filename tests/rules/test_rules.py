@@ -1,4 +1,4 @@
-"""Tracing of users' own rules: what is allowed, NumPy's promotion, derivatives, errors, and when it happens again."""
+"""Users' own rules are traced with NumPy's promotion, derivatives and errors, and only when something changed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_values_and_derivatives(name: str) -> None:
 
 
 def random_expression(rng: np.random.Generator, depth: int) -> Callable[..., Any]:
-    """A function of random operations that are defined everywhere."""
+    """Make a function of random operations that are defined everywhere."""
     leaves: list[Callable[..., Any]] = [
         lambda s, i, j, t: s,
         lambda s, i, j, t: t[i % 4, (j - i) % 7],
@@ -104,7 +104,7 @@ def random_expression(rng: np.random.Generator, depth: int) -> Callable[..., Any
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_expressions(seed: int) -> None:
-    """The score's derivative, and that of each element of an operand, against differences."""
+    """Derivatives by the score, and by each element of an operand, agree with differences."""
     rng = np.random.default_rng(seed)
     inner = random_expression(rng, 4)
     kind = OperandType((4, 7), "float64")
@@ -157,7 +157,7 @@ def test_conventions_of_derivatives() -> None:
 
 
 def test_promotion_is_numpys() -> None:
-    """But every floating result has the dtype of the accumulation."""
+    """Promotion is NumPy's, but every floating result has the dtype of the accumulation."""
     kinds = {name: OperandType((), name) for name in ("int8", "uint8", "int16", "uint32", "int64", "uint64", "bool")}
     for left in kinds:
         for right in kinds:
@@ -195,6 +195,16 @@ def test_integers_round_down_and_wrap() -> None:
     assert value(score(lambda s, b, h, i, j, x: s * 0 + x ** np.int64(5), kind), 0.0, np.int32(100)) == 100**5
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint64", "int64"])
+@pytest.mark.parametrize("bounds", [(-3, 5), (3, 2**70), (-(2**70), 300), (None, 2**64 - 1), (-(2**63), None)])
+def test_clip_leaves_out_a_bound_beyond_the_dtype(dtype: str, bounds: tuple[int | None, int | None]) -> None:
+    """As NumPy does: clip(x, -3, 5) of an unsigned x is minimum(x, 5)."""
+    for number in (0, 4, np.iinfo(dtype).max, np.iinfo(dtype).min):
+        operand = np.array(number, dtype)
+        root = score(lambda s, b, h, i, j, x: s * 0 + np.clip(x, *bounds), OperandType((), dtype))
+        assert value(root, 0.0, operand) == float(np.clip(operand, *bounds))
+
+
 def test_a_number_beyond_the_dtype_is_compared_by_value() -> None:
     values = np.array([-3, 0, 5], np.int32)
     for number in (2**31, 2**40, -(2**31) - 1, -(2**70), 10**400):
@@ -207,7 +217,7 @@ def test_a_number_beyond_the_dtype_is_compared_by_value() -> None:
 
 
 def test_namespaces_are_equal() -> None:
-    """NumPy's functions, those of a traced value's namespace, and CuPy's."""
+    """NumPy's functions, those of a traced value's namespace, and CuPy's do the same."""
 
     def body(xp: Any, s: Any, i: Any, j: Any) -> Any:
         x = xp.where(i > j, xp.exp(s), xp.clip(s, -1, 1)) + xp.minimum(xp.abs(s), 1) * xp.maximum(s, 0)
@@ -303,6 +313,7 @@ def test_bad_operands() -> None:
     for operands in wrong:
         with pytest.raises(TypeError, match="operands: expected a tuple"):
             cuflash.attention(q, q, q, score_mod=rule, operands=operands)
+    operand: Any
     for operand in (3.0, None, [1.0], np.zeros(2, complex), np.array(["a"]), np.zeros(2, "datetime64[s]")):
         with pytest.raises(TypeError, match=r"operands\[1\]"):
             cuflash.attention(q, q, q, score_mod=rule, operands=(np.zeros(1), operand))
@@ -322,7 +333,7 @@ def test_bad_operands() -> None:
 
 
 class Counted:
-    """A rule, and how often it was traced."""
+    """A rule that counts how often it was traced."""
 
     def __init__(self, **names: Any) -> None:
         self.calls = 0
@@ -431,7 +442,7 @@ def test_explain() -> None:
 
 
 def test_a_repeated_look_up_is_short() -> None:
-    """Tracing is no part of a repeated call: the function is called no more."""
+    """A repeated call traces nothing, as the function is not called again."""
     counted = Counted(SCALE=1.5)
     for _ in range(100):
         trace_rules(counted.rule, None, (), "float32")

@@ -1,4 +1,4 @@
-"""Python under AddressSanitizer, which must be loaded before anything else: a process of its own."""
+"""Python runs under AddressSanitizer, which must be loaded before anything else, in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cpu_device import build
 
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent / "cpu_device"
-# Where the kernel draws a program's place from 2^32 pages (vm.mmap_rnd_bits), one in four lies where the
-# AddressSanitizer of GCC 12 has its heap, and the process dies.
+# Programs start at fixed places: one in four of the places that a system draws from 2^32 pages (vm.mmap_rnd_bits) lies
+# where the AddressSanitizer of GCC 12 has its heap, and the process dies.
 FIXED_PLACES = ("setarch", "--addr-no-randomize", "env")
 
 
 @functools.cache
 def _prefix() -> tuple[str, ...]:
-    """What starts a command with its memory laid out the same every time; plain env where that is not allowed."""
+    """Return the start of a command whose memory is laid out alike every time; plain env where that is forbidden."""
     try:
         run = subprocess.run([*FIXED_PLACES, "true"], capture_output=True, check=False)
     except OSError:

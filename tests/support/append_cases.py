@@ -14,19 +14,19 @@ Array = Any
 
 
 def numbers(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Array:
-    """Of a normal distribution."""
+    """Draw numbers of a normal distribution."""
     if dtype == "bfloat16":
         return rng.normal(size=shape).astype(pytest.importorskip("ml_dtypes").bfloat16)
     return rng.normal(size=shape).astype(dtype)
 
 
 def eps_of(dtype: Any) -> float:
-    """The distance from 1 to the next number."""
+    """Return the distance from 1 to the next number."""
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 class Case:
-    """Arguments of a call, and what its results must be."""
+    """Arguments of a call, with the results that it must have."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Case:
             self.options["q"] = self.q
 
     def new_rows(self) -> list[tuple[tuple[int, ...], int, int]]:
-        """Each row of a sequence: its index in k, the sequence, its position."""
+        """Return (index in k, sequence, position) of each row of a sequence."""
         if self.counts is None:
             return [((b, t), b, n + t) for b, n in enumerate(self.lengths) for t in range(self.k.shape[1])]
         begins = self.options["cu_seqlens"]
@@ -82,7 +82,7 @@ class Case:
         ]
 
     def place(self, b: int, position: int) -> tuple[int, int] | None:
-        """Where a position lies in the caches; None for one that is dropped."""
+        """Return where a position lies in the caches; None for one that is dropped."""
         if not 0 <= position < self.capacity:
             return None
         if self.page_size is None:
@@ -91,7 +91,7 @@ class Case:
         return (page, position % self.page_size) if 0 <= page < len(self.k_cache) else None
 
     def rotated(self, x: Array, position: int) -> Array:
-        """A row (heads, dim) in float64, rotated by its position's angles."""
+        """Rotate a row (heads, dim), in float64, by its position's angles."""
         x = x.astype(np.float64)
         if "rotary" not in self.options:
             return x
@@ -104,7 +104,7 @@ class Case:
         return result
 
     def expected(self) -> tuple[Array, Array, Array]:
-        """The caches and q afterwards, in float64."""
+        """Return the caches and q after the call, in float64."""
         caches = [x.astype(np.float64) for x in (self.k_cache, self.v_cache)]
         q = self.q.astype(np.float64)
         for index, b, position in self.new_rows():
@@ -116,12 +116,12 @@ class Case:
         return caches[0], caches[1], q
 
     def arrays(self) -> list[Array]:
-        """Those of the options, the rotary table last."""
+        """Return the arrays of the options, the rotary table last."""
         names = [name for name in self.options if name not in ("rotary", "interleaved")]
         return [*(self.options[name] for name in names), *self.options.get("rotary", ())]
 
     def run(self, device: Device) -> tuple[Any, Array, Array]:
-        """q, and the caches afterwards; no other argument has changed."""
+        """Make the call, and return q and the caches; no other argument may have changed."""
         inputs = [self.k, self.v, np.array(self.lengths, np.int32), *self.arrays()]
         put = device.put((self.k_cache, self.v_cache, inputs))
         k_cache, v_cache, (k, v, lengths, *others) = put

@@ -1,12 +1,14 @@
-"""Scripts of examples/benchmarks as modules: their folder is no package."""
+"""Scripts of examples/benchmarks are loaded as modules, as their folder is no package."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # as for a command, which imports the modules of its folder
 
 
 def load_script(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""One attention problem with its data, and the calls that a test makes with it: of the library and of the reference.
+"""One attention problem with its data, and the calls of the library and of the reference that a test makes with it.
 
 Everything in a `Case` is a host array. Gradients are dicts by name, whoever computed them, results NumPy arrays.
 """
@@ -28,17 +28,17 @@ EXTRAS = ("bias", "sink", "alibi_slopes")
 
 
 def np_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, bfloat16 included."""
+    """Return the NumPy dtype of that name, bfloat16 included."""
     return np.dtype(bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def accum_dtype(dtype: Any) -> np.dtype[Any]:
-    """dtype of lse, sink and slopes beside inputs of `dtype`."""
+    """Return the dtype of lse, sink and slopes that goes with inputs of `dtype`."""
     return np.dtype("float64" if np.dtype(dtype) == np.float64 else "float32")
 
 
 def gaussian(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Array:
-    """Normal random numbers, rounded to `dtype`."""
+    """Draw normal random numbers, rounded to `dtype`."""
     return np.asarray(rng.standard_normal(shape) * scale, np_dtype(dtype) if isinstance(dtype, str) else dtype)
 
 
@@ -83,7 +83,7 @@ class Case:
         return ("q", "k", "v", *extras, *(f"operand_{n}" for n in floats))
 
     def input_of(self, name: str) -> Array:
-        """The input that gradient `name` belongs to."""
+        """Return the input that gradient `name` belongs to."""
         if name.startswith("operand_"):
             operand: Array = self.options["operands"][int(name.removeprefix("operand_"))]
             return operand
@@ -91,49 +91,49 @@ class Case:
         return array
 
     def with_options(self, **options: Any) -> Case:
-        """The same data with other options; None takes one away."""
+        """Return the same data with other options; None takes one away."""
         merged = {name: value for name, value in {**self.options, **options}.items() if value is not None}
         return replace(self, options=merged)
 
     def with_inputs(self, **inputs: Array) -> Case:
-        """The same problem with some of q, k, v, dout, dlse, bias, sink, alibi_slopes replaced."""
+        """Return the same problem with some of q, k, v, dout, dlse, bias, sink, alibi_slopes replaced."""
         own: dict[str, Any] = {name: inputs.pop(name) for name in tuple(inputs) if name not in EXTRAS}
         return replace(self, **own).with_options(**inputs)
 
     def library_options(self) -> dict[str, Any]:
-        """The options as the library takes them, with a `BlockMask` in place of the bool array."""
+        """Return the options as the library takes them, with a `BlockMask` in place of the bool array."""
         options = dict(self.options)
         if options.get("block_mask") is not None:
             options["block_mask"] = cuflash.BlockMask.from_dense(options["block_mask"], block_size=self.block_size)
         return options
 
     def function(self, kind: str) -> Callable[..., Any]:
-        """`cuflash.attention` for kind "", else its "_backward" or "_vjp", the packed form for a packed case."""
+        """Return `cuflash.attention` for kind "", or its "_backward" or "_vjp"; the packed form for a packed case."""
         function: Callable[..., Any] = getattr(cuflash, ("attention_varlen" if self.packed else "attention") + kind)
         return function
 
     def on(self, device: Device) -> OnDevice:
-        """This case with its arrays put on `device`."""
+        """Put the case's arrays on `device`."""
         inputs = (self.q, self.k, self.v, self.dout, self.dlse, self.cu_seqlens or (), self.library_options())
         q, k, v, dout, dlse, cu_seqlens, options = device.put(inputs)
         return OnDevice(self, device, (q, k, v), dout, dlse, cu_seqlens, options)
 
     def reference_forward(self, **extra: Any) -> tuple[Array, Array]:
-        """(out, lse) of the naive reference; `extra` may be ``work`` or ``round_to``."""
+        """Return (out, lse) of the naive reference; `extra` may be ``work`` or ``round_to``."""
         inputs, given = (self.q, self.k, self.v), {**self.options, **extra}
         if self.cu_seqlens is not None:
             return reference.attention_varlen(*inputs, *self.cu_seqlens, **given)
         return reference.attention(*inputs, **given)
 
     def reference_backward(self, out: Array | None = None, lse: Array | None = None, **extra: Any) -> Grads:
-        """Gradients by the naive reference."""
+        """Return the naive reference's gradients."""
         given = dict(self.options, dlse=self.dlse, out=out, lse=lse, **extra)
         if self.cu_seqlens is not None:
             return reference.attention_varlen_backward(self.dout, self.q, self.k, self.v, *self.cu_seqlens, **given)
         return reference.attention_backward(self.dout, self.q, self.k, self.v, **given)
 
     def _coarser(self, x: Array) -> np.dtype[Any]:
-        """The coarser of the inputs' dtype and that of a result: a float32 lse of 16-bit scores, a float32 dbias."""
+        """Return the coarser dtype of the inputs and a result, which may be a float32 lse or dbias of 16-bit scores."""
         return max(self.dtype, x.dtype, key=lambda dtype: tolerance.EPS[dtype.name])
 
     @property
@@ -183,7 +183,7 @@ def gaussian_case(
     batch: int = 2,
     **options: Any,
 ) -> Case:
-    """A padded problem of normal random numbers; pairs are of (q, k), (q, kv) and (q and k, v)."""
+    """Make a padded problem of normal random numbers; pairs are of (q, k), (q, kv) and (q and k, v)."""
     rng = np.random.default_rng(seed)
     (seqlen_q, seqlen_k), (heads_q, heads_kv), (head_dim, head_dim_v) = seqlens, heads, dims
     return Case(
@@ -209,11 +209,11 @@ class OnDevice:
     options: dict[str, Any]
 
     def raw_forward(self, **extra: Any) -> Any:
-        """The library's own result of the forward call."""
+        """Return the library's own result of the forward call."""
         return self.case.function("")(*self.qkv, *self.cu_seqlens, **{**self.options, **extra})
 
     def forward(self, **extra: Any) -> tuple[Array, Array]:
-        """(out, lse), checked for type, dtype and shape."""
+        """Return (out, lse), checked for type, dtype and shape."""
         raw = self.raw_forward(return_lse=True, **extra)
         assert isinstance(raw, tuple) and len(raw) == 2
         out, lse = self.device.get(raw)
@@ -222,17 +222,17 @@ class OnDevice:
         return out, lse
 
     def raw_backward(self, out: Array, lse: Array, /, **extra: Any) -> Any:
-        """The library's own result of the stateless backward call, given host arrays out and lse."""
+        """Return the library's own result of the stateless backward call, given host arrays out and lse."""
         residuals = self.device.put((out, lse))
         arguments = (self.dout, *self.qkv, *residuals, *self.cu_seqlens)
         return self.case.function("_backward")(*arguments, **{"dlse": self.dlse, **self.options, **extra})
 
     def backward(self, out: Array, lse: Array, /, **extra: Any) -> Grads:
-        """Gradients of the stateless backward call."""
+        """Return the gradients of the stateless backward call."""
         return self.named(self.raw_backward(out, lse, **extra))
 
     def vjp(self, **extra: Any) -> tuple[Array, Array, Callable[..., Grads]]:
-        """(out, lse, backward) of the vjp call; backward takes and returns host arrays."""
+        """Return (out, lse, backward) of the vjp call; backward takes and returns host arrays."""
         options = {**self.options, **extra, "return_lse": True}
         (out, lse), pull = self.case.function("_vjp")(*self.qkv, *self.cu_seqlens, **options)
 
@@ -242,7 +242,7 @@ class OnDevice:
         return self.device.get(out), self.device.get(lse), backward
 
     def named(self, raw: Any) -> Grads:
-        """A tuple of gradients as a dict of host arrays, checked for number, shape and dtype."""
+        """Return a tuple of gradients as a dict of host arrays, checked for number, shape and dtype."""
         case = self.case
         assert isinstance(raw, tuple) and len(raw) == len(case.grad_names)
         grads = dict(zip(case.grad_names, self.device.get(raw), strict=True))
@@ -254,13 +254,13 @@ class OnDevice:
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Whether two arrays hold the same bits, NaN payloads and signs of zero included."""
+    """Return True if two arrays hold the same bits, NaN payloads and signs of zero included."""
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 def assert_same_bits(actual: Grads, expected: Grads) -> None:
-    """Every array of `actual` has the bits of its namesake in `expected`."""
+    """Assert that every array of `actual` has the bits of its namesake in `expected`."""
     assert tuple(actual) == tuple(expected)
     for name, array in actual.items():
         assert same_bits(array, expected[name]), f"{name}: bits differ"

@@ -1,4 +1,4 @@
-"""Compile every kernel for Volta (sm_70), which NVRTC 13 no longer knows: in an environment of its own, with CUDA 12.
+"""Compile every kernel for Volta (sm_70), which NVRTC 13 no longer knows, in an environment of its own with CUDA 12.
 
     python tests/support/compile_sm70.py [FOLDER]
 
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def python_of(environment: Path) -> Path:
-    """The interpreter of a virtual environment."""
+    """Return the interpreter of a virtual environment."""
     return environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
 

@@ -1,4 +1,4 @@
-"""Compilation by NVRTC of records of the tables: which of them, for which architectures, and what is asked of each."""
+"""NVRTC compiles chosen records of the tables for chosen architectures, and each is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOPPER = "sm_90a"
 
 
 def has_compiler() -> bool:
-    """Whether NVRTC and its headers are installed: CuPy alone does not bring them."""
+    """Return True if NVRTC and its headers are installed, which CuPy alone does not bring."""
     try:
         return "Used" in kernels_log()
     except (RuntimeError, ImportError, OSError):
@@ -47,7 +47,7 @@ def source(config: KernelConfig) -> str:
 
 
 def is_known(arch: str) -> bool:
-    """Whether this NVRTC compiles for an architecture."""
+    """Return True if this NVRTC compiles for an architecture."""
     from cupy.cuda import nvrtc
 
     major, minor = hardware.capability_of(arch)
@@ -55,7 +55,7 @@ def is_known(arch: str) -> bool:
 
 
 def tables_of(arch: str) -> list[KernelConfig]:
-    """What an architecture may compile of the tables that others share; of the 16-bit dtypes, one.
+    """Return what an architecture may compile of the tables that others share, with one of the 16-bit dtypes.
 
     The two differ in one operand of one instruction.
     """
@@ -71,7 +71,7 @@ def tables_of(arch: str) -> list[KernelConfig]:
 
 @functools.cache
 def own_architectures() -> dict[KernelConfig, str]:
-    """The architecture that each of these records is compiled for in any case: Hopper, or the oldest that has it."""
+    """Return the architecture for which each record is compiled in any case: Hopper, or the oldest that has it."""
     found: dict[KernelConfig, str] = {}
     for arch in (HOPPER, *ARCHITECTURES):
         for config in tables_of(arch):
@@ -86,7 +86,7 @@ def alike(arch: str) -> list[str]:
 
 
 def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
-    """Those of an architecture's records that are compiled for it.
+    """Choose those of an architecture's records that are compiled for it.
 
     On Hopper all are, and elsewhere those that neither Hopper nor an older architecture has. Architectures with the
     same tables share so many of the others, each in its turn, that every option of each kernel occurs: NVRTC takes half
@@ -101,7 +101,7 @@ def compiled(arch: str, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
 
 @functools.cache  # some rows of a table are the same kernel
 def assert_compiles_well(arch: str, config: KernelConfig) -> None:
-    """One row of a table, on one architecture: quick, no spills, no warnings, no more shared memory than there is."""
+    """Assert that a row compiles for an architecture quickly, without spills or warnings, in its shared memory."""
     if not is_known(arch):
         pytest.skip(f"this NVRTC does not know {arch}")
     text = source(config)
@@ -116,16 +116,16 @@ def assert_compiles_well(arch: str, config: KernelConfig) -> None:
         )
 
 
-# One kernel compiles in less, cold, by the time of the thread: others use the machine, too. They slow compilers down
-# all the same (shared caches and cores), as do older machines: an empty kernel says by how much, against its seconds
-# on the two idle cores where the figures of docs/lab/logs/host_and_wheel.md were measured.
+# A kernel compiles cold in fewer seconds than these, by the time of the thread, as others use the machine, too. Others
+# slow compilers down all the same (shared caches and cores), as do older machines; an empty kernel says by how much,
+# against its seconds on the two idle cores where the figures of docs/lab/logs/host_and_wheel.md were measured.
 MOST_SECONDS, EMPTY_SECONDS = 1.5, 0.029
 EMPTY = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void empty() {}'
 ROUNDS = 6
 
 
 def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
-    """Whether a kernel that took so many seconds takes fewer than `MOST_SECONDS` where the figures are from.
+    """Return True if a kernel that took so many seconds takes fewer than `MOST_SECONDS` where the figures are from.
 
     On a machine that is slow all the time the least of three empty kernels says so at once. Else kernel and empty
     kernels are compiled again, over as long a time each, until one round says so: a kernel that is too slow is so in
@@ -141,11 +141,11 @@ def is_quick(arch: str, text: str, entry: str, seconds: float) -> bool:
 
 
 def slownesses(arch: str, count: int) -> list[float]:
-    """The times of so many empty kernels, as multiples of what one takes where the figures are from."""
+    """Return the times of so many empty kernels, as multiples of what one takes where the figures are from."""
     return [max(1, compile_timed(arch, EMPTY, "empty")[1] / EMPTY_SECONDS) for _ in range(count)]
 
 
 def compile_timed(arch: str, text: str, entry: str) -> tuple[cuda_compile.Report, float]:
-    """A compilation, and the seconds of this thread that it took."""
+    """Compile, and return the report and the seconds of this thread that it took."""
     start = time.thread_time()
     return cuda_compile.compile_for(arch, text, entry), time.thread_time() - start

@@ -1,8 +1,7 @@
 """The devices that a test can run on, and the way to each and back.
 
-NumPy always and CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "sm_75",
-"sm_80", "sm_89" and "sm_90", which are the CUDA kernels of these architectures on the CPU (slow), or several, separated
-by commas.
+NumPy is always one, CuPy where there is a GPU; the environment variable CUFLASH_TEST_DEVICES names others: "sm_75",
+"sm_80", "sm_89" and "sm_90", which are the CUDA kernels of these architectures on the CPU (slow), separated by commas.
 
 A test makes its arrays on the host with NumPy, with the strides it wants, puts them on the device (which keeps
 strides, offsets and the sharing of buffers), calls the library there and gets the results back as NumPy arrays.
@@ -24,7 +23,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Device:
-    """A place where the library runs: its name in the tests' ids and the array namespace of its arrays.
+    """A place where the library runs, with its name in the tests' ids and the namespace of its arrays.
 
     Tests run within the context `active()`.
     """
@@ -36,8 +35,8 @@ class Device:
     def put(self, value: Any) -> Any:
         """Copy every NumPy array in ``value`` (nested tuples, lists, dicts) to the device.
 
-        Memory layout is kept: strides, offset in the buffer, and which arrays of this call share a buffer. Whatever
-        is no NumPy array passes through.
+        Memory layout is kept: strides, offset in the buffer, and which arrays of this call share a buffer. Values that
+        are no NumPy arrays pass through.
         """
         return self._put(value, {})
 
@@ -57,7 +56,7 @@ class Device:
         if view.size == 0:
             return self.xp.empty(view.shape, view.dtype)
         if not owner.flags.forc:
-            # NumPy's own result of an indexing, dense in some order of its axes: nobody asked for its layout.
+            # This is NumPy's own result of an indexing, dense in some order of its axes, for whose layout nobody asked.
             view = owner = np.ascontiguousarray(view)
         if id(owner) not in buffers:
             bytes_of_owner = owner.reshape(-1, order="A").view(np.uint8).copy()
@@ -81,7 +80,7 @@ class Device:
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is installed and sees a GPU."""
+    """Return True if CuPy is installed and sees a GPU."""
     try:
         import cupy
     except ImportError:
@@ -96,13 +95,13 @@ def _kernels_on_the_cpu(capability: tuple[int, int]) -> AbstractContextManager[A
 
 
 def available() -> list[Device]:
-    """The devices to test on."""
+    """Return the devices to test on."""
     names = os.environ.get("CUFLASH_TEST_DEVICES") or ("numpy,cupy" if has_gpu() else "numpy")
     return [device_of(name) for name in names.split(",")]
 
 
 def forget_launches() -> None:
-    """The next call chooses its kernels anew, so that a test sees which: none are known, and no call is repeated."""
+    """Let the next call choose its kernels anew, so that a test sees which: no call is known or repeated."""
     from cuflash.frontend import metadata
     from cuflash.gpu import launch
 
@@ -112,7 +111,7 @@ def forget_launches() -> None:
 
 @contextmanager
 def threads_of_cpu_path(count: int) -> Iterator[None]:
-    """Within, every call of the CPU path runs on that many threads, however many cores there are."""
+    """Run every call of the CPU path on that many threads within the context, however many cores there are."""
     from cuflash.cpu.threads import _BlasThreads
 
     real = _BlasThreads.__enter__
@@ -126,7 +125,7 @@ def threads_of_cpu_path(count: int) -> Iterator[None]:
 
 
 def device_of(name: str) -> Device:
-    """The device of that name."""
+    """Return the device of that name."""
     if name == "cupy":
         import cupy
 

@@ -1,4 +1,4 @@
-"""The error rule to the letter, inputs that Gaussian ones say nothing about, and the kernel that computes a result."""
+"""The error rule to the letter, inputs that Gaussian ones say nothing about, and a check of the kernel that ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from devices import Device
 
 from cuflash.gpu import launch
 
-# Beyond it the rounding of lse is several of P.
+# The rounding of a larger lse is several roundings of P.
 LARGE_LSE = 16
 
 
@@ -22,7 +22,7 @@ def plain(dtype: str) -> Case:
 
 
 def massive_activations(dtype: str) -> Case:
-    """A few channels and a few keys hundreds of times as large as the rest, as in trained language models."""
+    """Make a few channels and keys hundreds of times as large as the rest, as in trained language models."""
     case = gaussian_case(1, dtype, (150, 190), dims=(64, 64))
     q, k, v = (x.astype(np.float64) for x in (case.q, case.k, case.v))
     k[:, [0, 77], :, 5] = 300
@@ -34,7 +34,7 @@ def massive_activations(dtype: str) -> Case:
 
 
 def all_scores(value: float) -> Callable[[str], Case]:
-    """Every score is `value`: exponentials without a maximum taken off are all 0 or inf."""
+    """Make every score `value`, so that exponentials without a maximum taken off are all 0 or inf."""
 
     def make(dtype: str) -> Case:
         case = gaussian_case(2, dtype, (70, 130), dims=(16, 48), softmax_scale=0.5)
@@ -45,7 +45,7 @@ def all_scores(value: float) -> Callable[[str], Case]:
 
 
 def one_hot_keys(dtype: str) -> Case:
-    """Key j is the unit vector e_(j mod dim), so each score is one element of q; some rows pick a single key."""
+    """Make key j the unit vector e_(j mod dim), so each score is one element of q; some rows pick a single key."""
     case = gaussian_case(3, dtype, (100, 128), dims=(128, 32), softmax_scale=1.0)
     k = np.zeros(case.k.shape)
     k[:] = np.eye(128)[:, None]
@@ -55,7 +55,7 @@ def one_hot_keys(dtype: str) -> Case:
 
 
 def sparse_integers(dtype: str) -> Case:
-    """Small integers, mostly 0: every product and score is exact in every dtype, and scores tie."""
+    """Draw small integers, mostly 0: every product and score is exact in every dtype, and scores tie."""
     case = gaussian_case(4, dtype, (130, 100), dims=(40, 40), softmax_scale=0.25)
     rng = np.random.default_rng(5)
     inputs = {
@@ -66,7 +66,7 @@ def sparse_integers(dtype: str) -> Case:
 
 
 def dense_integers(dtype: str) -> Case:
-    """Plain attention's products are exact, its scores rounded once: by the scale, which is no power of two."""
+    """Draw integers with exact products, whose scores are rounded once, by a scale that is no power of two."""
     case = gaussian_case(5, dtype, (130, 150), dims=(128, 128))
     rng = np.random.default_rng(6)
     return case.with_inputs(
@@ -75,7 +75,7 @@ def dense_integers(dtype: str) -> Case:
 
 
 def long_rows(dtype: str) -> Case:
-    """Few queries and thousands of keys: sums of many small terms, rescaled at many tiles."""
+    """Make few queries and thousands of keys, whose sums have many small terms and are rescaled at many tiles."""
     case = gaussian_case(6, dtype, (5, 3000), dims=(64, 64), batch=1)
     # Rising scores make every tile take a new maximum.
     ramp = np.linspace(0.2, 3, 3000)[:, None, None]
@@ -83,14 +83,14 @@ def long_rows(dtype: str) -> Case:
 
 
 def tiny_values(dtype: str) -> Case:
-    """Subnormal in float16, and as small in the others as leaves products with weights normal (GPUs flush to 0)."""
+    """Make values subnormal in float16, and so small in others that products with weights stay normal."""
     case = gaussian_case(7, dtype, (64, 64), dims=(32, 32))
     factor = {"float16": 2.0**-16, "bfloat16": 2.0**-90, "float32": 2.0**-90, "float64": 2.0**-900}[dtype]
     return replace(case, v=(case.v.astype(np.float64) * factor).astype(case.dtype))
 
 
 def large_softcap(dtype: str) -> Case:
-    """Scores far into the flat part of tanh."""
+    """Make scores that lie far in the flat part of tanh."""
     case = gaussian_case(8, dtype, (90, 110), dims=(64, 32), softcap=15.0)
     return replace(case, q=(case.q.astype(np.float64) * 12).astype(case.dtype))
 
@@ -111,7 +111,7 @@ NAMES = ["gaussian", "massive", "all -120", "all 120", "one-hot", "integers", "d
 
 
 def assert_error_rule(device: Device, case: Case) -> None:
-    """Forward to the letter, and backward too.
+    """Assert the rule to the letter in both passes.
 
     A float32 lse of 120 is a relative error of 4e-6 in P = exp(score - lse), which plain attention does not have. There
     the backward pass may instead be held to the reference with the lse that it was given.
@@ -131,7 +131,7 @@ def assert_error_rule(device: Device, case: Case) -> None:
 
 @contextmanager
 def forward_by(entry: str, device: Device) -> Iterator[Device]:
-    """The device, active; no other kernel may compute a forward result."""
+    """Activate a device on which no other kernel may compute a forward result."""
     devices.forget_launches()
     with device.active():
         yield device

@@ -1,34 +1,62 @@
-"""What tests of FP8 share: codes as numbers, plain attention with rounded weights, and inputs by their names."""
+"""Helpers of the tests of FP8: codes as numbers, plain attention with rounded weights, and inputs by their names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from cases import np_dtype
 from numpy.typing import NDArray
+from tolerance import EPS
 
 import cuflash
+from cuflash import reference
 
 Array = NDArray[Any]
 
-# A kernel's keys of a tile; the scales of one tile share a largest.
+# A kernel's tile has so many keys, whose scales share a largest.
 KEY_TILE = 128
 WEIGHT_FACTOR = 2.0**8
-# The rms error may be so many times that of plain attention whose weights are rounded (DESIGN's error rule of FP8).
+# The rms error may be so many times that of plain attention whose weights are rounded.
 RMS_FACTOR = 1.01
-# The most by which kernels that round weights move one, in parts of itself, by the queries' dtype.
+# Kernels round a weight to the queries' 16 bits, or to e4m3, which moves it by so much of itself at most; or by so much
+# of its row's largest where it is too small to have all bits.
 WEIGHT_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4}
+LEAST_ROUNDING = {"float16": 2.0**-25, "bfloat16": 0.0, "float8_e4m3fn": 2.0**-10 / WEIGHT_FACTOR}
 
 
-def most_rounding(device: str, queries: str, v: Array, rescale: float = 1.0) -> float:
-    """How far rounded weights may move a result on a device of `devices`; kept weights are multiplied by `rescale`.
+class Exact(NamedTuple):
+    """What `reference` computes, and how far the rounding of weights may move each element of the result."""
 
-    NumPy's path and GPUs without such kernels compute weights in float32.
+    out: Array
+    lse: Array
+    rounding: Array | float
+
+
+def exact(device: str, queries: str, numbers: Sequence[Array], *edges: Array, **options: Any) -> Exact:
+    """Compute attention on the numbers of q, k and v for queries of a dtype; with `edges` they are packed.
+
+    The rounding is 0 where `device`, one of `devices`, computes weights in float32: on the CPU, and on GPUs that
+    convert FP8 arrays. Else a result is off by what moves its weights, that is by as much of the mean of |v|.
     """
-    rounds = device not in ("numpy", "sm_75")
-    return 1.01 * WEIGHT_ROUNDING[queries] * rescale * float(np.abs(v).max()) if rounds else 0.0
+    q, k, v = numbers
+    attention = reference.attention_varlen if edges else reference.attention
+    out, lse = attention(q, k, v, *edges, **options)
+    if device in ("numpy", "sm_75"):
+        return Exact(out, lse, 0.0)
+    mean = attention(q, k, np.abs(v), *edges, **options)[0]
+    least = LEAST_ROUNDING[queries] * k.shape[0 if edges else 1] * float(np.abs(v).max())
+    return Exact(out, lse, WEIGHT_ROUNDING[queries] * mean + least)
+
+
+def assert_near(actual: Array, expected: Exact) -> None:
+    """Assert equality within rounding to the result's dtype, float32's arithmetic, and the rounding of weights."""
+    size = np.abs(expected.out)
+    error = np.abs(actual.astype(np.float64) - expected.out)
+    most = expected.rounding + EPS[actual.dtype.name] * (size + expected.rounding) + 2e-6 * min(size.max(), 1)
+    assert (error <= most).all(), f"{np.max(error / most)} times the most that rounding may do"
 
 
 class Quantized(NamedTuple):
@@ -40,19 +68,19 @@ class Quantized(NamedTuple):
 
 
 def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
-    """What e4m3 codes are, by ml_dtypes."""
+    """Return the numbers of e4m3 codes, by ml_dtypes."""
     wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     return wide * (np.asarray(scale, np.float64)[..., None] if np.ndim(scale) else scale)
 
 
 def quantized(x: Array, per: str) -> Quantized:
-    """An array by `cuflash.quantize_fp8`."""
+    """Quantise an array by `cuflash.quantize_fp8`."""
     codes, scale = cuflash.quantize_fp8(x, per)
     return Quantized(codes, scale, numbers_of(codes, scale))
 
 
 def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: tuple[int, int] = (4, 2)) -> list[Array]:
-    """Float32 q, k, v (1, seqlen, heads, 64) of a kind.
+    """Draw float32 q, k, v (1, seqlen, heads, 64) of a kind.
 
     "gaussian", "outliers" (one element in a thousand N(0, 100) on top) or "sharp" (q and k N(0, 9)).
     """
@@ -71,7 +99,7 @@ def inputs(kind: str, seed: int, seqlens: tuple[int, int] = (160, 400), heads: t
 
 
 def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_tile: int = KEY_TILE) -> Array:
-    """Plain attention on dequantised inputs, key tile by key tile, with rounded weights.
+    """Compute plain attention on dequantised inputs, key tile by key tile, with rounded weights.
 
     `weights` "float8_e4m3fn": p times its value's scale over the largest of the key tile, times 2^8, against the
     running maximum; a 16-bit dtype: p alone. The denominator sums the weights before they are rounded.
@@ -99,5 +127,5 @@ def naive(q: Array, k: Array, v: Quantized, out_dtype: str, weights: str, key_ti
 
 
 def rms(x: Array) -> float:
-    """The root of the mean square."""
+    """Return the root of the mean square."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))

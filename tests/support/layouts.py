@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-# What the storage around an array holds: reading it turns results into NaN, and bools into True.
+# The storage around an array holds this byte, which turns results that read it into NaN, and bools into True.
 POISON_BYTE = 0xFF
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of an array with a given number of axes lie in their storage.
+    """The places of the elements of an array with a given number of axes in their storage.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Layout:
     unit_stride: int | None
 
     def apply(self, values: NDArray[Any]) -> NDArray[Any]:
-        """An array of the same values (but for axes of stride 0) that lies in memory by this layout."""
+        """Return an array of the same values (but for axes of stride 0) that lies in memory by this layout."""
         if values.size == 0:
             return values.copy()
         shape, itemsize = values.shape, values.dtype.itemsize
@@ -64,14 +64,14 @@ class Layout:
 
 
 def plain(ndim: int) -> Layout:
-    """C order without gaps."""
+    """Return C order without gaps."""
     zeros, no = (0,) * ndim, (False,) * ndim
     return Layout(tuple(range(ndim)), zeros, zeros, (1,) * ndim, no, no, None)
 
 
 @st.composite
 def layouts(draw: st.DrawFn, ndim: int, *, contiguous_rows: bool = False, writable: bool = False) -> Layout:
-    """Layouts of an array with `ndim` axes; half of them plain.
+    """Draw layouts of an array with `ndim` axes, half of them plain.
 
     `contiguous_rows` keeps the last axis contiguous (as ``out=`` needs it), `writable` leaves out axes of stride 0.
     """

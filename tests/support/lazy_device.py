@@ -23,15 +23,19 @@ class Copy(Outgoing):
     is_done: bool = False
 
     def finish(self) -> None:
-        """Do it now, with what the source holds now."""
+        """Copy now, with what the source holds now."""
         if not self.is_done:
             self.is_done = True
             self.target[...] = self.source
 
 
+def _spoil(memory: Array) -> None:
+    memory.fill(0x7F if memory.dtype == np.uint8 else np.nan)  # e4m3's NaN
+
+
 @dataclass
 class LazyDevice(Device):
-    """Its memory is NumPy's; what was not waited for is NaN.
+    """A device whose memory is NumPy's, with NaN in place of copies that were not waited for.
 
     A copy into a buffer must come after an event behind the last computation that could read the buffer.
     """
@@ -52,13 +56,13 @@ class LazyDevice(Device):
 
     def empty(self, count: int, dtype: Any) -> Array:
         memory = np.empty(count, dtype)
-        memory.fill(np.nan)
+        _spoil(memory)
         self.memory += memory.nbytes
         return memory
 
     def bring(self, memory: Array, source: Array, after: Event) -> tuple[Array, Event]:
         assert after >= self.last_read.get(memory.ctypes.data, 0), "the buffer is still being read"
-        memory.fill(np.nan)
+        _spoil(memory)
         target = memory[: source.size].reshape(source.shape)
         self.copies.append(Copy(self, target, source))
         self.brought += source.nbytes
@@ -83,7 +87,7 @@ class LazyDevice(Device):
         self.last_read[event.target.ctypes.data] = self.clock
 
     def finish(self) -> None:
-        """Computation is done at once."""
+        """Do nothing, as computation is done at once."""
 
     def put(self, x: Array) -> Array:
         return x.copy()

@@ -1,4 +1,4 @@
-"""What tests of other libraries' arrays share: a case with every array option, and a library that nobody knows."""
+"""Helpers of tests of other libraries' arrays: a case with every array option, and a library that nobody knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = NDArray[Any]
 
 
 def all_options_case(dtype: str) -> Case:
-    """A case with every kind of array among its options."""
+    """Make a case with every kind of array among its options."""
     rng = np.random.default_rng(0)
     accum = np.float64 if dtype == "float64" else np.float32
     return gaussian_case(

@@ -1,10 +1,11 @@
-"""What the tests of block masks share: sizes to draw, and masks written out."""
+"""Helpers of the tests of block masks: sizes to draw, and masks written out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from devices import Device
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -22,13 +23,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def grid(seqlen_q: int, seqlen_k: int) -> tuple[Any, Any]:
-    """Index arrays i (seqlen_q, 1) and j (1, seqlen_k)."""
+    """Return index arrays i (seqlen_q, 1) and j (1, seqlen_k)."""
     i, j = np.ogrid[:seqlen_q, :seqlen_k]
     return i, j
 
 
 def dense_of(bm: BlockMask) -> Dense:
-    """The mask as a host array, after a check of all that goes without saying."""
+    """Return the mask as a host array, after a check of all that goes without saying."""
     dense = np.asarray(bm.to_dense())
     assert dense.dtype == bool
     assert dense.shape == bm.shape
@@ -37,7 +38,7 @@ def dense_of(bm: BlockMask) -> Dense:
 
 
 def expect(bm: BlockMask, dense: Dense, heads: int, block_size: tuple[int, int], causal: bool) -> None:
-    """`bm` is a pattern that is `dense`, and causal if so, in every head."""
+    """Assert that `bm` is a pattern that is `dense`, and causal if so, in every head."""
     seqlen_q, seqlen_k = dense.shape[-2:]
     i, j = grid(seqlen_q, seqlen_k)
     if causal:
@@ -47,7 +48,27 @@ def expect(bm: BlockMask, dense: Dense, heads: int, block_size: tuple[int, int],
 
 
 def random_dense(rng: np.random.Generator, shape: tuple[int, ...]) -> Dense:
-    """Bools in which 64 x 64 blocks of each kind occur: hidden, visible and partial."""
+    """Draw bools in which 64 x 64 blocks of each kind occur: hidden, visible and partial."""
     coarse = rng.choice([0.0, 1.0, 0.5], (*shape[:-2], *(store.num_blocks(size) for size in shape[-2:])))
     fine = np.repeat(np.repeat(coarse, 64, axis=-2), 64, axis=-1)[..., : shape[-2], : shape[-1]]
     return rng.random(shape) < fine
+
+
+def check_store(device: Device, bm: BlockMask, dense: Dense) -> None:
+    """Assert that slots and bits show, element by element, what the modules agree on."""
+    for xp in {np, device.xp}:
+        slots, bits = (device.get(x) if xp is device.xp else x for x in bm.arrays(xp))
+        assert (slots.dtype, bits.dtype) == (np.int32, np.uint32)
+        assert bits.shape[1:] == (64, 2)
+        assert slots.shape == (*dense.shape[:2], -(-dense.shape[2] // 64), -(-dense.shape[3] // 64))
+        for b, h, bi, bj in np.ndindex(slots.shape):
+            block = dense[b, h, bi * 64 : bi * 64 + 64, bj * 64 : bj * 64 + 64]
+            slot = slots[b, h, bi, bj]
+            if not block.any() or block.all():
+                assert slot == (-2 if block.all() else -1)
+                continue
+            i, j = np.ogrid[:64, :64]
+            unpacked = bits[slot][i, j // 32] >> (j % 32).astype(np.uint32) & 1 == 1
+            whole = np.zeros((64, 64), bool)
+            whole[: block.shape[0], : block.shape[1]] = block
+            np.testing.assert_array_equal(unpacked, whole)

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def score_magnitude(case: Case) -> float:
-    """A bound of the absolute values that add up to one score, from the norms of the rows of q and k."""
+    """Bound the absolute values that add up to one score, by the norms of the rows of q and k."""
     options = case.options
     scale = abs(options.get("softmax_scale", case.q.shape[-1] ** -0.5))
     reach = case.q.shape[-3] + case.k.shape[-3]
@@ -30,14 +30,14 @@ def score_magnitude(case: Case) -> float:
 
 
 def forward_magnitudes(case: Case) -> dict[str, Array]:
-    """For out and lse: a score's error is one of lse, and a relative one of P."""
+    """Bound the terms of out and lse, as a score's error is one of lse, and a relative one of P."""
     score = 1 + score_magnitude(case)
     out = score * _largest(case.v) * reference.dropout_rescale(case.options.get("dropout_p") or 0.0)
     return {"out": np.array(out), "lse": np.array(score)}
 
 
 def gradient_magnitudes(case: Case, out: Array | None, lse: Array | None) -> dict[str, Array]:
-    """For each gradient: the absolute values of its terms, which share the relative error of P."""
+    """Bound the absolute values of each gradient's terms, which share the relative error of P."""
     terms = case.reference_backward(out, lse, magnitudes=True)
     score = 1 + score_magnitude(case)
     delta = _delta_magnitude(case)
@@ -46,14 +46,14 @@ def gradient_magnitudes(case: Case, out: Array | None, lse: Array | None) -> dic
 
 
 def _delta_magnitude(case: Case) -> dict[str, float]:
-    """What the rounding of out, which delta = dout . out starts from, makes of each gradient.
+    """Bound the part of each gradient that comes from the rounding of out, by delta = dout . out.
 
     It counts where a few elements are all there is: the gradient of one bias for a whole row is 0 but for this error.
     Sums over n rows of either sign grow with the square root of n.
     """
     keep = reference.dropout_rescale(case.options.get("dropout_p") or 0.0)
     accum = "float64" if case.dtype == np.float64 else "float32"
-    # Half a rounding of the inputs' dtype, in roundings of the accumulating type.
+    # This is half a rounding of the inputs' dtype, in roundings of the accumulating type.
     error = tolerance.EPS[case.dtype.name] / tolerance.EPS[accum] / 2 / tolerance.ROUNDINGS
     row = error * _norm(case.dout) * _norm(case.v) * keep
     scale = abs(case.options.get("softmax_scale", case.q.shape[-1] ** -0.5))
@@ -72,7 +72,7 @@ def _delta_magnitude(case: Case) -> dict[str, float]:
 
 
 def _norm(x: Array) -> float:
-    """The largest norm of a row."""
+    """Return the largest norm of a row."""
     return float(np.sqrt(np.square(x.astype(np.float64)).sum(axis=-1)).max(initial=0.0))
 
 

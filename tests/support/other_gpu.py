@@ -46,7 +46,7 @@ class OtherGpu(cuda_device.Device):
 
 
 def ptx_file(source: str, arch: str) -> Path:
-    """PTX of a text, beside CuPy's cache."""
+    """Return the file for PTX of a text, next to CuPy's cache."""
     number = hashlib.sha256(f"{cupy.cuda.nvrtc.getVersion()} {ptx_options(arch)} {source}".encode()).hexdigest()
     folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
     file = folder / f"{number}.ptx"
@@ -59,12 +59,12 @@ def ptx_file(source: str, arch: str) -> Path:
 
 
 def ptx_options(arch: str) -> list[str]:
-    """What NVRTC is asked for."""
+    """Return the options for NVRTC."""
     return [f"-arch={arch}", *cuda_compile.OPTIONS, "-ftz=true"]
 
 
 def ptx_of(source: str, arch: str) -> bytes:
-    """PTX of a text."""
+    """Compile a text to PTX."""
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
@@ -82,7 +82,7 @@ def other_gpu(arch: str, capability: tuple[int, int]) -> OtherGpu:
 
 @contextmanager
 def kernels_on(gpu: OtherGpu) -> Iterator[None]:
-    """Calls with CuPy arrays take the kernels of `gpu`, and no later one repeats them."""
+    """Let calls with CuPy arrays take the kernels of `gpu`, which no later one repeats."""
     blocks = [cupy.full(size, 0xFF, np.uint8) for size in _SIZES]
     del blocks
     with mock.patch.object(cuda_device, "device_of", return_value=gpu):

@@ -16,13 +16,13 @@ from cuflash.reference.pages import used_rows
 
 Array = NDArray[Any]
 PAGE_SIZES = (1, 3, 16)
-# Entries that point nowhere; where they are used, they are clamped to the pool.
+# These entries point nowhere, and are clamped to the pool where they are used.
 WILD = (-(2**31), -1, 2**31 - 1)
 
 
 @st.composite
 def paged_cases(draw: st.DrawFn, **of_cases: Any) -> Case:
-    """Attention over pages with every other option; the arguments are those of `cases`.
+    """Draw attention over pages with every other option; the arguments are those of `cases`.
 
     Sequences may share pages, a page may stand twice in a row of the table, and entries of no use are wild.
     """
@@ -37,7 +37,7 @@ def paged_cases(draw: st.DrawFn, **of_cases: Any) -> Case:
 
 
 def as_paged(case: Case, page_size: int, rng: np.random.Generator, num_spare: int = 3, wild: bool = True) -> Case:
-    """A case like another one, whose keys are pools of random pages, with lengths of every kind."""
+    """Make a case like another one, whose keys are pools of random pages, with lengths of every kind."""
     columns = _columns(case)
     max_pages = -(-columns // page_size)
     capacity = max_pages * page_size
@@ -52,14 +52,14 @@ def as_paged(case: Case, page_size: int, rng: np.random.Generator, num_spare: in
     pools = {
         name: gaussian(rng, (num_pages, page_size, *getattr(case, name).shape[-2:]), case.dtype) for name in ("k", "v")
     }
-    extras = {name: _as_wide(case.options[name], capacity, rng) for name in _MATRICES if name in case.options}
+    extras = {name: _as_wide(name, case.options[name], capacity, rng) for name in _MATRICES if name in case.options}
     cu_seqlens: Any = None if case.cu_seqlens is None else (case.cu_seqlens[0], None)
     paged = replace(case, k=pools["k"], v=pools["v"], cu_seqlens=cu_seqlens)
     return paged.with_options(block_table=table, kv_lengths=lengths, **extras)
 
 
 def used_of_pool(case: Case) -> Array:
-    """bool (num_pages, page_size): the rows of the pools that some sequence uses."""
+    """Return bool (num_pages, page_size) of the rows of the pools that some sequence uses."""
     used = np.zeros(case.k.shape[:2], bool)
     for at in used_rows(case.k, case.options["block_table"], case.options["kv_lengths"]):
         used[at] = True
@@ -70,16 +70,16 @@ _MATRICES = ("bias", "mask", "block_mask")
 
 
 def _columns(case: Case) -> int:
-    """Keys of a sequence, or as many as its extras have."""
+    """Return the keys of a sequence, or as many as its extras have."""
     widths = [case.options[name].shape[-1] for name in _MATRICES if np.ndim(case.options.get(name, 0))]
     if case.cu_seqlens is None:
         return max(case.k.shape[1], *widths, 0)
     return max(*np.diff(case.cu_seqlens[1]), *widths, 0, 0)
 
 
-def _as_wide(x: Array, capacity: int, rng: np.random.Generator) -> Array:
-    """An extra with a column for each key of a sequence, unless it is the same for all."""
-    if np.ndim(x) == 0 or x.shape[-1] == capacity or (x.shape[-1] == 1 and capacity != 1):
+def _as_wide(name: str, x: Array, capacity: int, rng: np.random.Generator) -> Array:
+    """Give an extra a column for each key of a sequence, unless one column stands for all, which no BlockMask has."""
+    if np.ndim(x) == 0 or x.shape[-1] == capacity or (x.shape[-1] == 1 and name != "block_mask"):
         return x
     more = rng.random((*x.shape[:-1], capacity)) < 0.5
     wide = np.where(more, 1, 0).astype(x.dtype)

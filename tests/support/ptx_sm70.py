@@ -31,7 +31,7 @@ _AT_128 = ("softcap", "alibi", "mask", "dropout", "causal block mask")
 
 
 def options_of(dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of options and what a call takes for them."""
+    """Yield names of options and what a call takes for them."""
     rng = np.random.default_rng(0)
     table: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -50,7 +50,7 @@ def options_of(dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def problems(dtypes: Sequence[str]) -> Iterator[tuple[str, Case]]:
-    """Each dtype's head dims, with one option after the other, and with all."""
+    """Yield each dtype's head dims, with one option after the other, and with all."""
     for dtype in dtypes:
         for dim in (64, 128, 256):
             for name, options in options_of(dtype):
@@ -63,12 +63,12 @@ def problems(dtypes: Sequence[str]) -> Iterator[tuple[str, Case]]:
 
 
 def file_of(folder: Path, source: str) -> Path:
-    """Where the PTX of a text is."""
+    """Return the file for the PTX of a text."""
     return folder / f"{hashlib.sha256(source.encode()).hexdigest()}.ptx"
 
 
 class Compiler(device.CpuDevice):
-    """Volta for arrays of NumPy: kernels are compiled to PTX, and their launches do nothing."""
+    """Volta for arrays of NumPy, whose kernels are compiled to PTX and whose launches do nothing."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__((7, 5))

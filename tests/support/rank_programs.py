@@ -1,4 +1,4 @@
-"""Ranks as processes: `launch` starts them, and each runs one of the programs below (tests/distributed).
+"""Ranks as processes, which `launch` starts, and each of which runs one of the programs below (tests/distributed).
 
 A program gets its communicator and its process's argument, and returns what it prints as JSON. An exception is printed
 as ``{"error": kind, "text": text}``.
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = Any
-# Variables of a launcher that the tests themselves may run under.
+# A launcher that the tests themselves run under may have set these variables.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "TORCHELASTIC")
-SECONDS = 300  # after which a process is stopped: far more than any takes
+SECONDS = 300  # a process is stopped after these, which are far more than any takes
 
 
 class Ended(NamedTuple):
-    """How a process ended."""
+    """The end of a process."""
 
     status: int
     printed: str
@@ -35,27 +35,27 @@ class Ended(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """What its program returned; the test fails with its errors where there is nothing."""
+        """Return what its program returned; the test fails with its errors where there is nothing."""
         lines = self.printed.splitlines()
         assert lines, f"expected a line of JSON, got nothing, status {self.status} and:\n{self.errors}"
         return json.loads(lines[-1])
 
 
 def free_port() -> int:
-    """A port that is free, and some behind it most likely, too."""
+    """Return a port that is free, as some behind it most likely are, too."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, and with some more."""
+    """Return this process's environment without a launcher's variables, and with some more."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     path = os.pathsep.join(p for p in sys.path if p)
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
 def plain(world: int, port: int | None = None) -> list[dict[str, str]]:
-    """Variables for each rank of this host."""
+    """Return variables for each rank of this host."""
     port = free_port() if port is None else port
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
@@ -76,7 +76,7 @@ def launch(
 def run_all(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> list[Ended]:
     """Run commands at once, and wait for all."""
     start = time.monotonic()
-    token = {"CUFLASH_TOKEN": os.urandom(8).hex()}  # of this test, beside others on neighbouring ports
+    token = {"CUFLASH_TOKEN": os.urandom(8).hex()}  # tells this test from others on neighbouring ports
     processes = [
         subprocess.Popen(
             command,
@@ -105,7 +105,7 @@ def run_all(commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, 
 
 
 def attention(comm: Any, problems: list[dict[str, Any]]) -> Any:
-    """Largest errors of results and gradients beside one device's, for each problem and name."""
+    """Return the largest errors of results and gradients against one device's, for each problem and name."""
     return [errors_beside_one_device(comm, **problem) for problem in problems]
 
 
@@ -121,7 +121,7 @@ def errors_beside_one_device(
     with_sink: bool = False,
     **options: Any,
 ) -> dict[str, float]:
-    """Errors relative to the largest value of each result; every rank compares the whole."""
+    """Return errors relative to the largest value of each result; every rank compares the whole."""
     import cuflash
     from cuflash import distributed, interop
 
@@ -165,7 +165,7 @@ def errors_beside_one_device(
 
 
 def messages(comm: Any, megabytes: int) -> Any:
-    """Everybody sends much to everybody before anybody receives; then messages of all sorts go around."""
+    """Send much to every rank before any receives; then send messages of all sorts around."""
     to, source = (comm.rank + 1) % comm.world, (comm.rank - 1) % comm.world
     large = [np.full(megabytes << 20, 16 * comm.rank + rank, np.uint8) for rank in range(comm.world)]
     came = comm.exchange(large)
@@ -187,12 +187,12 @@ def messages(comm: Any, megabytes: int) -> Any:
 
 
 def disagree(comm: Any) -> Any:
-    """One rank makes another call than the others."""
+    """Let one rank make another call than the others."""
     return ring(comm, causal=comm.rank == 1)
 
 
 def die(comm: Any) -> Any:
-    """One rank is killed while the others are in a call, once all are there."""
+    """Kill one rank while the others are in a call, once all are there."""
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +200,7 @@ def die(comm: Any) -> Any:
 
 
 def fail(comm: Any) -> Any:
-    """One rank raises in the middle of a call."""
+    """Let one rank raise in the middle of a call."""
     from cuflash.frontend import partial
 
     def forward(part: Any) -> Any:
@@ -212,7 +212,7 @@ def fail(comm: Any) -> Any:
 
 
 def stay_away(comm: Any) -> Any:
-    """One rank is there but does not call."""
+    """Let one rank be there without calling."""
     if comm.rank == 1:
         time.sleep(2)
         return None
@@ -220,7 +220,7 @@ def stay_away(comm: Any) -> Any:
 
 
 def stop(comm: Any) -> Any:
-    """One rank's whole process stands still for a while, and takes nothing of the much that is sent to it."""
+    """Let one rank's whole process stand still for a while, in which it takes nothing of the much sent to it."""
     comm.barrier()
     if comm.rank == 1:
         own = os.getpid()
@@ -230,7 +230,7 @@ def stop(comm: Any) -> Any:
 
 
 def leave(comm: Any) -> Any:
-    """One rank's program ends without a call; what it sent before arrives."""
+    """Let one rank's program end without a call; what it sent before arrives."""
     comm.send(np.ones(1 << 20), (comm.rank + 1) % comm.world)
     if comm.rank == 1:
         return None
@@ -239,7 +239,7 @@ def leave(comm: Any) -> Any:
 
 
 def closed(comm: Any) -> Any:
-    """What a closed communicator says to each call."""
+    """Return what a closed communicator says to each call."""
     comm.barrier()
     comm.close()
     comm.close()
@@ -248,7 +248,7 @@ def closed(comm: Any) -> Any:
 
 
 def unfit(comm: Any) -> Any:
-    """Values and arrays that do not travel."""
+    """Return the errors of values and arrays that do not travel."""
     calls: list[Callable[[], Any]] = [
         lambda: comm.send(np.array([object()]), 1 - comm.rank),
         lambda: comm.send(None, 2),
@@ -259,7 +259,7 @@ def unfit(comm: Any) -> Any:
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    """The kind and the text of what a call raises."""
+    """Return the kind and the text of what a call raises."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -268,7 +268,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def ring(comm: Any, **options: Any) -> None:
-    """A small call."""
+    """Make a small call."""
     from cuflash import distributed
 
     x = np.ones((1, 4, 2, 8), np.float32)

@@ -1,4 +1,4 @@
-"""A problem for each row of the tables of kernels, so that whatever these hold is run, and the run itself."""
+"""Each row of the tables of kernels has a problem, by which whatever the tables hold is run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cuflash.plan.portable import OPERAND_ENTRIES
 
 HOST = Device("numpy", np)
 LENGTHS = (70, 152)  # rows of a bias that TMA can bring
-# What a row does not tell apart: the tiles are the same, and tests of their own go through the options.
+# A row does not tell these apart, as the tiles are the same, and tests of their own go through the options.
 _OF_OPTIONS = {*FLAGS, "element", "bias_element", "smem_bytes", "plain_scores", "rules"}
 _TOLD_APART = (
     "splits_keys",
@@ -42,6 +42,7 @@ _TOLD_APART = (
 )
 _OF_BIAS = (sm80_backward.BIAS, "wide_bias", "parts_bias", "backward_bias")
 _ANY_HEAD_DIM = 32  # where a kernel does not depend on it
+SLICED_HEAD_DIM = 536  # results are computed in slices, and v is too wide for a forward pass by halves
 
 Table = Iterator[tuple[Any, str]]
 Kernels = list[tuple[Any, str]]
@@ -52,7 +53,7 @@ def identity(config: KernelConfig) -> tuple[Any, ...]:
 
 
 def rows_of(*tables: Table) -> Iterator[Kernels]:
-    """Each row's configurations, with their dtypes, from that with the fewest options to that with the most."""
+    """Yield each row's configurations, with their dtypes, from the fewest options to the most."""
     found: dict[tuple[Any, ...], Kernels] = {}
     for config, dtype in (pair for table in tables for pair in table):
         found.setdefault(identity(config), []).append((config, dtype))
@@ -61,7 +62,7 @@ def rows_of(*tables: Table) -> Iterator[Kernels]:
 
 
 def options_of(config: KernelConfig) -> Iterator[tuple[str, str, Any]]:
-    """What tells a kernel's records apart beside the sizes of their tiles."""
+    """Yield what tells a kernel's records apart besides the sizes of their tiles."""
     of: dict[str, Any] = asdict(config)
     yield config.entry, "head dims and parts", (config.head_dim, config.head_dim_v, of.get("parts"))
     yield from ((config.entry, name, x) for name, x in of.items() if isinstance(x, bool | str))
@@ -85,7 +86,7 @@ class Tf32Case(Case):
 
 
 def lengths_of(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> tuple[int, int]:
-    """Lengths for which Hopper's forward pass takes the row."""
+    """Return lengths for which Hopper's forward pass takes the row."""
     queries, keys = LENGTHS
     if config.splits_keys:
         return queries, 4 * config.block_n + 10
@@ -110,7 +111,7 @@ def takes_narrow_window(config: sm90_forward.Sm90ForwardConfig, dtype: str) -> b
 
 
 def is_for_long_walks(config: KernelConfig) -> bool:
-    """Whether a tile of keys that walks fewer queries takes another row."""
+    """Return True if a tile of keys that visits fewer queries takes another row."""
     row = next(x for x in sm80_backward.BACKWARD if x.head_dim == config.head_dim)
     short = [asdict(tile) for tile in row.tiles if tile.short]
     of: dict[str, Any] = asdict(config)
@@ -118,12 +119,12 @@ def is_for_long_walks(config: KernelConfig) -> bool:
 
 
 def scored_by_head(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
-    """A rule whose derivative depends on the score."""
+    """Compute a rule whose derivative depends on the score."""
     return s + table[h] * s * s - 0.03125 * abs(i - j)
 
 
 def case_of(config: KernelConfig, dtype: str) -> Case:
-    """A problem that takes the row."""
+    """Make a problem that takes the row."""
     rng = np.random.default_rng(0)
     of: dict[str, Any] = asdict(config)
     queries, keys = LENGTHS
@@ -163,6 +164,8 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
     if config.entry in OPERAND_ENTRIES:
         chosen["deterministic"] = config.entry != OPERAND_ENTRIES[0]
     dims = config.head_dim or config.head_dim_v or _ANY_HEAD_DIM, config.head_dim_v or config.head_dim or _ANY_HEAD_DIM
+    if of.get("slice_columns"):
+        dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), (2, 1), dims, 1, **chosen)
     if isinstance(config, sm80_forward.Sm80QueryConfig):
         case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
@@ -182,7 +185,7 @@ def at_odd_address(x: Any) -> Any:
 
 @contextmanager
 def short_pairs(config: KernelConfig) -> Iterator[None]:
-    """Pairs of the forward pass take few queries, too: as many as they are for take minutes on the CPU."""
+    """Let pairs of the forward pass take few queries, too, as those that they are for take minutes on the CPU."""
     if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and config.pair > 1):
         yield
         return
@@ -194,7 +197,7 @@ def short_pairs(config: KernelConfig) -> Iterator[None]:
 
 @contextmanager
 def small_grid(config: KernelConfig) -> Iterator[None]:
-    """Problems are small, so which tile and how many parts of keys they take is said here."""
+    """Say which tile and how many splits of the keys a problem takes, as problems are small."""
     plain = not without_window(tuple(flag for flag in FLAGS if getattr(config, flag)))
     if not (isinstance(config, sm90_forward.Sm90ForwardConfig) and plain):
         yield
@@ -211,7 +214,7 @@ def run(config: KernelConfig, dtype: str, place: Device) -> None:
     if "forward" in config.entry:
         given: dict[str, Any] = {}
         if isinstance(config, sm90_forward.Sm90ForwardConfig) and not (config.staging_panels or config.splits_keys):
-            # A result that TMA cannot store.
+            # TMA cannot store a result at this address.
             given["out"] = at_odd_address(np.empty(case.out_shape, case.dtype))
         with place.active(), short_pairs(config), small_grid(config):
             out, lse = case.on(place).forward(**given)

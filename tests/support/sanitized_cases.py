@@ -24,7 +24,7 @@ def gaussian(*shape: int, dtype: Any) -> Any:
 
 
 def run(dtype: Any, dim: int, dim_v: int | None = None, rows: int = ROWS, keys: int = KEYS, **options: Any) -> None:
-    """Forward and backward of a padded problem."""
+    """Run both passes of a padded problem."""
     sizes = (BATCH, rows, HEADS, dim), (BATCH, keys, HEADS_KV, dim), (BATCH, keys, HEADS_KV, dim_v or dim)
     out, backward = cuflash.attention_vjp(*(gaussian(*size, dtype=dtype) for size in sizes), **options)
     backward(out)
@@ -32,7 +32,7 @@ def run(dtype: Any, dim: int, dim_v: int | None = None, rows: int = ROWS, keys: 
 
 
 def run_packed(dtype: Any, dim: int, **options: Any) -> None:
-    """Forward and backward of packed sequences, one of them empty, with padding behind."""
+    """Run both passes of packed sequences, one of them empty, with padding behind."""
     ends = cp.asarray(np.array([0, 60, 60, 140], np.int32))
     q, k, v = (gaussian(ROWS, heads, dim, dtype=dtype) for heads in (HEADS, HEADS_KV, HEADS_KV))
     out, backward = cuflash.attention_varlen_vjp(q, k, v, ends, ends, **options)
@@ -41,7 +41,7 @@ def run_packed(dtype: Any, dim: int, **options: Any) -> None:
 
 
 def everything(dtype: Any) -> None:
-    """All options at once, with head dims that no tile has."""
+    """Run all options at once, with head dims that no tile has."""
     accum = np.float64 if dtype == np.float64 else np.float32
     run(
         dtype,
@@ -60,17 +60,17 @@ def everything(dtype: Any) -> None:
 
 
 def blocks() -> None:
-    """Of elements, all but hidden ones in partial blocks."""
+    """Run block masks by elements, with partial blocks."""
     run(np.float16, 64, keys=ROWS, block_mask=cuflash.BlockMask.strided(ROWS, 20, ROWS - 1, causal=True))
 
 
 def bias() -> None:
-    """A bias and its gradient."""
+    """Run a bias and its gradient."""
     run(np.float16, 64, bias=gaussian(ROWS, KEYS, dtype=np.float16))
 
 
 def mask() -> None:
-    """A mask of elements."""
+    """Run a mask of elements."""
     run(np.float16, 64, mask=cp.asarray(RNG.random((ROWS, KEYS)) < 0.5))
 
 

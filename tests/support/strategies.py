@@ -38,7 +38,7 @@ LONG_FACTOR, QUICK_SHARE = 30, 5
 PROFILE = os.environ.get("CUFLASH_TEST_PROFILE", "")
 assert PROFILE in ("", "long"), f"CUFLASH_TEST_PROFILE: expected long or nothing, got {PROFILE}"
 
-# Every option of the interface; a test leaves out those that its property does not allow.
+# These are all options of the interface; a test leaves out those that its property does not allow.
 OPTIONS = (
     "causal",
     "window",
@@ -55,11 +55,13 @@ OPTIONS = (
     "deterministic",
     "precision",
 )
-# Options whose meaning depends on where a key stands, not only on what it holds.
+# The meaning of these options depends on where a key stands, and not only on what it holds.
 POSITIONAL = ("causal", "window", "alibi_slopes", "dropout")
 
 HEAD_DIMS = st.one_of(st.integers(1, 20), st.sampled_from([32, 33, 64, 72, 96, 128, 160, 192, 200, 255, 256]))
-# Around the edges of 16-, 32-, 64- and 128-wide tiles, and anything small.
+# Results above 256 columns are computed in slices of as many.
+WIDE_HEAD_DIMS = st.sampled_from([40, 257, 264, 511, 512, 576, 700, 1024])
+# Lengths lie around the edges of 16-, 32-, 64- and 128-wide tiles, or are small.
 SEQLENS = st.one_of(st.integers(1, 9), st.sampled_from([16, 15, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 150, 0]))
 # The number of scores, batch * heads * rows * columns, beyond which an example is thinned out: the naive reference
 # takes about a second for ten million.
@@ -67,7 +69,7 @@ MAX_SCORES = 120_000
 
 
 def examples(whole: int, quick: int | None = None) -> Callable[[Test], Test]:
-    """Settings of a property that is tried on `whole` examples in the whole suite, in the quick tier on a share.
+    """Return settings of a property that is tried on `whole` examples, or on a share of them in the quick tier.
 
     `quick` is for properties whose every example compiles kernels.
     """
@@ -96,7 +98,7 @@ class Sizes:
 
 
 def _scores_shape(draw: st.DrawFn, sizes: Sizes) -> tuple[int, ...]:
-    """A shape that broadcasts to (batch, heads, rows, columns), leading ones present or not."""
+    """Draw a shape that broadcasts to (batch, heads, rows, columns), with leading axes or without."""
     full = (sizes.batch, sizes.heads_q, sizes.rows, sizes.columns)
     shape = tuple(draw(st.sampled_from([size, 1])) for size in full)
     ones = next((axis for axis, size in enumerate(shape) if size != 1), 4)
@@ -117,7 +119,7 @@ def _mask(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes) -> Array:
 
 
 def _block_mask(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes, block_size: tuple[int, int]) -> Array:
-    """Some blocks whole, some empty, some partial, some rows and columns of blocks empty."""
+    """Draw whole, empty and partial blocks, and empty rows and columns of blocks."""
     batch, heads = sizes.batch, sizes.heads_q
     leading = draw(st.sampled_from([(), (1,), (heads,), (1, 1), (batch, 1), (batch, heads)]))
     counts = [-(-size // block) for size, block in zip((sizes.rows, sizes.columns), block_size, strict=True)]
@@ -129,7 +131,7 @@ def _block_mask(draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes, block_s
 
 
 def _lengths(draw: st.DrawFn, batch: int, longest: int) -> Array:
-    """Lengths of any kind: none, all, in between, and values that the library clamps."""
+    """Draw lengths of any kind: none, all, in between, and values that the library clamps."""
     length = st.one_of(st.integers((longest + 1) // 2, longest + 2), st.integers(-1, longest + 2))
     return np.array(draw(st.lists(length, min_size=batch, max_size=batch)), np.int32)
 
@@ -142,7 +144,7 @@ def _window(draw: st.DrawFn, sizes: Sizes) -> tuple[int | None, int | None]:
 def _draw_options(
     draw: st.DrawFn, rng: np.random.Generator, sizes: Sizes, chosen: list[str], block_size: tuple[int, int]
 ) -> dict[str, Any]:
-    """Keyword arguments for the `chosen` options."""
+    """Draw keyword arguments for the `chosen` options."""
     accum = accum_dtype(sizes.dtype)
     makers: dict[str, Callable[[], Any]] = {
         "causal": lambda: draw(st.booleans()),
@@ -159,7 +161,7 @@ def _draw_options(
         "kv_lengths": lambda: _lengths(draw, sizes.batch, sizes.columns),
         "block_mask": lambda: _block_mask(draw, rng, sizes, block_size),
         "deterministic": lambda: draw(st.booleans()),
-        # float32 in TF32 has an error rule of its own, see test_numerics.
+        # float32 in TF32 has an error rule of its own in test_numerics.
         "precision": lambda: None if sizes.dtype == np.float32 else draw(st.sampled_from([None, "tf32"])),
     }
     options = {name: makers[name]() for name in chosen if name != "dropout"}
@@ -176,7 +178,7 @@ def _lay_out(draw: st.DrawFn, x: Array) -> Array:
 
 
 def _spread(draw: st.DrawFn, x: Array) -> Array:
-    """Lengths and offsets, every so many elements of their storage (but no axis of stride 0: all would be one)."""
+    """Spread lengths and offsets over every so many elements of their storage, but with no stride of 0."""
     return draw(layouts(x.ndim, writable=True)).apply(x)
 
 
@@ -191,10 +193,11 @@ def cases(
     empty: bool = True,
     strided: bool = True,
     whole_vectors: bool = False,
-    max_head_dim: int = 256,
+    head_dims: st.SearchStrategy[int] = HEAD_DIMS,
+    max_head_dim: int = 1024,
     max_scores: int = MAX_SCORES,
 ) -> Case:
-    """Attention problems.
+    """Draw attention problems.
 
     Parameters
     ----------
@@ -204,7 +207,7 @@ def cases(
     empty : whether batch and sequence lengths may be 0
     strided : whether arrays may lie in memory in unusual ways
     whole_vectors : whether head dims are multiples of 8, so that 16-bit rows are vectors of 16 bytes
-    max_head_dim : bound of head_dim and head_dim_v
+    head_dims, max_head_dim : of head_dim and head_dim_v: the values to draw from, and a bound
     max_scores : bound of the size of the whole score array
     """
     assert set(without) | set(always) <= set(OPTIONS)
@@ -212,7 +215,7 @@ def cases(
     dtype = np_dtype(draw(st.sampled_from(dtypes)))
     heads_kv, group_size = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
     heads_q = heads_kv * group_size
-    dims = HEAD_DIMS.map(lambda size: min(-(-size // 8) * 8 if whole_vectors else size, max_head_dim))
+    dims = head_dims.map(lambda size: min(-(-size // 8) * 8 if whole_vectors else size, max_head_dim))
     head_dim = draw(dims)
     head_dim_v = draw(st.one_of(st.just(head_dim), dims))
     batch = draw(st.sampled_from([1, 1, 1, 2, 2, 2, 3, 3, 0] if empty else [1, 2, 3]))
@@ -237,7 +240,7 @@ def cases(
         leading = (batch,)
 
     block_size = draw(st.sampled_from([(1, 1), (16, 16), (64, 64), (128, 128), (5, 70), (64, 16)]))
-    # About a quarter of the options at a time: with more of them nothing is visible.
+    # About a quarter of the options are there at a time, as nothing is visible with more of them.
     chosen = [name for name in OPTIONS if name in always or (name not in without and draw(st.integers(0, 3)) == 3)]
     options = _draw_options(draw, rng, sizes, chosen, block_size)
 

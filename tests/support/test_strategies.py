@@ -1,4 +1,4 @@
-"""The tests' own draws: every run of a tier tries the same examples."""
+"""Every run of a tier tries the same drawn examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = strategies.PROFILE == "long"
 
 
 def drawn() -> list[int]:
-    """What a property is tried on."""
+    """Return the examples that a property is tried on."""
     numbers: list[int] = []
 
     @strategies.examples(200)

@@ -33,7 +33,7 @@ def test_a_covering_choice_has_every_feature_and_few_items() -> None:
 
 
 def collected(folder: Path, *flags: str) -> dict[str, Any]:
-    """What a tier touches."""
+    """Return what a tier touches."""
     file = folder / "touched.json"
     environment = {**os.environ, "CUFLASH_TEST_TOUCHED": str(file), "PYTHONPATH": str(SUPPORT), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "touched", "-p", "no:cacheprovider"]
@@ -60,7 +60,7 @@ def test_the_quick_tier_has_every_test_and_every_value_of_its_parameters(both: t
 
 
 def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tuple[Any, Any]) -> None:
-    """Also those of Hopper's tables, which are read here: not what the tests make of them."""
+    """The families include those of Hopper's tables, which are read here without what the tests make of them."""
     quick, whole = both
     assert quick["records"] == whole["records"]
     of_rows = {x.partition(" ")[2] for x in quick["records"] if "test_cpu_device_rows" in x}
@@ -77,7 +77,7 @@ def test_the_quick_tier_runs_every_family_with_its_dtypes_and_options(both: tupl
 
 
 def test_draws_have_every_dtype_and_option() -> None:
-    """As the properties of the quick tier draw: also with a fifth of the examples."""
+    """Draws have all even with a fifth of the examples, as the properties of the quick tier have."""
     dtypes: set[str] = set()
     options: set[str] = set()
 

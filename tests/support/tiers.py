@@ -1,6 +1,6 @@
-"""The suite's two tiers: the quick one, which runs unless told otherwise, and the whole (``--all``).
+"""The suite has two tiers: the quick one, which runs unless told otherwise, and the whole (``--all``).
 
-The quick tier has every test, and of a test's cases so many that every value of every parameter occurs. Where a case is
+The quick tier has every test, with so many of its cases that every value of every parameter occurs. Where a case is
 a record of a table, its test says by the marker ``features`` what has to occur in place of the record itself; what a
 test draws is drawn less often, and a test with the marker ``whole`` belongs to the whole suite alone. Nothing of that
 is a skip: cases that are left out are deselected, and a line at the end counts them.
@@ -26,12 +26,12 @@ def choose(is_whole: bool) -> None:
 
 
 def is_whole() -> bool:
-    """Whether the whole suite runs."""
+    """Return True if the whole suite runs."""
     return _is_whole
 
 
 def covering(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]]) -> list[Item]:
-    """A few of the items in which every feature of any of them occurs, in their order.
+    """Return a few of the items in which every feature of any of them occurs, in their order.
 
     The choice is greedy: the next item is the first of those with the most features that have not occurred.
     """
@@ -47,12 +47,12 @@ def covering(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable
 
 
 def some(items: Sequence[Item], features: Callable[[Item], Iterable[Hashable]]) -> list[Item]:
-    """What a loop within a test goes through: all items in the whole suite, a covering choice in the quick tier."""
+    """Return the items of a loop within a test: all in the whole suite, a covering choice in the quick tier."""
     return list(items) if is_whole() else covering(items, features)
 
 
 def features_of(item: pytest.Item) -> set[Hashable]:
-    """What has to occur of a test's case: each row of its lists of parameters or, where it names them, features."""
+    """Return what has to occur of a test's case: each row of its lists of parameters or the features it names."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return {"the test"}
@@ -66,22 +66,22 @@ def features_of(item: pytest.Item) -> set[Hashable]:
 
 
 def argnames_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The names that a list of parameters is for."""
+    """Return the names that a list of parameters is for."""
     return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
 
 
 def is_of_whole(item: pytest.Item) -> bool:
-    """Whether the test belongs to the whole suite alone."""
+    """Return True if the test belongs to the whole suite alone."""
     return item.get_closest_marker("whole") is not None
 
 
 def group_of(item: pytest.Item) -> Hashable:
-    """The test that a case belongs to; cases on a GPU, which may be skipped, stand for no others."""
+    """Return the test that a case belongs to; cases on a GPU, which may be skipped, stand for no others."""
     return item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None
 
 
 def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The items of the quick tier, in their order."""
+    """Return the items of the quick tier, in their order."""
     groups: dict[Hashable, list[pytest.Item]] = {}
     for item in items:
         if not is_of_whole(item):

@@ -1,4 +1,4 @@
-"""The one rule for errors; every number of it stands here.
+"""The one rule for errors, every number of which stands here.
 
 A result may be ``FORWARD_FACTOR`` times (gradients: ``GRADIENT_FACTOR`` times) as far from the float64 reference as
 plain attention in the same type is, plus a few roundings of the largest value; its mean error may be ``MEAN_FACTOR``
@@ -6,7 +6,7 @@ times that of plain attention, plus half a rounding of the type of accumulation 
 as with equal scores, a factor of it says nothing), or all of the few where terms may cancel. inf and NaN must stand in
 the same places.
 
-Terms of a gradient may cancel, even to exactly 0 (a softmax over one key has none). So a gradient may also be a few
+Terms of a gradient may cancel, even to exactly 0 (a softmax over one key has none); a gradient may also be a few
 roundings of the type of accumulation away, relative to the sum of its terms' absolute values.
 """
 
@@ -22,15 +22,15 @@ GRADIENT_FACTOR = 3.0
 MEAN_FACTOR = 1.5
 ROUNDINGS = 4.0
 MEAN_ROUNDINGS = 0.5
-# Of so few elements (those of a gradient of sinks, say) plain attention's error is luck, however long the sums are.
+# Plain attention's error is luck on fewer elements, as those of a gradient of sinks, however long the sums are.
 FEW = 256
 
-# Unit in the last place of 1; np.finfo does not know bfloat16.
+# EPS is a unit in the last place of 1; np.finfo does not know bfloat16.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def reference_work(dtype: Any) -> Any:
-    """The type that the reference computes in for inputs of `dtype`: always wider than it where there is one."""
+    """Return the type that the reference computes in for inputs of `dtype`, which is wider where there is one."""
     return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
 
 
@@ -77,7 +77,7 @@ def assert_close(
     if not finite.any():
         return
     error = np.where(finite, np.abs(_zeroed(actual, finite) - _zeroed(expected, finite)), 0)
-    # Plain attention may overflow where the reference does not; what it then holds is no measure.
+    # Plain attention is no measure where it overflows and the reference does not.
     usable = finite & np.isfinite(naive)
     naive_error = np.abs(_zeroed(naive, usable) - _zeroed(expected, usable))
     largest = np.abs(expected[finite]).max()
@@ -108,7 +108,7 @@ def _zeroed(x: NDArray[Any], keep: NDArray[Any]) -> NDArray[Any]:
 def _places(
     wrong: NDArray[Any], actual: NDArray[Any], expected: NDArray[Any], error: NDArray[Any] | None = None
 ) -> str:
-    """The worst (or first) wrong element, and the box that holds all of them, which often names the tile at fault."""
+    """Return the worst (or first) wrong element, and the box of all of them, which often names the tile at fault."""
     at = np.argmax(wrong) if error is None else np.argmax(np.where(wrong, error, -1))
     index = tuple(int(x) for x in np.unravel_index(at, wrong.shape))
     box = [(int(axis.min()), int(axis.max())) for axis in np.nonzero(wrong)]

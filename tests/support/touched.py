@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write them, by test; which tests belong to the whole suite alone; and the records."""
+    """Write what tests touch, which tests belong to the whole suite alone, and the records."""
     of_tests: dict[str, set[str]] = {}
     records: set[str] = set()
     for item in session.items:
@@ -35,7 +35,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def values_of(item: pytest.Item) -> Iterator[str]:
-    """Every value of every parameter, but records, of which a test has hundreds."""
+    """Yield every value of every parameter but records, of which a test has hundreds."""
     callspec = getattr(item, "callspec", None)
     for name, x in callspec.params.items() if callspec is not None else ():
         if config_of(x) is None:
@@ -43,7 +43,7 @@ def values_of(item: pytest.Item) -> Iterator[str]:
 
 
 def of_records(item: pytest.Item) -> Iterator[str]:
-    """Family, dtype, options, head dims and architecture of the records among the parameters."""
+    """Yield family, dtype, options, head dims and architecture of the records among the parameters."""
     callspec = getattr(item, "callspec", None)
     for x in callspec.params.values() if callspec is not None else ():
         config = config_of(x)
@@ -56,6 +56,6 @@ def of_records(item: pytest.Item) -> Iterator[str]:
 
 
 def config_of(x: Any) -> Any:
-    """The record of a table that a parameter holds; None of others."""
+    """Return the record of a table that a parameter holds, or None."""
     config = getattr(x, "config", None)
     return config if is_dataclass(config) else None

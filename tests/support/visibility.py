@@ -1,4 +1,4 @@
-"""Which query may see which key, spelled out element by element from the semantics, for the tests of hidden data."""
+"""The visible pairs of query and key, spelled out element by element from the semantics, for tests of hidden data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of a case: where it lies in the arrays, its used lengths, and its visible pairs."""
+    """One sequence of a case, with its place in the arrays, its used lengths, and its visible pairs."""
 
     rows: tuple[Any, ...]  # index of its query rows in q, dout, out
     keys: tuple[Any, ...]  # index of its keys in k and v
@@ -26,7 +26,7 @@ class Sequence:
 
 
 def sequences(case: Case) -> Iterator[Sequence]:
-    """Every sequence of a padded or packed case."""
+    """Yield every sequence of a padded or packed case."""
     if case.cu_seqlens is None:
         batch, seqlen_q, seqlen_k = case.q.shape[0], case.q.shape[1], case.k.shape[1]
         for b in range(batch):
@@ -64,14 +64,14 @@ def _sequence(case: Case, b: int, rows: tuple[Any, ...], keys: tuple[Any, ...]) 
 
 
 def _own(extra: Array, b: int, seqlen_q: int, seqlen_k: int) -> Array:
-    """The part of a mask or bias that belongs to sequence b, (heads or 1, rows or 1, keys or 1)."""
+    """Return the part of a mask or bias that belongs to sequence b, (heads or 1, rows or 1, keys or 1)."""
     full = np.reshape(extra, (1,) * (4 - extra.ndim) + extra.shape)
     own = full[b if full.shape[0] > 1 else 0]
     return own[:, : seqlen_q if own.shape[1] > 1 else 1, : seqlen_k if own.shape[2] > 1 else 1]
 
 
 def padded_rows(case: Case) -> Array:
-    """bool, shaped as q without its last two axes: query rows that are padding."""
+    """Return bool, shaped as q without its last two axes, of query rows that are padding."""
     padded = np.ones(case.q.shape[:-2], bool)
     for sequence in sequences(case):
         padded[sequence.rows][: sequence.used_rows] = False
@@ -79,7 +79,7 @@ def padded_rows(case: Case) -> Array:
 
 
 def hidden_keys(case: Case) -> Array:
-    """bool, shaped as k without its last two axes: keys that no query may see in any head."""
+    """Return bool, shaped as k without its last two axes, of keys that no query may see in any head."""
     hidden = np.ones(case.k.shape[:-2], bool)
     for sequence in sequences(case):
         hidden[sequence.keys] &= ~sequence.visible.any(axis=(0, 1))
@@ -87,7 +87,7 @@ def hidden_keys(case: Case) -> Array:
 
 
 def blind_rows(case: Case) -> Array:
-    """bool, shaped as lse: rows of a head that see no key, padding included."""
+    """Return bool, shaped as lse, of rows of a head that see no key, padding included."""
     blind = np.ones(case.lse_shape, bool)
     for sequence in sequences(case):
         blind[sequence.lse_rows] = ~sequence.visible.any(axis=-1)

@@ -1,6 +1,6 @@
-// The producer side of Hopper's backward kernels (backward.cu and backward/wide.cu): the warp that takes tiles of keys,
-// finds the tiles of queries that see them, and loads q, dout, k, v, lse and delta into shared memory. It hands the
-// warpgroups a Step for each tile of queries, and the warps that add dq a DqStep.
+// This header is the producer side of Hopper's backward kernels (backward.cu and backward/wide.cu): a warp takes tiles
+// of keys, finds the tiles of queries that see them, and loads q, dout, k, v, lse and delta into shared memory. It
+// hands the warpgroups a Step for each tile of queries, and the warps that add dq a DqStep.
 #include "options.cuh"
 #include "rows.cuh"
 
@@ -47,7 +47,7 @@ DEVICE void clear_others(u32 tile, CountedRows counted) {
   __syncwarp();
 }
 
-// to_sign() is what, added, brings the exponent of infinity and NaN, and no other, to the sign bit.
+// to_sign() is the number whose addition carries the exponent of infinity and NaN, and no other, into the sign bit.
 DEVICE u32 to_sign(__nv_bfloat16) { return 0x0080; }
 DEVICE u32 to_sign(__half) { return 0x0400; }
 
@@ -102,14 +102,14 @@ struct Maps {
   const ptx::TensorMap *q, *k, *v, *dout, *bias = nullptr;
 };
 
-// Step is what the warpgroups have to know of a tile of queries.
+// Step tells the warpgroups of a tile of queries.
 struct Step {
   int head, first_row;
   u32 masked, last;  // a bit for each warpgroup: it needs a mask; this is its last step
   BlockSlots slots;
 };
 
-// DqStep is what the warps that add dq have to know of a tile of queries.
+// DqStep tells the warps that add dq of a tile of queries.
 struct DqStep {
   i64 sum;             // query_tile() * DQ_SUMS + which of the tile's sums
   int place_in_order;  // the place of this addition in the order of its sum

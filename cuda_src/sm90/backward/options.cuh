@@ -1,5 +1,5 @@
-// Options as Hopper's backward kernels apply them, with few registers: masks as bits, a bias in tiles that TMA loads
-// with the queries, and softcap's derivative found from a weight. It is the counterpart of forward/scores.cuh for
+// This header applies options in Hopper's backward kernels with few registers: masks as bits, a bias in tiles that TMA
+// loads with the queries, and softcap's derivative found from a weight. It is the counterpart of forward/scores.cuh for
 // fragments of 64 keys x BLOCK_M queries.
 #include "../../fragment/gradient_fragment.cuh"
 #include "../wgmma.cuh"

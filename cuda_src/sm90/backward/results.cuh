@@ -1,6 +1,6 @@
-// The epilogue of Hopper's backward kernels: dk and dv of a warp's 16 keys, in 16 bits or, with WIDE_RESULTS, in
-// float32, so that shares of several calls are added up before they are rounded. With ADDS_RESULTS the results are
-// added to what the arrays hold.
+// This header is the epilogue of Hopper's backward kernels: it writes dk and dv of a warp's 16 keys, in 16 bits or,
+// with WIDE_RESULTS, in float32, so that shares of several calls are added up before they are rounded. With
+// ADDS_RESULTS the results are added to what the arrays hold.
 #include "rows.cuh"
 
 // wide() is an array whose memory holds float32, as the host says by WIDE_RESULTS; its strides are in float32 numbers.

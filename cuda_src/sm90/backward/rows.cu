@@ -1,12 +1,12 @@
-// The kernels before and behind Hopper's backward pass. backward_sm90_rows prepares lse and delta (FlashAttention-2,
-// Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes the sums of dq 0, and writes zeros where
-// dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both overlap with the pass
-// itself (programmatic dependent launch).
+// These kernels run before and behind Hopper's backward pass. backward_sm90_rows prepares lse and delta
+// (FlashAttention-2, Dao 2023, Algorithm 2, line 4) as the backward kernels load them, makes the sums of dq 0, and
+// writes zeros where dbias is not visited. backward_sm90_dq converts dq from its float32 sums to the dtype. Both
+// overlap with the pass itself (programmatic dependent launch).
 constexpr int FRAGMENT_QUERIES = BLOCK_M;
 #include "../../fragment/gradient_fragment.cuh"
 #include "results.cuh"
 
-// The constants of these kernels' own stages: tiles of dout and out, and sums.
+// ROW_STAGES and SUM_STAGES are the stages of these kernels: of tiles of dout and out, and of sums.
 constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
 
 // GROUPS warpgroups compute rows. Tiles of dout and out come by TMA, and the warpgroups take tiles round robin, so that
@@ -14,7 +14,7 @@ constexpr int ROW_STAGES = DOUT_STAGES, SUM_STAGES = QUERY_STAGES;
 constexpr int GROUPS = ROW_STAGES < CONSUMERS ? ROW_STAGES : CONSUMERS;
 static_assert(ROW_STAGES % GROUPS == 0, "or one could be ahead of another by all buffers");
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-// 16-byte chunks of a row that a lane reads in each panel.
+// LANES lanes share a row, of which each reads CHUNKS chunks of 16 bytes in each panel.
 constexpr int LANES = WARPGROUP / BLOCK_M, CHUNKS = ROW_BYTES / sizeof(uint4) / LANES;
 constexpr u32 TILE_BYTES = BLOCK_M * ROW_BYTES * PANELS_V;
 
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_sm90_dq(const __g
     float4 dq[DQ_COLUMNS / 8];  // the thread's fragment of the piece (64, DQ_COLUMNS)
     const auto* sum = reinterpret_cast<const float4*>(shared.sums[ring.stage]) + dq_place();
 #pragma unroll
-    // The buffer may hold nothing.
+    // The buffer holds nothing where no sum was found.
     for (int i = 0; i < DQ_COLUMNS / 8; i++) dq[i] = found != 0 ? sum[i * WARP] : float4{};
     if (DQ_SUMS == 2 && (found & 2) != 0) {
 #pragma unroll

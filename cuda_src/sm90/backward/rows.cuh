@@ -1,5 +1,5 @@
-// Where Hopper's backward kernels keep what belongs to each tile of BLOCK_M queries: lse and delta, numbered by
-// query_tile(), and the float32 sum of dq, in the order of the fragments that are added to it. It also has the protocol
+// This header says where Hopper's backward kernels keep lse and delta of each tile of BLOCK_M queries, numbered by
+// query_tile(), and its float32 sum of dq, in the order of the fragments that are added to it. It also has the protocol
 // by which several tiles of keys add to one sum. rows.cu prepares these arrays and converts the sums in the end.
 #include "../wgmma.cuh"
 

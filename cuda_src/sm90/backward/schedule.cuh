@@ -1,5 +1,6 @@
-// The scheduler of Hopper's backward kernels: which tiles of keys a persistent thread block takes, which tiles of
-// queries it visits for each, and in which order tiles add to dq where sums have an order (deterministic). backward.cu
+// This header is the scheduler of Hopper's backward kernels. It decides which tiles of keys a persistent thread block
+// takes, which tiles of queries it visits for each, and in which order tiles add to dq where sums have an order
+// (deterministic). backward.cu
 // and backward/wide.cu use it through backward/loader.cuh; split/sm90_backward.cu uses the iterators.
 #include "../../rules/mask.cuh"
 #include "../pipeline.cuh"

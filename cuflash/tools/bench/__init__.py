@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.cpu.threads import BLAS_THREADS
+from cuflash.tools.arguments import positive, positive_number
 from cuflash.tools.bench import peers, records, report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
 from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
@@ -24,6 +25,9 @@ from cuflash.tools.info import first_line
 
 # Calls whose bits a deterministic backward repeats.
 REPEATS = 50
+ROUNDS = 5
+# Cells of a suite, and rounds, that give a first look; each has a fifth of the time.
+QUICK_CELLS, QUICK_ROUNDS, QUICK_BUDGET = 3, 2, 0.2
 GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
 
 
@@ -31,21 +35,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     grid = Grid()
     add = parser.add_argument
-    add("--suite", nargs="+", choices=(*SUITES, "all"), help="default: dense on a GPU, cpu without one")
+    add(
+        "--suite",
+        nargs="+",
+        choices=(*SUITES, "all"),
+        metavar="NAME",
+        help=f"of {', '.join(SUITES)}, all (default: dense on a GPU, cpu without one; the others are meant for a GPU)",
+    )
+    quick = f"a first look: {QUICK_CELLS} cells of each suite, {QUICK_ROUNDS} rounds, a fifth of the time for each"
+    add("--quick", action="store_true", help=quick)
     add("--device", choices=("gpu", "cpu"), help="default: the GPU if there is one")
     dense, some = "of the dense suite (default %(default)s)", "where the suite leaves it open (default %(default)s)"
     add("--dtype", default=grid.dtype, choices=("float16", "bfloat16", "float32", "float64"), help=some)
-    add("--head-dim", nargs="+", type=int, default=grid.head_dims, metavar="D", help=some)
-    add("--seqlen", nargs="+", type=int, default=grid.seqlens, metavar="N", help=dense)
+    add("--head-dim", nargs="+", type=positive, default=grid.head_dims, metavar="D", help=some)
+    add("--seqlen", nargs="+", type=positive, default=grid.seqlens, metavar="N", help=dense)
     add("--mask", nargs="+", choices=("full", "causal"), default=grid.masks, help=some)
-    add("--tokens", type=int, default=grid.tokens, help=f"batch * seqlen {dense}")
-    add("--width", type=int, default=grid.width, help=f"heads * head_dim {dense}")
-    add("--direction", nargs="+", choices=(FORWARD, BACKWARD), default=(FORWARD, BACKWARD))
+    add("--tokens", type=positive, default=grid.tokens, help=f"batch * seqlen {dense}")
+    add("--width", type=positive, default=grid.width, help=f"heads * head_dim {dense}")
+    add("--direction", nargs="+", choices=(FORWARD, BACKWARD), default=(FORWARD, BACKWARD), help="default: both")
     add("--peers", nargs="+", metavar="NAME", help="only these, cuflash among them or not (default: all)")
-    add("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
-    add("--budget-ms", type=float, help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)")
-    add("--compile-jobs", type=int, default=8, help="cells whose kernels are compiled at once (default %(default)s)")
-    add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table")
+    add("--rounds", type=positive, help=f"interleaved rounds (default {ROUNDS}, with --quick {QUICK_ROUNDS})")
+    add(
+        "--budget-ms",
+        type=positive_number,
+        help="time of one peer in one round (default: 60 on a GPU, 1000 on the CPU)",
+    )
+    add(
+        "--compile-jobs",
+        type=positive,
+        default=8,
+        help="cells whose kernels are compiled at once (default %(default)s)",
+    )
+    add("--unit", choices=("tflops", "ms"), default="tflops", help="of the table (default %(default)s)")
     add("--commit", help="to be recorded, where this is no checkout with git")
     add("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     add("--picture", type=Path, metavar="FILE", help="draw the TFLOP/s as PNG, SVG or PDF")
@@ -60,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     facts = report.environment(xp, args.commit)
     _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
     grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
-    budget = args.budget_ms or (1000.0 if xp is np else 60.0)
+    budget = args.budget_ms or (1000.0 if xp is np else 60.0) * (QUICK_BUDGET if args.quick else 1.0)
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     stopwatch = Stopwatch(xp, budget)
     contenders = peers.cpu_peers() if xp is np else peers.gpu_peers()
     if args.peers:
@@ -70,14 +92,24 @@ def run(args: argparse.Namespace) -> int:
             return 2
         contenders = {name: contenders[name] for name in args.peers}
     results: list[Result] = []
-    cells = _chosen_cells(args.suite, xp, grid)
+    cells = _chosen_cells(args.suite, xp, grid, args.quick)
+    for_gpu = [name for name in dict.fromkeys(cell.suite for cell in cells) if name in GPU_SUITES]
+    if xp is np and for_gpu:
+        _say(
+            f"warning: on the CPU a cell of {', '.join(for_gpu)} may take minutes and gigabytes: these are for a GPU; "
+            "--suite cpu is for here, --quick and smaller --tokens, --width and --seqlen make them shorter"
+        )
     if xp is not np and peers.US in contenders:
         compile_kernels(cells, xp, args.direction, args.compile_jobs)
-    for cell in cells:
+    begin = time.perf_counter()
+    for number, cell in enumerate(cells, 1):
         start = time.perf_counter()
         directions = tuple(d for d in args.direction if d in cell.directions)
-        results += measure(cell, xp, contenders, directions, stopwatch, args.rounds)
-        _say(f"{cell.name} ({time.perf_counter() - start:.1f} s)")
+        results += measure(cell, xp, contenders, directions, stopwatch, rounds)
+        now = time.perf_counter()
+        seconds_left = (now - begin) / number * (len(cells) - number)
+        left = f", about {_duration(seconds_left)} left" if number < len(cells) else ""
+        _say(f"[{number}/{len(cells)}] {cell.name} ({now - start:.1f} s{left})")
         if args.json:  # after every cell: a run that is cut short leaves what it had
             records.write(args.json, facts, (result.as_json() for result in results))
     for direction in args.direction:
@@ -161,11 +193,22 @@ def compile_kernels(cells: list[Cell], xp: ModuleType, directions: tuple[str, ..
     _say(f"kernels compiled and loaded in {time.perf_counter() - start:.1f} s")
 
 
-def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid) -> list[Cell]:
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid, quick: bool) -> list[Cell]:
     names = suites or ["cpu" if xp is np else "dense"]
     if "all" in names:
         names = ["cpu"] if xp is np else list(GPU_SUITES)
-    return [cell for name in names for cell in cells_of(name, grid)]
+    return [cell for name in names for cell in _some(cells_of(name, grid), quick)]
+
+
+def _some(cells: list[Cell], quick: bool) -> list[Cell]:
+    """All cells, or a few from the first to the last."""
+    if not quick or len(cells) <= QUICK_CELLS:
+        return cells
+    return [cells[round(n * (len(cells) - 1) / (QUICK_CELLS - 1))] for n in range(QUICK_CELLS)]
 
 
 def namespace(device: str | None) -> ModuleType | None:

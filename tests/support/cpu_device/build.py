@@ -1,4 +1,4 @@
-"""Compiling for the CPU test device: the system's C++ compiler, a cache, and the flags of each kind of check."""
+"""The CPU test device compiles by the system's C++ compiler, with a cache, and with flags for each kind of check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 HEADER = "cuda_on_cpu.h"
-# Of CUDA, in the wheels for the run-time library, the compiler's own part, and the C++ library.
+# CUDA has these in the wheels for the run-time library, the compiler's own part, and the C++ library.
 HEADERS = ("vector_types.h", "cuda_fp16.h", "crt/host_defines.h", "nv/target")
 
 
@@ -30,7 +30,7 @@ class DeviceError(RuntimeError):
 
 
 class Check(Enum):
-    """What the device looks for, beside deadlocks, divergence and wrong operands of instructions."""
+    """The defects that the device looks for besides deadlocks, divergence and wrong operands of instructions."""
 
     NONE = "none"  # nothing more: the fastest
     SHARED = "shared"  # races, uninitialised reads, red zones in shared memory; undefined behaviour
@@ -38,10 +38,10 @@ class Check(Enum):
 
 
 BASE_FLAGS = ("-std=c++17", "-march=native", "-fPIC", "-fno-strict-aliasing", "-w")
-# For messages alone, and a third of the compile time: kernels have none until a message needs them. The code is the
-# same. addr2line knows DWARF 4.
+# Lines are for messages alone and take a third of the compile time, so kernels have none until a message needs them.
+# The code is the same. addr2line knows DWARF 4.
 _LINES = ("-g1", "-gdwarf-4")
-# Not those that double the compile time and find what the others find.
+# The checks that double the compile time and find what the others find are left out.
 _UNDEFINED = (
     "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,unreachable,return,bool,enum"
 )
@@ -63,7 +63,7 @@ RUNTIME_PARTS = (
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler; empty where there is none."""
+    """Return the command of the C++ compiler; empty where there is none."""
     if "CXX" in os.environ:
         return tuple(shlex.split(os.environ["CXX"]))
     found = shutil.which("g++") or shutil.which("clang++")
@@ -74,9 +74,9 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """The folders of the CUDA headers: those of the NVIDIA wheels, then those of an installed toolkit.
+    """Return the folders of the CUDA headers: those of the NVIDIA wheels, then those of an installed toolkit.
 
-    Parts may have folders of their own: they come behind the run-time library's, whose version counts.
+    Parts may have folders of their own, which come behind the run-time library's, whose version counts.
     """
     try:
         import nvidia
@@ -91,7 +91,7 @@ def _folders() -> tuple[str, ...]:
 
 @functools.cache
 def obstacle() -> str:
-    """Why this machine cannot run the CPU test device; empty if it can."""
+    """Say why this machine cannot run the CPU test device; empty if it can."""
     if not compiler() or platform.machine() != "x86_64" or platform.system() != "Linux":
         return (
             "the CPU test device needs a C++17 compiler on x86-64 Linux: the system's package (apt install g++), "
@@ -103,24 +103,24 @@ def obstacle() -> str:
     return ""
 
 
-# Why tests on the device are skipped where it is not available, and those that need sanitizers.
+# These say why tests on the device are skipped where it is not available, and those that need sanitizers.
 NO_COMPILER = obstacle()
 NO_SANITIZERS = NO_COMPILER or "ziglang has no sanitizers that can be loaded: install the system's g++"
 
 
 def available() -> bool:
-    """Whether this machine can run the CPU test device; else tests skip with ``NO_COMPILER``."""
+    """Return True if this machine can run the CPU test device; tests skip with ``NO_COMPILER`` if not."""
     return not obstacle()
 
 
 def has_sanitizers() -> bool:
-    """Whether the compiler brings AddressSanitizer and calls handlers of one's own for undefined behaviour."""
+    """Return True if the compiler brings AddressSanitizer and calls own handlers for undefined behaviour."""
     return available() and "ziglang" not in compiler()
 
 
 @functools.cache
 def is_gnu() -> bool:
-    """Whether the compiler is g++, which alone tells where a struct has padding."""
+    """Return True if the compiler is g++, which alone tells where a struct has padding."""
     if not available():
         return False
     run = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True)
@@ -128,7 +128,7 @@ def is_gnu() -> bool:
 
 
 def kernel_flags(check: Check) -> tuple[str, ...]:
-    """The flags of kernels that are compiled for a kind of check."""
+    """Return the flags of kernels that are compiled for a kind of check."""
     flags = _KERNEL_FLAGS[check]
     if has_sanitizers():
         return flags
@@ -138,13 +138,13 @@ def kernel_flags(check: Check) -> tuple[str, ...]:
 
 @functools.cache
 def sanitizer_library() -> str:
-    """AddressSanitizer's library, which must be preloaded into the process that launches kernels under it."""
+    """Return AddressSanitizer's library, which must be preloaded into the process that launches kernels under it."""
     run = subprocess.run([*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
 
 def cuda_include() -> tuple[str, ...]:
-    """The folders of the CUDA headers."""
+    """Return the folders of the CUDA headers."""
     if not available():
         raise DeviceError(obstacle())
     return _folders()
@@ -152,7 +152,7 @@ def cuda_include() -> tuple[str, ...]:
 
 @functools.cache
 def cache_folder() -> Path:
-    """Where compiled libraries are kept, outside of the repository."""
+    """Return the folder of compiled libraries, which lies outside of the repository."""
     default = Path(tempfile.gettempdir()) / f"cuflash-cpu-device-{os.getuid()}"
     folder = Path(os.environ.get("CUFLASH_CPU_DEVICE_CACHE", default))
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _digest() -> str:
-    """Of the device's sources, CUDA's headers, the compiler and the machine, wherever they lie: in every cache key."""
+    """Digest the device's sources, CUDA's headers, the compiler and the machine, for every cache key."""
     own = [Path(folder) for folder in cuda_include() if Path(folder, HEADERS[0]).exists()]
     headers = [f for pattern in ("cuda_*16.h*", "vector_*.h*") for f in own[0].glob(pattern)]
     parts = [f.read_bytes() for f in (*sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]), *sorted(headers))]
@@ -182,7 +182,7 @@ def build(texts: Mapping[str, str], flags: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Within, no other process builds what has this name: tests that run side by side want the same things first."""
+    """Keep other processes from building what has this name, as tests side by side want the same things first."""
     import fcntl  # there is none where the device does not run
 
     with open(cache_folder() / f"{name[:2]}.lock", "w") as file:
@@ -191,7 +191,7 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def _build(library: Path, texts: Mapping[str, str], flags: Sequence[str]) -> None:
-    # The runtime has its own handlers for all sanitizers but AddressSanitizer: no library of theirs is linked.
+    # The runtime has its own handlers for all sanitizers but AddressSanitizer, so no library of theirs is linked.
     link_flags = [f for f in flags if f in ("-fsanitize=address", "-pthread")]
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         for part, text in texts.items():
@@ -202,12 +202,12 @@ def _build(library: Path, texts: Mapping[str, str], flags: Sequence[str]) -> Non
         os.replace(Path(folder, "out.so"), library)
 
 
-# By library, what compiles its text again, with lines.
+# Each library has a function that compiles its text again, with lines.
 _with_lines: dict[str, Callable[[], Path]] = {}
 
 
 def build_kernels(text: str, flags: Sequence[str], name: str) -> Path:
-    """Compile a text that begins with ``HEADER``, which is precompiled: it is half of the work."""
+    """Compile a text that begins with ``HEADER``, which is precompiled, as it is half of the work."""
     library = _build_kernels(text, flags, name)
     _with_lines[str(library)] = functools.partial(_build_kernels, text, (*flags, *_LINES), name)
     return library
@@ -247,7 +247,7 @@ def _run(command: Sequence[str], folder: str) -> None:
 
 @functools.cache
 def runtime(address_sanitizer: bool) -> ctypes.CDLL:
-    """The runtime library, compiled once; its symbols are visible to the kernels' libraries."""
+    """Load the runtime library, compiled once; its symbols are visible to the kernels' libraries."""
     if address_sanitizer and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise DeviceError(f"AddressSanitizer is not loaded: start Python with LD_PRELOAD={sanitizer_library()}")
     texts = {part: f"#include <{part}.cpp>\n" for part in RUNTIME_PARTS}
@@ -257,7 +257,7 @@ def runtime(address_sanitizer: bool) -> ctypes.CDLL:
 
 
 def with_lines(message: str) -> str:
-    """The message with each ``{library+offset}`` in it replaced by the lines of source that it stands for."""
+    """Replace each ``{library+offset}`` in a message by the lines of source that it stands for."""
 
     def line(match: re.Match[str]) -> str:
         again = _with_lines.get(match[1])

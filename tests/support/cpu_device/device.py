@@ -1,4 +1,4 @@
-"""The CPU test device: runs CUDA C++ kernels as fibers, with checks that a GPU does not make.
+"""The CPU test device runs CUDA C++ kernels as fibers, with checks that a GPU does not make.
 
 ``compile(source, options, name)`` gives a module and ``module.launch(entry, grid, block, args, shared_mem)`` runs a
 kernel of it. ``CpuDevice`` is the same as a ``cuflash.cuda.device.Device``. Arrays are NumPy arrays in host memory.
@@ -32,10 +32,10 @@ from .translate import translate
 __all__ = ["NO_COMPILER", "Check", "CpuDevice", "DeviceError", "Module", "available", "compile"]
 
 MAX_PARAMETERS = 256
-DEFAULT_SMEM_BYTES = 48 * 1024  # what a kernel may use without asking for more
+DEFAULT_SMEM_BYTES = 48 * 1024  # a kernel may use so much without asking for more
 _STORAGE_ALIGNMENT = 1024  # of structs of shared memory, at most
 _Extent = ctypes.c_uint * 3
-# Bits that a sum of 16-bit products keeps below its largest term's exponent, and products summed at once (cut_sums.h).
+# A sum of 16-bit products keeps so many bits below its largest term's exponent, of so many products (cut_sums.h).
 SUMS = {"plain": (0, 0), "ampere": (24, 8), "hopper": (25, 16)}
 
 
@@ -104,7 +104,7 @@ class Module:
         self._storages: dict[str, _Storage] = {}
 
     def _storage(self, entry: str) -> _Storage:
-        """What lies where in a kernel's dynamic shared memory, as far as its text says it."""
+        """Return what lies where in a kernel's dynamic shared memory, as far as its text says it."""
         if entry not in self._storages:
             storage = _Storage(0, np.zeros((0, 2), np.uint64), np.zeros((0, 2), np.uint64))
             if hasattr(self._library, f"cpu_device_storage_{entry}"):
@@ -113,7 +113,7 @@ class Module:
         return self._storages[entry]
 
     def _entry(self, entry: str) -> tuple[int, list[int], list[int]]:
-        """Address of the launcher, sizes of the parameters, cluster dimensions."""
+        """Return the address of the launcher, the sizes of the parameters and the cluster dimensions."""
         if entry not in self._entries:
             sizes = (ctypes.c_size_t * MAX_PARAMETERS)()
             try:
@@ -160,7 +160,7 @@ class Module:
         self.launch_at(entry, grid, block, ctypes.addressof(pointers), shared_mem, seed=seed)
 
     def sizes(self, entry: str) -> list[int]:
-        """Bytes of a kernel's parameters."""
+        """Return the bytes of a kernel's parameters."""
         return self._entry(entry)[1]
 
     def launch_at(
@@ -173,7 +173,7 @@ class Module:
         *,
         seed: int | None = None,
     ) -> None:
-        """``launch`` with the address of the arguments' addresses, as the driver's interface has it."""
+        """Do as ``launch`` with the address of the arguments' addresses, as the driver's interface has it."""
         invoke, _, cluster = self._entry(entry)
         extents = [_Extent(*[*x, 1, 1][:3]) for x in (grid, block, cluster)]
         if any(n == 0 for extent in extents for n in extent):
@@ -210,7 +210,7 @@ class Module:
 
 
 def _packed_arguments(entry: str, args: Sequence[Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """The arguments as the bytes that the kernel's parameters take, in 64-byte aligned memory."""
+    """Return the arguments as the bytes that the kernel's parameters take, in 64-byte aligned memory."""
     if len(args) != len(sizes):
         raise TypeError(f"{entry}: {len(sizes)} arguments expected, got {len(args)}")
     values = []
@@ -258,9 +258,9 @@ def _load(text: str, flags: tuple[str, ...], name: str, check: Check) -> Module:
     return Module(ctypes.CDLL(str(build_kernels(text, flags, name))), check)
 
 
-# CuPy's memory pool gives as much.
+# CuPy's memory pool aligns as much.
 _SCRATCH_ALIGNMENT = 512
-# Every byte of memory that nobody has written: NaN in all floating-point formats.
+# Every byte of memory that nobody has written is this one, which makes NaN in all floating-point formats.
 _POISON = 0xFF
 # Bytes of shared memory that one block may use, by compute capability.
 SMEM_LIMITS = {
@@ -311,32 +311,32 @@ class CpuDevice:
         return CpuKernel(compile(source, options, entry, self._check), entry, max(smem_bytes, DEFAULT_SMEM_BYTES))
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-        """An array that nobody has written: NaN, or -1."""
+        """Return an array that nobody has written, of NaN or -1."""
         x = np.empty(shape, dtype)
         x.reshape(-1).view(np.uint8)[...] = _POISON
         return x
 
     def scratch(self, size: int) -> tuple[int, np.ndarray[Any, Any]]:
-        """The address of so many uninitialised bytes, and what keeps them."""
+        """Return the address of so many uninitialised bytes, and what keeps them."""
         memory = np.full(size + _SCRATCH_ALIGNMENT, _POISON, np.uint8)
         return memory.ctypes.data + -memory.ctypes.data % _SCRATCH_ALIGNMENT, memory
 
     lasting = scratch
 
     def pointer(self, x: np.ndarray[Any, Any]) -> int:
-        """Address of an array's first element."""
+        """Return the address of an array's first element."""
         return x.ctypes.data
 
     def is_current(self) -> bool:
-        """There is no other."""
+        """Return True, as there is no other device."""
         return True
 
     def stream(self) -> int:
-        """The only one."""
+        """Return the only stream."""
         return 0
 
     def capture(self, stream: int) -> int:
-        """None: there are no graphs."""
+        """Return 0, as there are no graphs."""
         return 0
 
 
@@ -365,7 +365,7 @@ class CpuKernel:
         smem_bytes: int,
         begins_early: bool = False,
     ) -> Callable[[int, int], None]:
-        """Its launch with arguments of these sizes: call it with the address of their addresses, and the stream.
+        """Return a function (address of the arguments' addresses, stream) that launches with arguments of these sizes.
 
         Kernels run one after the other, also those that may begin early.
         """

@@ -1,4 +1,4 @@
-"""Makes the library's NumPy path run the CUDA kernels on the CPU test device."""
+"""The library's NumPy path runs the CUDA kernels on the CPU test device within a context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .device import CpuDevice
 
 @contextmanager
 def kernels_on(device: CpuDevice) -> Iterator[CpuDevice]:
-    """While the context lives, calls with NumPy arrays launch kernels on ``device`` instead of computing in NumPy."""
+    """Let calls with NumPy arrays launch kernels on ``device`` instead of computing in NumPy, within the context."""
     metadata._repeats.clear()  # what another device recorded
     backend = mock.patch.object(call, "backend_of", return_value=gpu_backend)
     host = mock.patch.object(metadata, "host_device", device)

@@ -58,12 +58,12 @@ class Case:
 
     @property
     def entry(self) -> str:
-        """The kernel's name, which may not be that of a function."""
+        """Return the kernel's name, which may not be that of a function."""
         return f"try_{self.name}"
 
     @property
     def kernel(self) -> str:
-        """The kernel's text, behind ``HELPERS``."""
+        """Return the kernel's text, which stands behind ``HELPERS``."""
         cluster = f"__cluster_dims__({self.cluster}, 1, 1)" if self.cluster > 1 else ""
         map_type = "const __grid_constant__ ptx::TensorMap map" if self.arch == "sm_90a" else "int"
         return f"""
@@ -77,7 +77,7 @@ extern "C" __global__ void {cluster} {self.entry}(const unsigned* in, unsigned* 
 """
 
 
-# What stands between the architecture's ptx.cuh and the kernels.
+# HELPERS stands between the architecture's ptx.cuh and the kernels.
 HELPERS = f"""
 using Half = __half;
 using Bfloat = __nv_bfloat16;
@@ -90,33 +90,33 @@ __device__ __forceinline__ void fill(unsigned char* smem, const unsigned* in, in
 
 
 def random_words(rng: np.random.Generator) -> Array:
-    """Any bits."""
+    """Draw any bits."""
     return rng.integers(0, 2**32, WORDS_IN, np.uint32)
 
 
 def float32_words(rng: np.random.Generator) -> Array:
-    """Float32 of normal size."""
+    """Draw float32 of normal size."""
     return rng.standard_normal(WORDS_IN, np.float32).view(np.uint32)
 
 
 def float64_words(rng: np.random.Generator) -> Array:
-    """Float64 of normal size."""
+    """Draw float64 of normal size."""
     return rng.standard_normal(WORDS_IN // 2).view(np.uint32)
 
 
 def float16_words(rng: np.random.Generator) -> Array:
-    """Float16 of normal size, subnormals among them."""
+    """Draw float16 of normal size, subnormals among them."""
     scale = np.exp2(rng.integers(-20, 2, 2 * WORDS_IN))
     return (rng.standard_normal(2 * WORDS_IN) * scale).astype(np.float16).view(np.uint32)
 
 
 def bfloat16_words(rng: np.random.Generator) -> Array:
-    """Bfloat16 of normal size: float32 cut in half."""
+    """Draw bfloat16 of normal size, which is float32 cut in half."""
     return (rng.standard_normal(2 * WORDS_IN, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)
 
 
 def small_bfloat16_words(rng: np.random.Generator) -> Array:
-    """Integers of -8 to 8 as bfloat16: their products and sums are exact."""
+    """Draw integers of -8 to 8 as bfloat16, whose products and sums are exact."""
     x = rng.integers(-8, 9, 2 * WORDS_IN).astype(np.float32)
     return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)
 
@@ -144,7 +144,7 @@ def e4m3_sized_words(rng: np.random.Generator) -> Array:
 
 
 def special_float32_words(rng: np.random.Generator) -> Array:
-    """Float32 of all sizes, with infinities, zeros and subnormals."""
+    """Draw float32 of all sizes, with infinities, zeros and subnormals."""
     words = rng.integers(0, 2**32, WORDS_IN, np.uint32)
     words[: WORDS_IN // 2] = (rng.standard_normal(WORDS_IN // 2) * 30).astype(np.float32).view(np.uint32)
     specials = np.array([0.0, -0.0, np.inf, -np.inf, 1e-40, -1e-40, 1.0, -126.0, 127.99, -150.0], np.float32)
@@ -156,7 +156,7 @@ def special_float32_words(rng: np.random.Generator) -> Array:
 def _matrix_loads() -> list[Case]:
     cases = []
     for count, variant in ((4, ""), (4, "_trans"), (2, ""), (2, "_trans")):
-        # Rows in a scrambled order: lane l points at row 7 l + 3 mod 64.
+        # Lanes point at rows in a scrambled order, lane l at row 7 l + 3 mod 64.
         body = f"""fill(smem, in, 4096);
   unsigned d[{count}];
   ptx::ldmatrix_x{count}{variant}(d, base + (lane * 7 + 3) % 64 * 16);
@@ -189,7 +189,7 @@ def _cp_async() -> list[Case]:
 
 
 def _warp_products() -> list[Case]:
-    # Fragments are any registers: d starts from data too.
+    # Fragments are any registers, so d starts from data, too.
     head = "unsigned a[4], b[2]; float d[4];\n  for (int i = 0; i < 4; i++) a[i] = in[lane * 4 + i];"
     head += "\n  for (int i = 0; i < 2; i++) b[i] = in[128 + lane * 2 + i];"
     head += "\n  for (int i = 0; i < 4; i++) d[i] = i + lane * 0.125f;\n  "

@@ -1,4 +1,4 @@
-"""The tensor maps of the CPU test device: what ``cuTensorMapEncodeTiled`` is on a GPU, with its rules."""
+"""The CPU test device encodes tensor maps with the rules of ``cuTensorMapEncodeTiled``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def encode(
     box: Sequence[int],
     swizzle: int | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Describe a tensor for TMA; what ``cuflash.gpu.params.encode_tensor_map`` does for a GPU.
+    """Describe a tensor for TMA, as ``cuflash.cuda.driver.encode_tensor_map`` does for a GPU.
 
     Parameters
     ----------

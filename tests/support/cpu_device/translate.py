@@ -1,4 +1,4 @@
-"""From the text of CUDA kernels to C++: shared memory is bound to the running block, and launchers are added."""
+"""The text of CUDA kernels becomes C++: shared memory is bound to the running block, and launchers are added."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ALIGN = r"(?:(?:__align__|alignas)\s*\(" + _BALANCED + r"\)\s*)?"
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+" + _ALIGN + r"([\w:\s]+?)\s+(\w+)\s*\[\s*\]\s*;")
 _STATIC = re.compile(r"(?:static\s+)?__shared__\s+" + _ALIGN + r"([\w:<>,\s]+?[\w>])\s+(\w+)\s*((?:\[[^\[\]]*\]\s*)*);")
 _STORAGE = re.compile(r"\bstruct\s+" + _ALIGN + r"(\w*Storage)\s*(:[^{};]*)?\{([^{}]*)\}\s*;")  # with its bases
-# A constant of kernels whose teams have a storage each, side by side.
+# Kernels whose teams have a storage each, side by side, have this constant.
 _TEAMS = re.compile(r"\bconstexpr int TEAMS\b")
 _OWN_STORAGE = re.compile(r"\busing\s+SharedStorage\s*=\s*(\w+)\s*;")  # in a kernel
-# Alignment, extents, and arguments of templates.
+# These are alignment, extents, and arguments of templates.
 _BESIDE_NAMES = re.compile(r"alignas\s*\(" + _BALANCED + r"\)|\[[^\[\]]*\]|<(?:[^<>]|<[^<>]*>)*>")
 _DECLARATOR = re.compile(r"(\w+)\s*(?:,|=|$)")
 
 
 def translate(source: str, red_zones: bool) -> str:
-    """The C++ text that is compiled in place of the kernels' text.
+    """Return the C++ text that is compiled in place of the kernels' text.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def _without_comment(match: re.Match[str]) -> str:
 
 
 def _launcher(head: str) -> str:
-    """The launcher of the kernel whose text between ``__global__`` and the body is ``head``."""
+    """Return the launcher of the kernel whose text between ``__global__`` and the body is ``head``."""
     cluster = dict(_ATTRIBUTE.findall(head)).get("__cluster_dims__", "1").split(",")
     return f"CPU_DEVICE_ENTRY({_entry(head)}, {', '.join([*cluster, '1', '1'][:3])})"
 
@@ -66,7 +66,7 @@ def _entry(head: str) -> str:
 
 
 def _tables(text: str, zones: dict[str, str]) -> list[str]:
-    """The storage of each kernel, SharedStorage or what it calls so, with its red zones."""
+    """Return the storage of each kernel, SharedStorage or what it calls so, with its red zones."""
     heads = list(_HEAD.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
     tables = {}
@@ -108,7 +108,7 @@ def _separate_members(text: str) -> tuple[str, dict[str, str]]:
             for begin, end in zip(begins, ends, strict=True)
         )
         zones[storage] = ", ".join([clear, *places])
-    # The zones are the device's own: they need not fit the memory that the plan asks for.
+    # The zones are the device's own, and need not fit the memory that the plan asks for.
     text = re.sub(r"static_assert\s*\(\s*sizeof\(SharedStorage\)", "static_assert(true || sizeof(SharedStorage)", text)
     return text, zones
 
@@ -118,7 +118,7 @@ def _zone(number: int) -> str:
 
 
 def _declared(storage: str, declaration: str) -> list[str]:
-    """The members that a declaration of a struct has."""
+    """Return the members that a declaration of a struct has."""
     bare = _BESIDE_NAMES.sub("", declaration).strip()
     if not bare or bare.startswith(("static", "using", "typedef")):
         return []

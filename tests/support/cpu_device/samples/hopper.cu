@@ -1,5 +1,5 @@
-// out = (q k^T) v for tiles of 64 x 64, bfloat16: a producer warp loads K and V by TMA into two stages, a warpgroup
-// multiplies by wgmma (the weights stay in registers) and stores through shared memory by TMA.
+// This sample computes out = (q k^T) v for tiles of 64 x 64 in bfloat16: a producer warp loads K and V by TMA into two
+// stages, and a warpgroup multiplies by wgmma (the weights stay in registers) and stores through shared memory by TMA.
 constexpr int SIDE = 64, STAGES = 2, TILE_BYTES = SIDE * SIDE * 2, CONSUMERS = 128;
 using Bfloat = __nv_bfloat16;
 

@@ -1,4 +1,4 @@
-// Sums of the columns of 64 x 64 tiles, by way of two shared arrays.
+// This sample sums the columns of 64 x 64 tiles, by way of two shared arrays.
 constexpr int N = 64;
 
 struct SharedStorage {

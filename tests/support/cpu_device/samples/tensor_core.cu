@@ -1,5 +1,5 @@
-// out = a b^T for a of 16 x 128 and b of 32 x 128, bfloat16, one warp: chunks of 32 columns come by cp.async into two
-// buffers, fragments by ldmatrix, products by mma.sync.
+// This sample computes out = a b^T for a of 16 x 128 and b of 32 x 128 in bfloat16 by one warp: chunks of 32 columns
+// come by cp.async into two buffers, fragments by ldmatrix, products by mma.sync.
 constexpr int M = 16, N = 32, K = 128, CHUNK = 32;
 
 struct alignas(16) Chunk {

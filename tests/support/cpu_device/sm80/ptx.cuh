@@ -1,4 +1,4 @@
-// Instructions that no kernel uses, beside those of cuda_src/sm80/ptx.cuh; the CPU device has twins of them, too.
+// No kernel uses these instructions, which add to those of cuda_src/ptx/sm80.cuh; the CPU device has twins of them.
 #pragma once
 
 #ifndef CUFLASH_CPU_DEVICE
@@ -17,7 +17,7 @@ DEVICE void ldmatrix_x2_trans(unsigned (&d)[2], unsigned address) {
                : "r"(address)
                : "memory");
 }
-// The transpose of one such matrix, in registers. sm_75.
+// movmatrix_trans() is the transpose of one such matrix, in registers. sm_75.
 DEVICE unsigned movmatrix_trans(unsigned a) {
   unsigned d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

@@ -1,15 +1,15 @@
-// Instructions that no kernel uses, beside those of cuda_src/sm90/ptx.cuh; the CPU device has twins of them, too.
+// No kernel uses these instructions, which add to those of cuda_src/ptx/sm90.cuh; the CPU device has twins of them.
 #pragma once
 
 #ifndef CUFLASH_CPU_DEVICE
 
 namespace ptx {
 
-// Announces bytes without arriving.
+// mbarrier_expect() announces bytes without arriving.
 DEVICE void mbarrier_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// mbarrier_try_wait that also acquires what other blocks of the cluster released by arriving.
+// mbarrier_try_wait_cluster() also acquires what other blocks of the cluster released by arriving.
 DEVICE bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
   unsigned done;
   asm volatile(
@@ -19,13 +19,13 @@ DEVICE bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
       : "memory");
   return done;
 }
-// Cooperative arrivals of cp.async: the barrier gets an arrival when this thread's earlier cp.async have landed.
+// cp_async_mbarrier_arrive() gives the barrier an arrival when this thread's earlier cp.async have landed.
 DEVICE void cp_async_mbarrier_arrive(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
 DEVICE void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// Tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast: into each block of the cluster whose bit is set in
-// `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add: sums in float32.
+// tma_load() takes tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast() loads into each block of the
+// cluster whose bit is set in `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add() sums in float32.
 DEVICE void tma_load(unsigned shared, const TensorMap* map, unsigned mbarrier, int c0, int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -86,7 +86,7 @@ DEVICE void tma_reduce_add(const TensorMap* map, unsigned shared, int c0, int c1
       "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// From this block's shared memory to another's of the cluster; both addresses after the first are of the cluster.
+// stmatrix_x2() and stmatrix_x2_trans() store two matrices where the kernels' stmatrix stores four.
 DEVICE void stmatrix_x2(unsigned address, unsigned a0, unsigned a1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1) : "memory");
 }
@@ -94,8 +94,8 @@ DEVICE void stmatrix_x2_trans(unsigned address, unsigned a0, unsigned a1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a0), "r"(a1)
                : "memory");
 }
-// The address in the cluster's window of what lies at `shared` in block `rank`.
-// Programmatic dependent launch: waits for the grid before this one; lets the grid after this one start.
+// grid_dependency_wait() waits for the grid before this one, and grid_dependents_launch() lets the grid after this one
+// start (programmatic dependent launch).
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

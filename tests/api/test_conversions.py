@@ -1,4 +1,4 @@
-"""Page tables in compressed rows, and logarithms to base 2."""
+"""The adaptors convert page tables in compressed rows, and logarithms to base 2."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import pytest
 from devices import Device
 
 import cuflash
-from cuflash.adaptors import from_base2_lse, from_csr, to_base2_lse
+from cuflash.conversions import from_base2_lse, from_csr, to_base2_lse
 
 RNG = np.random.default_rng(0)
 INDPTR, INDICES, LAST = (np.array(x, np.int32) for x in ([0, 2, 2, 5], [7, 3, 1, 0, 5], [4, 0, 2]))
+
+
+def test_the_earlier_name_stays() -> None:
+    from cuflash import adaptors, conversions
+
+    assert all(getattr(adaptors, name) is getattr(conversions, name) for name in adaptors.__all__)
 
 
 @pytest.mark.parametrize("max_pages", [None, 3, 6])

@@ -1,0 +1,184 @@
+"""The TypeError for a keyword of another library says what that is called here.
+
+A call with known keywords pays for it by one frame (`with_hints`), or by an empty dict where it takes few microseconds
+(`NoOthers`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypedDict, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Hints = Mapping[str, str]  # another library's keyword: what to write in its place
+
+PAGE = "docs/migration.md"
+
+_WINDOW = "window=(left, right), with None in place of -1"
+_LAST_KEYS = "window=(n - 1, 0) for the last n keys, the query's own among them"
+_MASK = "mask= for bools (True = may attend) and bias= for numbers that are added"
+_PADDING = "kv_lengths=, or mask=~x[:, None, None, :] for an x that is True where a key is padding"
+_CAUSAL = "causal=True, aligned to the bottom right"
+_SCALE = "softmax_scale="
+_CAP = "softcap="
+_LSE = "return_lse=True"
+_SINK = "sink="
+_KEYS_IN_USE = "kv_lengths=, which counts the new keys, too"
+_QUERIES_IN_USE = "q_lengths="
+_TABLE = "block_table="
+_PACKED = "attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)"
+_CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "query_start_loc", "qo_indptr", "kv_indptr")
+_CSR = "block_table= and kv_lengths= of cuflash.conversions.from_csr"
+_NO_LENGTH = "nothing: cu_seqlens are enough, and no maximum is needed"
+_SHAPES = "nothing: k and v with fewer heads than q say it"
+_DROPOUT = "dropout_p= and dropout_seed="
+
+# Attention in all its forms has these.
+OPTIONS: Hints = {
+    **dict.fromkeys(("window_size", "local_window_size", "sliding_window_size"), _WINDOW),
+    **dict.fromkeys(("window_size_left", "window_left", "left_window_size"), "window=(left, right)"),
+    **dict.fromkeys(("window_size_right", "window_right", "right_window_size"), "window=(left, right)"),
+    "sliding_window": _LAST_KEYS,
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "attn_bias": "bias= for an array; a class of biases is causal=, window= or attention_varlen",
+    "key_padding_mask": _PADDING,
+    "padding_mask": _PADDING,
+    **dict.fromkeys(("is_causal", "use_causal_mask"), f"{_CAUSAL} (torch's is aligned to the top left)"),
+    **dict.fromkeys(("enable_gqa", "num_kv_groups", "pack_gqa"), _SHAPES),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen", "max_query_len", "max_seq_len"), _NO_LENGTH),
+    **dict.fromkeys(("scale", "sm_scale", "attn_scale", "scaling", "qk_scale"), _SCALE),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_softmax", "return_residual"), _LSE),
+    **dict.fromkeys(("generate_stats", "is_inference", "return_aux"), _LSE),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink", "sink_token"), _SINK),
+    **dict.fromkeys(("cache_seqlens", "seqused_k", "seq_lens", "seq_len_kv", "seqlens_k"), _KEYS_IN_USE),
+    **dict.fromkeys(("key_value_seq_lengths", "context_lens"), _KEYS_IN_USE),
+    **dict.fromkeys(("query_seq_lengths", "seqused_q", "seq_len_q"), _QUERIES_IN_USE),
+    **dict.fromkeys(("page_table", "block_tables", "page_table_k", "page_table_v"), _TABLE),
+    **dict.fromkeys(_CU_SEQLENS, _PACKED),
+    **dict.fromkeys(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), _CSR),
+    **dict.fromkeys(("dropout", "dropout_rate", "p"), _DROPOUT),
+    **dict.fromkeys(("q_descale", "descale_q"), "q_scale="),
+    **dict.fromkeys(("k_descale", "descale_k"), "k_scale="),
+    **dict.fromkeys(("v_descale", "descale_v"), "v_scale="),
+    "alibi_mask": "alibi_slopes=",
+    "use_alibi_mask": "alibi_slopes=",
+    "num_heads_kv": _SHAPES,
+    "cache_batch_idx": "rows of the table: block_table=table[index]",
+    "rotary_cos": "rotary=(cos, sin) of append_kv",
+    "rotary_sin": "rotary=(cos, sin) of append_kv",
+    "k_cache": "k, and append_kv for the new rows",
+    "v_cache": "v, and append_kv for the new rows",
+    "input_pos": "nothing: causal=True lets the last query see all keys",
+    "query_group_size": _SHAPES,
+    **dict.fromkeys(
+        ("kernel_options", "implementation", "op", "tile_m", "tile_n"), "nothing: arrays and options choose the kernel"
+    ),
+}
+# Functions that write into caches have these.
+APPEND: Hints = {
+    **dict.fromkeys(("key", "k_new"), "k"),
+    **dict.fromkeys(("value", "v_new"), "v"),
+    "key_cache": "k_cache",
+    "value_cache": "v_cache",
+    "paged_kv_cache": "k_cache and v_cache, views of its two halves",
+    **dict.fromkeys(("cache_seqlens", "context_lens", "seq_lens"), "kv_lengths, which does not count the new rows"),
+    **dict.fromkeys(("page_table", "block_tables", "slot_mapping"), _TABLE),
+    **dict.fromkeys(("kv_indptr", "kv_indices", "kv_last_page_len"), _CSR),
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "cos", "sin"), "rotary=(cos, sin)"),
+    "cos_sin_cache": "rotary=(table[:, :half], table[:, half:])",
+    **dict.fromkeys(("rotary_interleaved", "is_neox", "is_neox_style", "interleave"), "interleaved="),
+    **dict.fromkeys(("query_start_loc", "append_indptr", "cu_seqlens_k", "cu_seqlens_q"), "cu_seqlens="),
+    "k_descale": "k_scale=",
+    "v_descale": "v_scale=",
+    "kv_cache_dtype": "the caches' own dtype",
+}
+# A cache of pages has these.
+CACHE: Hints = {
+    **dict.fromkeys(("num_blocks", "max_num_pages"), "num_pages="),
+    **dict.fromkeys(("block_size", "page_len"), "page_size="),
+    **dict.fromkeys(("num_kv_heads", "num_heads", "num_key_value_heads"), "num_heads_kv="),
+    **dict.fromkeys(("head_size", "head_dim_qk"), "head_dim="),
+    "head_dim_vo": "head_dim_v=",
+    "num_hidden_layers": "num_layers=",
+    **dict.fromkeys(("kv_cache_dtype", "cache_dtype", "kv_data_type"), "dtype="),
+    "device": "xp=cupy, on the current device",
+    **dict.fromkeys(("max_num_blocks_per_seq", "max_blocks_per_seq"), "max_pages_per_sequence="),
+}
+# The constructors of masks of blocks have these.
+MASKS: Hints = {
+    "mask_mod": "function, the first argument of from_function",
+    "B": "batch=",
+    "H": "heads=",
+    "num_heads": "heads=",
+    **dict.fromkeys(("Q_LEN", "seq_len_q", "q_len"), "seqlen_q"),
+    **dict.fromkeys(("KV_LEN", "seq_len_kv", "kv_len"), "seqlen_k"),
+    "BLOCK_SIZE": "block_size=",
+    "device": "nothing: a mask comes to a device when it is first used there",
+    "window_size": "left and right of sliding_window",
+    "is_causal": "causal=True of the patterns",
+}
+# Functions on partial results have these.
+PARTS: Hints = {
+    **dict.fromkeys(("prefix_output", "suffix_output", "v_a", "v_b"), "outs, a list of the parts' results"),
+    **dict.fromkeys(("prefix_lse", "suffix_lse", "s_a", "s_b"), "lses, a list of the parts' lse"),
+    **dict.fromkeys(("v", "s"), "outs and lses, lists of the parts' results and lse"),
+}
+QUANTIZE: Hints = {
+    **dict.fromkeys(("use_per_token_if_dynamic", "per_token", "axis", "dim"), 'per="token", "head" or "tensor"'),
+}
+
+
+class NoOthers(TypedDict):
+    """The ``**others`` of a function whose keywords are all named, so that type checkers refuse every other one."""
+
+
+def describe(name: str, hints: Hints) -> str:
+    """Return what to write in place of a keyword; nothing if no library that we know has it."""
+    if name not in hints:
+        return ""
+    verb = "needs" if hints[name].startswith("nothing") else "calls it"
+    return f'cuflash {verb} {hints[name]}; see "Coming from another attention" ({PAGE})'
+
+
+def unknown_keyword(name: str, hints: Hints, known: Iterable[str], what: str = "option") -> TypeError:
+    """Return the error for a keyword that a function does not have."""
+    return TypeError(f"{name}: no such {what}; {describe(name, hints) or 'expected one of ' + ', '.join(known)}")
+
+
+def with_hints(hints: Hints) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function's TypeError for another library's keyword say what it is called here."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            try:
+                return function(*args, **keywords)
+            except TypeError:
+                for name in keywords:
+                    if name not in known and name in hints:
+                        raise unknown_keyword(name, hints, known, "argument") from None
+                raise
+
+        return call
+
+    return decorate
+
+
+def without_others(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the signature of a function not show the ``**others`` that it refuses."""
+    signature = inspect.signature(function)
+    named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=named)
+    return function
+
+
+def refuse_others(function: Callable[..., object], others: Mapping[str, object], hints: Hints) -> None:
+    """Raise the TypeError for a keyword that a function of `without_others` does not have."""
+    raise unknown_keyword(min(others), hints, inspect.signature(function).parameters, "argument")

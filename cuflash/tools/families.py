@@ -1,0 +1,73 @@
+"""The kernels that a problem takes on a named architecture, in the order in which the GPU path asks the families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.hardware import capability_of, smem_limit
+from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide, sm90_backward, sm90_forward
+from cuflash.plan import split as plan_split
+from cuflash.plan.config import BY_HALVES, KernelConfig, of_half
+from cuflash.plan.portable import key_kernels, plan
+from cuflash.problem.attention_problem import AttentionProblem
+
+_CARD = ""  # a card of the architecture that is none of those with rules of their own
+
+
+def on_architecture(problem: AttentionProblem, arch: str, aligned: bool) -> dict[str, str]:
+    """A sentence for each pass; `aligned` says that addresses and strides are multiples of 16 bytes."""
+    in_order = "; results repeat to the bit" if problem.deterministic else ""
+    passes = {"forward": _forward(problem, arch, aligned), "backward": _backward(problem, arch, aligned) + in_order}
+    if problem.bias is not None:
+        passes["gradient of a bias"] = _of_bias(problem, arch, aligned)
+    return {f"{name} on {arch}": words for name, words in passes.items()}
+
+
+def _place(arch: str, aligned: bool) -> tuple[bool, tuple[int, int], int]:
+    return aligned, capability_of(arch), smem_limit(arch)
+
+
+def _forward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
+    place = _place(arch, aligned)
+    if place[1] == (9, 0) and aligned and not sm90_forward.obstacle(problem):
+        return sm90_forward.reason(problem)
+    for own, words in ((problem, ""), (of_half(problem), BY_HALVES)):
+        if place[1] == (9, 0) and plan_split.forward(own) is not None:
+            return plan_split.reason(problem)
+        config = sm80_forward.forward(own, *place) or sm80_wide.forward(own, *place)
+        if config is not None and sm80_kinds.pays(own, _CARD, False):
+            return _by_mma(config) + words
+    return _portable(problem, arch, "forward")
+
+
+def _backward(problem: AttentionProblem, arch: str, aligned: bool) -> str:
+    place = _place(arch, aligned)
+    if place[1] == (9, 0):
+        if aligned and not sm90_backward.obstacle(problem):
+            return sm90_backward.reason(problem)
+        if plan_split.backward(problem):
+            return plan_split.gradient_reason(problem)
+    configs: tuple[Any, ...] = sm80_backward.backward(problem, *place)
+    if not configs and sm80_kinds.pays(problem, _CARD, True):
+        configs = sm80_wide.backward(problem, *place)
+    return _by_mma(*configs) if configs else _portable(problem, arch, "backward_dq", *key_kernels(problem))
+
+
+def _of_bias(problem: AttentionProblem, arch: str, aligned: bool) -> str:
+    config = sm80_backward.of_bias(problem, *_place(arch, aligned)) if sm80_kinds.pays(problem, _CARD, True) else None
+    return _portable(problem, arch, "backward_bias") if config is None else _by_mma(config)
+
+
+def _by_mma(*configs: KernelConfig) -> str:
+    return _in_words("mma.sync (tensor cores)", *configs)
+
+
+def _portable(problem: AttentionProblem, arch: str, *entries: str) -> str:
+    configs = [plan(problem, entry, smem_limit(arch)) for entry in entries]
+    return _in_words("portable kernel (no tensor cores)", *configs)
+
+
+def _in_words(family: str, *configs: KernelConfig) -> str:
+    kernels = ", ".join(f"{config.entry} {config.tile}" for config in configs)
+    most = max(config.smem_bytes for config in configs)
+    return f"{family}, tiles of {kernels}, {most} bytes of shared memory: {configs[0].flags}"
