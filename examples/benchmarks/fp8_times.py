@@ -1,25 +1,27 @@
-"""FP8 beside 16 bits, forward: decoding over a cache in pages, and whole sequences.
+"""FP8 beside 16 bits, forward: decoding over caches, contiguous and in pages, and whole sequences.
 
-    python examples/benchmarks/fp8_times.py [--commit COMMIT] [--json FILE]
+    python examples/benchmarks/fp8_times.py [--decode] [--check N] [--commit COMMIT] [--json FILE]
 
 Three calls a shape, interleaved: all in bfloat16; bfloat16 queries over keys and values in e4m3; and queries in e4m3,
 too. Scales are one for each token, and once more one for each head. Results are in bfloat16. Decoding is one query a
-head over pages of 16 keys, prefill a causal sequence. Shown are milliseconds, the speed as a multiple of bfloat16's,
-for decoding the bytes of keys and values over the time, and for prefill TFLOP/s. It needs a GPU.
+head over a cache of its own or pages of 16 keys, prefill a causal sequence. Shown are microseconds, the speed in tokens
+as a multiple of that over bfloat16's cache, for decoding the bytes of the cache over the time, and for prefill TFLOP/s.
+With --check N problems drawn at random (fp8_check.py) are held to float64 first, and the command ends where one is off
+by more than rounding. It needs a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import fp8_check
 import numpy as np
+import recording
 
 import cuflash
-from cuflash.tools import bench
-from cuflash.tools.bench import records, report
+from cuflash.hardware import FLOAT_BYTES
+from cuflash.tools.bench import report
 
 Call = Callable[[], Any]
 
@@ -36,12 +38,13 @@ class Shape(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     head_dim: int
+    is_paged: bool = False
 
     @property
     def name(self) -> str:
         """A few words."""
         kind = "decode" if self.seqlen_q == 1 else "prefill"
-        return f"{kind} {self.batch} x {self.seqlen_k} d{self.head_dim}"
+        return f"{kind} {self.batch} x {self.seqlen_k} d{self.head_dim}{' pages' if self.is_paged else ''}"
 
     @property
     def flops(self) -> float:
@@ -51,7 +54,12 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    *(Shape(batch, 1, seqlen, d) for d in (128, 64) for batch, seqlen in ((1, 32768), (16, 8192), (64, 2048))),
+    *(
+        Shape(batch, 1, seqlen, d, is_paged)
+        for d in (128, 64)
+        for batch, seqlen in ((1, 32768), (16, 8192), (64, 2048))
+        for is_paged in (False, True)
+    ),
     *(Shape(batch, seqlen, seqlen, d) for d in (128, 64) for batch, seqlen in ((8, 2048), (2, 8192))),
 )
 
@@ -63,7 +71,7 @@ def by_pages(x: Any, batch: int) -> Any:
 
 def calls_of(shape: Shape, per: str, xp: Any) -> dict[str, Call]:
     """The calls to be measured."""
-    batch, seqlen_q, seqlen_k, d = shape
+    batch, seqlen_q, seqlen_k, d, is_paged = shape
     rng = xp.random.default_rng(0)
 
     def drawn(seqlen: int, heads: int) -> Any:
@@ -73,17 +81,16 @@ def calls_of(shape: Shape, per: str, xp: Any) -> dict[str, Call]:
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (cuflash.quantize_fp8(x, per) for x in (q, k, v))
     half = [x.astype("bfloat16") for x in (q, k, v)]
     options: dict[str, Any] = {"causal": True}
-    if seqlen_q == 1:
+    if is_paged:
         pages = seqlen_k // PAGE_SIZE
         options["block_table"] = xp.arange(batch * pages, dtype=xp.int32).reshape(batch, pages)
         options["kv_lengths"] = xp.full(batch, seqlen_k, xp.int32)
         half[1:] = (by_pages(x, batch) for x in half[1:])
-        k8, v8 = by_pages(k8, batch), by_pages(v8, batch)
-        # A pool has no axis of sequences: a scale for each head becomes one for each token.
-        wide = (xp.broadcast_to(x, (batch, seqlen_k, HEADS_KV)) for x in (k_scale, v_scale))
-        k_scale, v_scale = (by_pages(xp.ascontiguousarray(x), batch) for x in wide)
-        if per == "head":
-            k_scale, v_scale = (x[:1, :1] for x in (k_scale, v_scale))
+        if per == "head":  # a pool has no axis of sequences, which share the scales of heads
+            (k8, k_scale), (v8, v_scale) = (cuflash.quantize_fp8(x.reshape(1, -1, HEADS_KV, d), per) for x in (k, v))
+        else:
+            k_scale, v_scale = (by_pages(x, batch) for x in (k_scale, v_scale))
+        k8, v8 = (x.reshape(-1, PAGE_SIZE, HEADS_KV, d) for x in (k8, v8))
     scales = {"k_scale": k_scale, "v_scale": v_scale, **options}
     return {
         BFLOAT16: lambda: cuflash.attention(*half, **options),
@@ -97,9 +104,10 @@ def figures_of(shape: Shape, per: str, times: dict[str, float]) -> dict[str, Any
     line: dict[str, Any] = {"cell": f"{shape.name} per {per}", "seconds": times}
     line["of_bfloat16"] = {name: times[BFLOAT16] / x for name, x in times.items()}
     if shape.seqlen_q == 1:
-        numbers = 2 * shape.batch * shape.seqlen_k * HEADS_KV * shape.head_dim
-        sizes = {BFLOAT16: 2, KEYS: 1, ALL: 1}
-        line["gigabytes_per_second"] = {name: numbers * sizes[name] / x / 1e9 for name, x in times.items()}
+        rows = 2 * shape.batch * shape.seqlen_k * HEADS_KV
+        of_codes = shape.head_dim + (FLOAT_BYTES if per == "token" else 0)
+        sizes = {BFLOAT16: 2 * shape.head_dim, KEYS: of_codes, ALL: of_codes}
+        line["gigabytes_per_second"] = {name: rows * sizes[name] / x / 1e9 for name, x in times.items()}
     else:
         line["tflops"] = {name: shape.flops / x / 1e12 for name, x in times.items()}
     return line
@@ -116,26 +124,41 @@ def lines(xp: Any, stopwatch: report.Stopwatch, rounds: int, decode_alone: bool)
             yield figures_of(shape, per, medians)
 
 
+def in_words(line: dict[str, Any]) -> str:
+    """One line of the record, as it is printed."""
+    name, rates = next((name, line[name]) for name in ("gigabytes_per_second", "tflops") if name in line)
+    unit = "GB/s" if name == "gigabytes_per_second" else "TFLOP/s"
+    shown = ", ".join(f"{of} {x * 1e6:.1f} us {rates[of]:.0f} {unit}" for of, x in line["seconds"].items())
+    ratios = ", ".join(f"{of} {line['of_bfloat16'][of]:.2f}" for of in (KEYS, ALL))
+    return f"{line['cell']}: {shown}; speed in tokens over bfloat16's: {ratios}"
+
+
+def check(count: int, xp: Any) -> bool:
+    """Print the worst of `count` drawn problems, and those that are beyond their bound; return True if none is."""
+    found = sorted(fp8_check.shares(range(count), xp), key=lambda x: x[1])
+    beyond = [(name, share) for name, share in found if not share <= 1]
+    for name, share in beyond or found[-3:]:
+        print(f"{share:.3f} of what rounding may do: {name}", flush=True)
+    print(f"{count - len(beyond)} of {count} problems are right", flush=True)
+    return not beyond
+
+
 def main() -> None:
-    """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Check, measure, print and record."""
+    parser = recording.parser_of(__doc__)
     parser.add_argument("--decode", action="store_true", help="only decoding")
+    parser.add_argument("--check", type=int, default=0, metavar="N", help="problems drawn at random come first")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--commit", help="to be recorded, where this is no checkout with git")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, one line a cell")
     args = parser.parse_args()
-    xp = bench.namespace("gpu")
-    if xp is None:
-        parser.error("no GPU that CuPy can use")
-    facts = report.environment(xp, args.commit, "fp8_times")
+    xp = recording.gpu_of(parser)
+    if args.check and not check(args.check, xp):
+        raise SystemExit(1)
+    recorder = recording.Recorder(args, xp, "fp8_times")
     measured: list[dict[str, Any]] = []
     for line in lines(xp, report.Stopwatch(xp, 12.0), args.rounds, args.decode):
         measured.append(line)
-        shown = ", ".join(f"{name} {x * 1e3:.3f} ms" for name, x in line["seconds"].items())
-        ratios = ", ".join(f"{name} {line['of_bfloat16'][name]:.2f}" for name in (KEYS, ALL))
-        print(f"{line['cell']}: {shown}; of bfloat16's speed: {ratios}", flush=True)
-        if args.json:  # after every cell: a run that is cut short leaves what it had
-            records.write(args.json, facts, measured)
+        print(in_words(line), flush=True)
+        recorder.write(measured)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import gaussian, np_dtype
 from devices import Device
-from fp8 import Quantized, assert_near, exact, numbers_of, quantized
+from fp8 import CODES, Quantized, assert_near, exact, numbers_of, quantized
 from libraries import Exporter
 from numpy.typing import NDArray
 from tolerance import EPS
@@ -23,7 +23,6 @@ Array = NDArray[Any]
 RNG = np.random.default_rng(0)
 RESULTS = ("float16", "bfloat16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
-CODES = "float8_e4m3fn"
 
 
 def problem(per: str = "token", seqlens: tuple[int, int] = (37, 53), packed: bool = False) -> list[Quantized]:

@@ -16,7 +16,7 @@ from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import Check, CpuDevice
 from devices import forget_launches
-from fp8 import RMS_FACTOR, Exact, Quantized, assert_near, inputs, naive, numbers_of, quantized, rms
+from fp8 import CODES, RMS_FACTOR, Exact, Quantized, assert_near, inputs, naive, numbers_of, quantized, rms
 from fp8 import exact as exact_on
 from numpy.typing import NDArray
 from rows import options_of
@@ -33,7 +33,6 @@ Array = NDArray[Any]
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)
-CODES = "float8_e4m3fn"
 QUERIES = ("float16", "bfloat16", CODES)
 PLACES = {"sm_80": (8, 0), "sm_89": (8, 9)}
 LENGTHS = (70, 90)

@@ -5,50 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import benchmark_scripts  # noqa: F401 (it names the folder of the next)
+import fp8_check as check
 import ml_dtypes
 import numpy as np
 from cases import np_dtype
+from fp8_check import CODES, WEIGHT_FACTOR, Exact, numbers_of
 from numpy.typing import NDArray
 from tolerance import EPS
 
 import cuflash
-from cuflash import reference
 
+__all__ = [
+    "CODES", "KEY_TILE", "RMS_FACTOR", "WEIGHT_FACTOR", "Exact", "Quantized", "assert_near", "exact", "inputs", "naive",
+    "numbers_of", "quantized", "rms",
+]  # fmt: skip
 Array = NDArray[Any]
 
 # A kernel's tile has so many keys, whose scales share a largest.
 KEY_TILE = 128
-WEIGHT_FACTOR = 2.0**8
 # The rms error may be so many times that of plain attention whose weights are rounded.
 RMS_FACTOR = 1.01
-# Kernels round a weight to the queries' 16 bits, or to e4m3, which moves it by so much of itself at most; or by so much
-# of its row's largest where it is too small to have all bits.
-WEIGHT_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4}
-LEAST_ROUNDING = {"float16": 2.0**-25, "bfloat16": 0.0, "float8_e4m3fn": 2.0**-10 / WEIGHT_FACTOR}
-
-
-class Exact(NamedTuple):
-    """What `reference` computes, and how far the rounding of weights may move each element of the result."""
-
-    out: Array
-    lse: Array
-    rounding: Array | float
+CONVERTING = ("numpy", "sm_75")  # devices of `devices` on which weights are float32
 
 
 def exact(device: str, queries: str, numbers: Sequence[Array], *edges: Array, **options: Any) -> Exact:
-    """Compute attention on the numbers of q, k and v for queries of a dtype; with `edges` they are packed.
-
-    The rounding is 0 where `device`, one of `devices`, computes weights in float32: on the CPU, and on GPUs that
-    convert FP8 arrays. Else a result is off by what moves its weights, that is by as much of the mean of |v|.
-    """
-    q, k, v = numbers
-    attention = reference.attention_varlen if edges else reference.attention
-    out, lse = attention(q, k, v, *edges, **options)
-    if device in ("numpy", "sm_75"):
-        return Exact(out, lse, 0.0)
-    mean = attention(q, k, np.abs(v), *edges, **options)[0]
-    least = LEAST_ROUNDING[queries] * k.shape[0 if edges else 1] * float(np.abs(v).max())
-    return Exact(out, lse, WEIGHT_ROUNDING[queries] * mean + least)
+    """Compute attention as the benchmark's check does; the rounding is 0 on devices where weights are float32."""
+    found = check.exact(queries, numbers, *edges, **options)
+    return found._replace(rounding=np.zeros_like(found.rounding)) if device in CONVERTING else found
 
 
 def assert_near(actual: Array, expected: Exact) -> None:
@@ -65,12 +49,6 @@ class Quantized(NamedTuple):
     codes: Array
     scale: Array
     numbers: Array
-
-
-def numbers_of(codes: Array, scale: Array | float = 1.0) -> Array:
-    """Return the numbers of e4m3 codes, by ml_dtypes."""
-    wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return wide * (np.asarray(scale, np.float64)[..., None] if np.ndim(scale) else scale)
 
 
 def quantized(x: Array, per: str) -> Quantized:
