@@ -21,7 +21,7 @@ import recording
 
 import cuflash
 from cuflash.hardware import FLOAT_BYTES
-from cuflash.tools.bench import report
+from cuflash.tools.bench.clock import Stopwatch
 
 Call = Callable[[], Any]
 
@@ -113,13 +113,14 @@ def figures_of(shape: Shape, per: str, times: dict[str, float]) -> dict[str, Any
     return line
 
 
-def lines(xp: Any, stopwatch: report.Stopwatch, rounds: int, decode_alone: bool) -> Iterator[dict[str, Any]]:
+def lines(xp: Any, stopwatch: Stopwatch, rounds: int, decode_alone: bool) -> Iterator[dict[str, Any]]:
     """The figures of one shape after the other."""
     for shape in SHAPES:
         if decode_alone and shape.seqlen_q > 1:
             continue
         for per in PERS:
-            times = stopwatch.interleaved(calls_of(shape, per, xp), rounds)
+            calls = {name: stopwatch.prepared(call) for name, call in calls_of(shape, per, xp).items()}
+            times = stopwatch.interleaved(calls, rounds)
             medians = {name: float(np.median(np.concatenate(own))) / 1e3 for name, own in times.items()}
             yield figures_of(shape, per, medians)
 
@@ -155,7 +156,7 @@ def main() -> None:
         raise SystemExit(1)
     recorder = recording.Recorder(args, xp, "fp8_times")
     measured: list[dict[str, Any]] = []
-    for line in lines(xp, report.Stopwatch(xp, 12.0), args.rounds, args.decode):
+    for line in lines(xp, Stopwatch(xp, 12.0), args.rounds, args.decode):
         measured.append(line)
         print(in_words(line), flush=True)
         recorder.write(measured)

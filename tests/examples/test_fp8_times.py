@@ -53,3 +53,11 @@ def test_a_wrong_result_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(cuflash, "attention", without_a_scale)
     assert not script.check(12, np)
+
+
+def test_lines_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SHAPES", (script.Shape(1, 1, 64, 16, True), script.Shape(1, 32, 32, 16)))
+    decode, *_ = found = list(script.lines(np, script.Stopwatch(np, 0.1), 1, True))
+    assert [line["cell"] for line in found] == [f"decode 1 x 64 d16 pages per {per}" for per in script.PERS]
+    assert set(decode["seconds"]) == {script.BFLOAT16, script.KEYS, script.ALL}
+    assert all(x > 0 for x in decode["gigabytes_per_second"].values())
