@@ -13,6 +13,7 @@ from cuflash.cuda.struct import Member, Struct
 from cuflash.kept import kept
 from cuflash.plan.config import CPP_TYPES
 from cuflash.problem.attention_problem import Array, AttentionProblem, Place, operand_name
+from cuflash.problem.fp8 import SCALES
 from cuflash.rules.form import NO_RULES, Rules
 from cuflash.rules.to_cuda import type_of
 
@@ -81,6 +82,11 @@ _TENSORS = (
     _tensor("v_rows", "Element", "likewise v's"),
     _tensor("dk_rows", "Element", "like k_rows: gradients that are summed to dk, of a pool's shape; or null"),
     _tensor("dv_rows", "Element", "likewise for dv"),
+)
+# These stand behind all other members, whose places other kernels keep.
+_SCALES = tuple(
+    _tensor(f"{name}_scale", "const float", f"(batch, seqlen, heads) of {name}'s e4m3 codes, or null: all are 1")
+    for name in ("q", "k", "v")
 )
 _SCORE_TENSORS = (
     _score_tensor(
@@ -206,6 +212,7 @@ PARAMS = Struct(
         _long("doperand_size", "elements of doperand"),
         *(_long(f"doperand_size_{axis}") for axis in range(MOST_AXES)),
         *(_long(f"doperand_stride_{axis}", "in elements") for axis in range(MOST_AXES)),
+        *_SCALES,
     ],
 )
 
@@ -241,7 +248,7 @@ def _operand_members(rules: Rules) -> list[Member]:
     return members
 
 
-TENSORS = tuple(member.name for member in _TENSORS)
+TENSORS = tuple(member.name for member in (*_TENSORS, *_SCALES))
 SCORE_TENSORS = tuple(member.name for member in _SCORE_TENSORS)
 POINTERS = tuple(member.name for member in _POINTERS)
 
@@ -375,5 +382,6 @@ def _tensor_strides(name: str, x: Array, packed: bool) -> tuple[int, int, int]:
     if name in _PER_ROW:
         packed = packed and len(strides) < 3  # splits are an axis of their own
         return (0, strides[1], strides[0]) if packed else (strides[0], strides[2], strides[1])
-    packed = packed and len(strides) < 4  # so they are here, and a pool of pages has all axes
+    # So they are here. Pools of pages have all axes, as have their scales but the last.
+    packed = packed and len(strides) < (3 if name in SCALES else 4)
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
