@@ -431,10 +431,10 @@ def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
 def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
-    for flags in (("has_window",), ("has_window", "has_dropout")):
-        yield tiles(flags, packs_heads=True)
-    for flags in (("has_window",), ("has_window", "has_softcap"), HANDLES):
-        yield tiles(flags)
+    of_heads: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_dropout")
+    of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), HANDLES
+    yield from (tiles(flags, packs_heads=True) for flags in of_heads)
+    yield from (tiles(flags) for flags in of_pages)
     yield tiles(("has_window", "has_mask"), few_queries=True, packs_heads=True, mask_tiles=True)
     yield tiles((), few_queries=True, packs_heads=True, splits_keys=True)
 

@@ -125,10 +125,11 @@ class GraphStopwatch(Stopwatch):
 
     def prepared(self, call: Call) -> Timed:
         """Capture some calls into one graph, whose replay is what is timed."""
-        for _ in range(2):
-            call()
+        call()  # compiles
         once = min(self._gpu_times(call, 2, False))
         count = int(np.clip(GRAPH_MS / once, 1, GRAPH_CALLS))
+        kept = [call() for _ in range(count)]  # pools have the memory of all results then: a capture allocates none
+        del kept
         self._stream.synchronize()
         if self._torch is None:
             self._stream.begin_capture()
