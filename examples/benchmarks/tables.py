@@ -288,13 +288,14 @@ def readme_section(recorded: Sequence[Recorded], folder: Path = RESULTS) -> str:
         gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
         what = "bfloat16, at random, too small to fill the GPU"
         rows.append([what, gpu, fastest, str(len(found)), _spread(found), "-"])
-    shapes = folder / "random_shapes.jsonl"
-    if shapes.exists():
-        facts, cells = records.read(shapes)
-        found = {d: [of_fastest(r) for r in cells if r["direction"] == d and r["speed_of_fastest_peer"]] for d in BOTH}
+    drawn = folder / "random_shapes.jsonl"
+    if drawn.exists():
+        facts, cells = records.read(drawn)
+        rated = [r for r in cells if r["speed_of_fastest_peer"]]
+        both = [[of_fastest(r) for r in rated if r["direction"] == direction] for direction in BOTH]
         gpu = facts["gpu"].removeprefix("NVIDIA ").split()[0]
-        count = str(max(map(len, found.values())))
-        rows.append(["bfloat16, shapes drawn at random", gpu, fastest, count, *map(_spread, found.values())])
+        count = str(max(map(len, both)))
+        rows.append(["bfloat16, shapes drawn at random", gpu, fastest, count, *map(_spread, both)])
     return pages.table(rows)
 
 
