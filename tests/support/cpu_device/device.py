@@ -294,6 +294,7 @@ class CpuDevice:
     """
 
     namespace = np
+    compiler = ""  # the CPU's has no registers of a GPU to spill
 
     def __init__(self, capability: tuple[int, int], num_sms: int = 2, check: Check | None = None) -> None:
         self.capability = capability
@@ -342,6 +343,8 @@ class CpuDevice:
 
 class CpuKernel:
     """An entry of a module as a ``cuflash.cuda.device.LoadedKernel``."""
+
+    local_bytes = 0
 
     def __init__(self, module: Module, entry: str, smem_bytes: int) -> None:
         self._module, self._entry, self._smem_bytes = module, entry, smem_bytes
