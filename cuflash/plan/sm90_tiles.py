@@ -53,6 +53,11 @@ class Sm90Row:
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
 
+    @property
+    def tiles(self) -> tuple[Sm90Tile, ...]:
+        """All tiles of the row."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Sm90Tile))
+
     def plain_tiles(self, windowed: bool) -> list[Sm90Tile]:
         """The tiles that a problem without options, or with a window alone, can take."""
         tiles = (self.windowed, self.many_windowed) if windowed else (self.full, self.many_keys)

@@ -73,29 +73,30 @@ def tiles(device: Spilling, dtype: str = "float16", **options: Any) -> dict[str,
     return {x.kernel.entry: x.kernel.config.tile for x in launch._launches.values() if x.kernel.visits_tiles}
 
 
-CASES = {  # capability, dtype, and the kernels whose first tile has more than 64 x 64 elements
-    "portable": ((7, 5), "float32", {"forward", "backward_dq", "backward_dkv"}),
-    "mma.sync": ((8, 0), "float16", {"forward_sm80"}),
-    "parts by mma.sync": ((8, 0), "tf32", {"parts_forward"}),
-    "parts by wgmma": ((9, 0), "float32", {"split_forward", "split_dq", "split_dkv"}),
+CASES = {  # capability, dtype, elements of a tile that do not spill, and the kernels whose first tile has more
+    "portable": ((7, 5), "float32", 64 * 64, {"forward", "backward_dq", "backward_dkv"}),
+    "mma.sync": ((8, 0), "float16", 64 * 64, {"forward_sm80"}),
+    "parts by mma.sync": ((8, 0), "tf32", 64 * 64, {"parts_forward"}),
+    "wgmma": ((9, 0), "float16", 64 * 128, {"forward_sm90", "backward_sm90"}),
+    "parts by wgmma": ((9, 0), "float32", 64 * 64, {"split_forward", "split_dq", "split_dkv"}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_next_candidate_runs_and_is_remembered(name: str, folder: Path) -> None:
-    capability, dtype, expected = CASES[name]
+    capability, dtype, most, expected = CASES[name]
     options = {"precision": "tf32"} if dtype == "tf32" else {}
     dtype = "float32" if dtype == "tf32" else dtype
-    without, first = tiles(Spilling(capability, 1 << 20), dtype, **options), Spilling(capability, 64 * 64)
+    without, first = tiles(Spilling(capability, 1 << 20), dtype, **options), Spilling(capability, most)
     assert not folder.exists()
     chosen = tiles(first, dtype, **options)
     assert {entry for entry in chosen if chosen[entry] != without[entry]} == expected
-    assert all(m * n <= 64 * 64 for m, n in (map(int, tile.split("x")[:2]) for tile in chosen.values()))
-    assert max(first.loaded) > 64 * 64
+    assert all(m * n <= most for m, n in (map(int, tile.split("x")[:2]) for tile in chosen.values()))
+    assert max(first.loaded) > most
     # A later process takes the same kernels, and compiles none of those that were refused.
-    later = Spilling(capability, 64 * 64)
+    later = Spilling(capability, most)
     assert tiles(later, dtype, **options) == chosen
-    assert 0 < max(later.loaded) <= 64 * 64
+    assert 0 < max(later.loaded) <= most
     # Another compiler is asked anew.
     other = Spilling(capability, 1 << 20, "another")
     assert tiles(other, dtype, **options) == without
