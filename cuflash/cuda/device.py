@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-from cuflash.cuda import refusals
+from cuflash import forks
+from cuflash.cuda import ahead, refusals
 from cuflash.cuda.compile import OPTIONS
 from cuflash.cuda.driver import driver, encode_tensor_map
 from cuflash.cuda.source import Constants, source_of
@@ -109,13 +112,19 @@ class Device:
         """Compile `source`, or take it from a cache, and return its entry for the current device."""
         cupy = self.namespace
         try:
-            kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
+            with _begin_compiler():
+                kernel = cupy.RawModule(code=source, options=OPTIONS + options).get_function(entry)
         except cupy.cuda.compiler.CompileException as error:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
         # A RawKernel looks for its device at each launch.
         return LoadedKernel(cupy, self.index, kernel.kernel, kernel.local_size_bytes)
+
+    def begin_thread(self) -> None:
+        """Let a thread load kernels for this device, also while others capture graphs."""
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        _begin_thread(self.namespace, self.index)
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """Return the address of so many uninitialised bytes, and the object that keeps them; quicker than an array."""
@@ -149,6 +158,28 @@ class Device:
         """Return a number of the capture into a graph that a stream's work goes to; 0 if there is none."""
         # The legacy default stream is never captured.
         return _capture_of(stream) if stream != 0 and self._is_capturing(stream) else 0
+
+
+@contextmanager
+def _begin_compiler() -> Iterator[None]:
+    """Let the first compilation of a process be alone: two threads cannot load NVRTC's built-ins at once."""
+    if _first.is_done:
+        yield
+        return
+    with _first.lock:
+        yield
+        _first.is_done = True
+
+
+class _First:
+    """Whether NVRTC has compiled anything, and the lock under which it does so first."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_done = threading.Lock(), False
+
+
+_first = _First()
+forks.in_child(_first.__init__)  # type: ignore[misc]
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -247,10 +278,24 @@ def get(
 
         device = _device(cupy.cuda.runtime.getDevice())
     text = Text(paths, function, constants, generated or {})
+    return _kernels.get(text.key(device)) or _load_once(text, device, smem_bytes)
+
+
+def _load_once(text: Text, device: Device, smem_bytes: int) -> LoadedKernel:
+    """Load a kernel, or wait for the thread that is loading it."""
     key = text.key(device)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = text.load(device, smem_bytes)
+    ended = threading.Event()
+    other = _loading.setdefault(key, ended)
+    if other is not ended:
+        other.wait()
+        # Where the other thread has failed, this one meets the error itself.
+        return _kernels.get(key) or text.load(device, smem_bytes)
+    try:
+        with ahead.compiling():
+            kernel = _kernels[key] = text.load(device, smem_bytes)
+    finally:
+        _loading.pop(key, None)
+        ended.set()
     return kernel
 
 
@@ -271,7 +316,7 @@ def _find_spilled(text: Text, device: Device, smem_bytes: int, by_design: int, w
     source = text.source if key not in _kernels else ""
     if source and (noted := refusals.known(source, device.compiler)):
         return noted
-    local_bytes = get(text.paths, text.function, text.constants, device, smem_bytes, text.generated).local_bytes
+    local_bytes = (_kernels.get(key) or _load_once(text, device, smem_bytes)).local_bytes
     if local_bytes <= by_design:
         return 0
     refusals.note(source or text.source, refusals.Refusal(words, device.compiler, local_bytes))
@@ -280,3 +325,5 @@ def _find_spilled(text: Text, device: Device, smem_bytes: int, by_design: int, w
 
 _kernels: Kept[Any, LoadedKernel] = Kept()
 _spilled: Kept[Any, int] = Kept()
+_loading: dict[Any, threading.Event] = {}  # of kernels that a thread is loading
+forks.in_child(_loading.clear)

@@ -217,6 +217,11 @@ class Work:
             return None
         return tuple([(x.strides, x.shape) for x in tensors])
 
+    @property
+    def is_captured(self) -> bool:
+        """The work goes into a graph."""
+        return bool(self.device.capture(self._stream))
+
     def chosen(self, candidates: Iterable[K]) -> K:
         """Return the first kernel of a plan's candidates that spills no registers, as `choose` does."""
         (kernel,) = self.chosen_pass([(kernel,) for kernel in candidates])

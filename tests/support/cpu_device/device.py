@@ -305,6 +305,9 @@ class CpuDevice:
         self.tensor_map = lambda *description, once=False: tensor_map.encode(*description)
         self._check = check
 
+    def begin_thread(self) -> None:
+        """Do nothing, as all threads are alike."""
+
     def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
         """Compile ``source`` and return its entry: call it with grid, block, args and shared_mem."""
         if smem_bytes > self.smem_limit:
