@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.gpu import pages as gpu_pages
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
-from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
@@ -85,6 +86,24 @@ def paged_forward(work: Work) -> bool:
         return False
     of_arrays = _aligned_as(work, configs) if is_alike else configs
     work.run(work.chosen(Kernel("paged_forward_sm80", config) for config in of_arrays), work.arrays)
+    return True
+
+
+def fp8_forward(work: Work) -> bool:
+    """`forward` on e4m3 keys and values, which are read where they lie, in pages too; False where no kernel does.
+
+    With splits of one size dtypes, head dims and options alone choose the tile, as in `forward_alike`.
+    """
+    is_alike = work.problem.split_size is not None
+    is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
+    configs = sm80_fp8.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    if not configs:
+        return False
+    of_arrays = _aligned_as(work, configs) if is_alike else configs
+    if work.problem.pages is not None:
+        gpu_pages.with_first_keys(work)
+        of_arrays = [replace(config, entry=sm80_fp8.PAGED_ENTRY) for config in of_arrays]
+    work.run(work.chosen(Kernel(config.entry, config) for config in of_arrays), work.arrays)
     return True
 
 
