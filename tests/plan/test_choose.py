@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import gaussian_case
 from compiling import needs_compiler, source
+from cpu_device import device as cpu_device
 from cpu_device import hook
 from cpu_device.device import CpuDevice
-from devices import forget_launches
+from devices import Device, forget_launches
 from spilling import SAMPLES, Nothing, sample
 
 import cuflash
@@ -28,6 +30,8 @@ from cuflash.plan import portable as plan_portable
 from cuflash.rules.form import trace_rules
 from cuflash.tools import info
 
+needs_cpu_device = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
+HOST = Device("numpy", np)
 COMPILER = "sm_80, NVRTC 1.2, driver 3"
 
 
@@ -63,12 +67,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-def tiles(device: Spilling, dtype: str = "float16", **options: Any) -> dict[str, str]:
+def tiles(device: Spilling, dtype: str = "float16") -> dict[str, str]:
     """Return the tiles of both passes by kernel, in a new process."""
     forget()
     q = np.zeros((1, 300, 2, 64), dtype)
     with hook.kernels_on(device):
-        out, backward = cuflash.attention_vjp(q, q, q, **options)
+        out, backward = cuflash.attention_vjp(q, q, q)
         backward(out)
     return {x.kernel.entry: x.kernel.config.tile for x in launch._launches.values() if x.kernel.visits_tiles}
 
@@ -76,7 +80,7 @@ def tiles(device: Spilling, dtype: str = "float16", **options: Any) -> dict[str,
 CASES = {  # capability, dtype, elements of a tile that do not spill, and the kernels whose first tile has more
     "portable": ((7, 5), "float32", 64 * 64, {"forward", "backward_dq", "backward_dkv"}),
     "mma.sync": ((8, 0), "float16", 64 * 64, {"forward_sm80"}),
-    "parts by mma.sync": ((8, 0), "tf32", 64 * 64, {"parts_forward"}),
+    "parts by mma.sync": ((8, 0), "float32", 64 * 32, {"parts_forward"}),
     "wgmma": ((9, 0), "float16", 64 * 128, {"forward_sm90", "backward_sm90"}),
     "parts by wgmma": ((9, 0), "float32", 64 * 64, {"split_forward", "split_dq", "split_dkv"}),
 }
@@ -85,24 +89,46 @@ CASES = {  # capability, dtype, elements of a tile that do not spill, and the ke
 @pytest.mark.parametrize("name", CASES)
 def test_the_next_candidate_runs_and_is_remembered(name: str, folder: Path) -> None:
     capability, dtype, most, expected = CASES[name]
-    options = {"precision": "tf32"} if dtype == "tf32" else {}
-    dtype = "float32" if dtype == "tf32" else dtype
-    without, first = tiles(Spilling(capability, 1 << 20), dtype, **options), Spilling(capability, most)
+    without, first = tiles(Spilling(capability, 1 << 20), dtype), Spilling(capability, most)
     assert not folder.exists()
-    chosen = tiles(first, dtype, **options)
+    chosen = tiles(first, dtype)
     assert {entry for entry in chosen if chosen[entry] != without[entry]} == expected
     assert all(m * n <= most for m, n in (map(int, tile.split("x")[:2]) for tile in chosen.values()))
     assert max(first.loaded) > most
     # A later process takes the same kernels, and compiles none of those that were refused.
     later = Spilling(capability, most)
-    assert tiles(later, dtype, **options) == chosen
+    assert tiles(later, dtype) == chosen
     assert 0 < max(later.loaded) <= most
     # Another compiler is asked anew.
     other = Spilling(capability, 1 << 20, "another")
-    assert tiles(other, dtype, **options) == without
+    assert tiles(other, dtype) == without
     found = list(refusals.every())
     assert {refusal.kernel.split()[0] for refusal in found} == expected
     assert all(refusal.compiler == COMPILER and refusal.local_bytes > 0 for refusal in found)
+
+
+class Running(Spilling):
+    """The same GPU with kernels that run, on the CPU."""
+
+    def load(self, source: str, entry: str, smem_bytes: int, options: Sequence[str] = ()) -> Any:
+        kernel = CpuDevice.load(self, source, entry, smem_bytes, options)
+        kernel.local_bytes = super().load(source, entry, smem_bytes, options).local_bytes
+        return kernel
+
+
+@needs_cpu_device
+@pytest.mark.parametrize("name", CASES)
+def test_later_candidates_compute_the_same(name: str) -> None:
+    capability, dtype, most, expected = CASES[name]
+    options = {"precision": "tf32"} if dtype == "tf32" else {}
+    case = gaussian_case(
+        0, "float32" if dtype == "tf32" else dtype, (150, 200), (4, 2), (64, 64), 1, causal=True, **options
+    )
+    with hook.kernels_on(Running(capability, most)):
+        out, lse = case.on(HOST).forward()
+        case.assert_forward(out, lse)
+        case.assert_gradients(case.on(HOST).backward(out, lse))
+    assert {refusal.kernel.split()[0] for refusal in refusals.every()} == expected
 
 
 def test_where_all_spill_the_least_is_taken() -> None:
