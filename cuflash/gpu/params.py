@@ -199,8 +199,9 @@ PARAMS = Struct(
         _integer("num_query_tiles", "the tiles of queries, where num_tiles counts tiles of keys"),
         _integer(
             "splits",
-            "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
+            "how many thread blocks share the loop behind one tile of dbias, or of queries, or of keys",
         ),
+        _integer("head_splits", "into how many of these the query heads of a group are dealt"),
         _integer(
             "num_grouped_heads",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
