@@ -243,6 +243,10 @@ class Work:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
+        self.enqueue(launch, arrays)
+
+    def enqueue(self, launch: BoundLaunch, arrays: Arrays) -> None:
+        """Enqueue a launch on its arrays, in the order of its pointers, and record it."""
         launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 
@@ -257,8 +261,7 @@ class Work:
             describe_operands(params[0], self.problem, self._of_rules, rules)
             places = {name: struct.offset(name) // 8 for name in self._of_rules}
             for launch, arrays in stores(self.device, params, places, self._of_rules, target):
-                launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], None, self._stream)
-                self.recording.add(launch, arrays)
+                self.enqueue(launch, arrays)
         return self._described
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
