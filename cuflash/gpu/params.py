@@ -201,6 +201,7 @@ PARAMS = Struct(
             "splits",
             "how many thread blocks share the loop behind one tile of dbias, or the keys of one tile of queries",
         ),
+        _integer("split_tiles", "tiles of keys that follow each other in splits of one size; 0 with even shares"),
         _integer(
             "num_grouped_heads",
             "the last heads, whose longest tiles come first (sm90/pipeline.cuh)",
