@@ -119,7 +119,8 @@ def assert_right(kind: str, seqlen_q: int, seqlen_k: int, name: str, splits: dic
     expected = exact("numpy" if kind in WIDE else "sm_80", queries, numbers, **options)
     if "block_mask" in options:
         options["block_mask"] = cuflash.BlockMask.from_dense(options["block_mask"])
-    out, lse = cuflash.attention(*arrays, **scales, **options, **splits, return_lse=True)
+    given: dict[str, Any] = scales | options | splits
+    out, lse = cuflash.attention(*arrays, **given, return_lse=True)
     assert_near(out, expected)
     np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
 
@@ -167,7 +168,7 @@ def test_pages_take_splits(kind: str, splits: dict[str, int], packed: bool) -> N
             q.reshape(-1, HEADS, DIM), pools["k"], pools["v"], edges, None, **of_queries, **given
         ).reshape(*q.shape[:3], -1)
     else:
-        out = cuflash.attention(q, pools["k"], pools["v"], **of_queries, **given)
+        out = cuflash.attention(q, pools["k"], pools["v"], **(of_queries | given))
     assert_near(out, expected)
     if splits and not (packed and "split_size" in splits):
         assert merged()
