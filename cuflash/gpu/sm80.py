@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays, num_key_splits
 from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
-from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
+from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
 
@@ -22,6 +22,8 @@ from cuflash.problem.attention_problem import AttentionProblem
 @dataclass(frozen=True)
 class _Gradient(Kernel):
     """A kernel of the backward pass on 16 bits: the main one, or the one before or behind it."""
+
+    config: Sm80BackwardConfig
 
     @property
     def visits_tiles(self) -> bool:
@@ -33,6 +35,13 @@ class _Gradient(Kernel):
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """Return the number of query tiles, by which sums of dq are laid out."""
         return {"num_query_tiles": num_tiles(problem, problem.seqlen_q, self.config.block_m)}
+
+
+@dataclass(frozen=True)
+class _Bias(gpu_portable.Bias):
+    """The kernel for the gradient of a bias."""
+
+    config: Sm80QueryConfig
 
 
 def _place(work: Work, *names: str) -> tuple[AttentionProblem, bool, Capability, int]:
@@ -64,30 +73,33 @@ class Forward(Kernel):
         return {"split_tiles": sm80_splits.split_tiles(problem, self.config)}
 
 
-Plan = Callable[..., Sm80QueryConfig | None]
+Plan = Callable[..., Sequence[Sm80QueryConfig]]
 
 
 def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = "") -> bool:
-    """Write out and lse by the first kernel that one of `plans` has; False where none has one.
+    """Write out and lse by a kernel of the first of `plans` that has any; False where none has.
 
-    Its thread blocks have splits of the keys, if that is faster, and query heads are rows where they may be. Where a
-    row's bits are to be alike in every batch, dtypes, head dims and options alone choose the kernel.
+    It is the first candidate that spills no registers. Its thread blocks have splits of the keys, if that is faster,
+    and query heads are rows where they may be. Where a row's bits are to be alike in every batch, dtypes, head dims and
+    options alone choose the kernel.
     """
     problem, device = work.problem, work.device
     are_rows = sm80_splits.heads_are_rows(problem)
     own = sm80_splits.with_heads_as_rows(problem) if are_rows else problem
     is_aligned = work.is_aligned(("q", "k", "v"))
     place = own, is_alike or is_aligned, device.capability, device.smem_limit
-    config = next(filter(None, (plan(*place) for plan in plans)), None)
-    if config is None:
+    configs = next(filter(None, (plan(*place) for plan in plans)), ())
+    if not configs:
         return False
     if not is_aligned:
-        # The same tile is filled element by element.
-        config = replace(config, aligned=False, has_bias_tiles=False)
-    arrays = gpu_split.split(work, config)
-    config, num_splits = sm80_splits.with_splits(own, config, device.num_sms)
+        # The same tiles are filled element by element.
+        configs = [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
+    split = [sm80_splits.with_splits(own, config, device.num_sms)[0] for config in configs]
+    kernel = work.chosen(Forward(entry or config.entry, config, are_rows) for config in split)
+    arrays = gpu_split.split(work, kernel.config)
+    num_splits = sm80_splits.with_splits(own, kernel.config, device.num_sms)[1]
     partials = key_splits.partial_results(work, num_splits)
-    work.run(Forward(entry or config.entry, config, are_rows), arrays | partials)
+    work.run(kernel, arrays | partials)
     if partials:
         key_splits.merge(work, partials, sm80_splits.merges_by_rows(problem, num_splits))
     return True
@@ -133,10 +145,11 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     The result are the gradients that are left, or None where another family runs.
     """
     problem, arrays = work.problem, work.arrays
-    configs = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
-    if not configs:
+    passes = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
+    kernels = work.chosen_pass([tuple(_Gradient(MAIN, config) for config in each) for each in passes])
+    if not kernels:
         return None
-    first = configs[0]
+    first = kernels[0].config
     others = {name: x for name, x in grads.items() if name not in ("k", "v")}
     of_queries: Arrays = {}
     if "q" in grads and (first.deterministic or not problem.deterministic):
@@ -148,12 +161,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
         del others["q"]
     work.run(_Gradient(ROWS, sm80_backward.of_rows(first, ROWS)), with_dlse | of_queries)
     inputs = {name: x for name, x in arrays.items() if name != "out"}
-    for config in configs:
-        sums = of_queries if config.computes_dk else {}
-        computed = (("k", config.computes_dk), ("v", config.computes_dv))
+    for kernel in kernels:
+        sums = of_queries if kernel.config.computes_dk else {}
+        computed = (("k", kernel.config.computes_dk), ("v", kernel.config.computes_dv))
         of_keys = {f"d{name}": grads[name] for name, here in computed if here and name in grads}
         if of_keys or sums:
-            work.run(_Gradient(MAIN, config), inputs | sums | of_keys)
+            work.run(kernel, inputs | sums | of_keys)
     if of_queries:
         work.run(_Gradient(DQ, sm80_backward.of_rows(first, DQ)), inputs | of_queries | {"dq": grads["q"]})
     return others
@@ -163,11 +176,12 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     """Write dq and each row's share of the slopes' gradient where a family left them; return the other gradients."""
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
-    if (config := sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
+    configs = sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))
+    if not configs:
         return grads
     work.arrays |= gpu_portable.rows_of_slopes(work, grads)
     dq = {f"d{name}": x for name, x in grads.items() if name == "q"}
-    work.run(gpu_portable.Tiles(config.entry, config), work.arrays | dq)
+    work.run(work.chosen(gpu_portable.Tiles(config.entry, config) for config in configs), work.arrays | dq)
     return {name: x for name, x in grads.items() if name != "q"}
 
 
@@ -175,11 +189,12 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where a family left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    config = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
-    if config is None or not _pays(work, gradients=True):
+    configs = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
+    if not configs or not _pays(work, gradients=True):
         return grads
-    gpu_split.split(work, config)
-    gpu_portable.gradient_of_bias(work, grads["bias"], gpu_portable.Bias(config.entry, config), config.min_blocks)
+    kernel = work.chosen(_Bias(config.entry, config) for config in configs)
+    gpu_split.split(work, kernel.config)
+    gpu_portable.gradient_of_bias(work, grads["bias"], kernel, kernel.config.min_blocks)
     return {name: x for name, x in grads.items() if name != "bias"}
 
 
@@ -190,6 +205,6 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
     """
     if not _pays(work, gradients=True):
         return None
-    configs = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
-    kernels = [gpu_portable.Tiles(config.entry, config) for config in configs]
-    return gpu_split.run_passes(work, with_dlse, grads, kernels)
+    passes = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
+    candidates = [tuple(gpu_portable.Tiles(config.entry, config) for config in each) for each in passes]
+    return gpu_split.run_passes(work, with_dlse, grads, work.chosen_pass(candidates))

@@ -18,7 +18,7 @@ from cuflash.gpu.portable import WithoutTiles
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
-from cuflash.plan.sm90_query_splits import num_query_splits
+from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
 
 # Up to so many query tiles, the kernel before the gradients ends sooner if it runs on all multiprocessors alone.
@@ -77,7 +77,7 @@ def forward(work: Work) -> bool:
     partials = key_splits.partial_results(work, num_splits)
     if partials or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
-    work.run(Forward(config.entry, config), work.arrays | partials)
+    work.run(_first_forward(work, config), work.arrays | partials)
     if partials:
         key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))
     return True
@@ -97,8 +97,13 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     wide = sm90_forward.wide_config(work.problem, config)
     if wide is None:
         return False
-    work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
+    work.run(_first_forward(work, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
+
+
+def _first_forward(work: Work, config: Sm90ForwardConfig) -> Forward:
+    """Return the kernel of a configuration, or one with a smaller tile where that spills registers."""
+    return work.chosen(Forward(each.entry, each) for each in sm90_forward.candidates(work.problem, config))
 
 
 def _is_out_expressible(work: Work) -> bool:
@@ -117,7 +122,7 @@ class _OfQueries(WithoutTiles):
     """A kernel of the backward pass whose tiles are queries."""
 
     config: sm90_backward.Sm90BackwardConfig
-    splits: int = 1  # of the queries of a tile of keys
+    splits: QuerySplits = WHOLE_QUERIES
 
     @property
     def smem_bytes(self) -> int:
@@ -126,13 +131,13 @@ class _OfQueries(WithoutTiles):
 
     @property
     def begins_early(self) -> bool:
-        """The kernel begins early: dq of one head is written while other heads are under way."""
-        return self.config.ping_pong and self.entry != sm90_backward.ROWS
+        """The kernel begins early: its blocks are ready when the kernel before ends."""
+        return self.entry != sm90_backward.ROWS
 
     def numbers(self, problem: AttentionProblem) -> dict[str, int]:
         """The number of query tiles, by which sums of dq are laid out, and of splits of the queries."""
         tiles = num_tiles(problem, problem.seqlen_q, self.config.block_m)
-        return {"num_query_tiles": tiles, "splits": self.splits}
+        return {"num_query_tiles": tiles, "splits": self.splits.in_all, "head_splits": self.splits.of_heads}
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Gradients(_OfQueries):
     def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
         """Numbers of tiles: (of one head, in all, each split as one); those of a pair of thread blocks count as one."""
         tiles = num_tiles(problem, problem.seqlen_k, self.config.block_n * self.config.pair)
-        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits
+        return tiles, tiles * batch_heads(problem, problem.num_heads_kv) * self.splits.in_all
 
     def extra_arguments(
         self, problem: AttentionProblem, arrays: Arrays, device: cuda_device.Device, tiles: int
@@ -195,13 +200,20 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
         return None
-    config = sm90_backward.backward(
+    configs = sm90_backward.backward(
         problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
     )
-    if config is None:
+    if not configs:
         return None
     is_wide = any(grads[name].dtype.itemsize > HALF_BYTES for name in ("q", "k", "v") if name in grads)
-    config = replace(config, wide_results=is_wide, adds_results=adds)
+    results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
+    is_split = not is_wide and not adds and bool(results)
+    splits = splits_of(problem, configs[0], work.device.num_sms) if is_split else WHOLE_QUERIES
+    if splits.in_all > 1:
+        configs = tuple(map(sm90_backward.with_query_splits, configs))
+    of_results = [replace(config, wide_results=is_wide, adds_results=adds) for config in configs]
+    kernel = work.chosen(Gradients(config.entry, config, splits) for config in of_results)
+    config = kernel.config
     tiles = batch_heads(problem, problem.num_heads_q) * num_tiles(problem, problem.seqlen_q, config.block_m)
     rows = {name: work.empty((tiles, config.block_m), problem.accum_dtype) for name in ("row_lse", "row_delta")}
     if "q" in grads:
@@ -214,17 +226,15 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
         # Each lane of the warp that waits polls one thread block that prepares rows.
         rows["rows_ready"] = work.empty((WARP,), np.int32)
     work.run(BeforeGradients(sm90_backward.ROWS, config.of_rows), with_dlse | rows | dbias)
-    key_grads = results = {f"d{name}": grads[name] for name in ("k", "v") if name in grads}
-    splits = 1 if is_wide or adds or not results else num_query_splits(problem, config, work.device.num_sms)
-    if splits > 1:
-        config = sm90_backward.with_query_splits(config)
-        key_grads = query_splits.shares_of(work, results, splits)
-    work.run(Gradients(config.entry, config, splits), _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
+    key_grads = results
+    if splits.in_all > 1:
+        key_grads = query_splits.shares_of(work, results, splits.in_all)
+    work.run(kernel, _select(arrays, _MAIN_INPUTS) | rows | key_grads | dbias)
     if "q" in grads:
         sums = _select(rows, ("dq_sum", "dq_order"))
         work.run(Dq(sm90_backward.DQ, config.of_rows, splits), _select(arrays, _LENGTHS) | sums | {"dq": grads["q"]})
-    if splits > 1:
-        query_splits.add(work, key_grads, results, splits)
+    if splits.in_all > 1:
+        query_splits.add(work, key_grads, results, splits.in_all)
     done = ("q", "k", "v", "bias") if dbias else ("q", "k", "v")
     return {name: x for name, x in grads.items() if name not in done}
 

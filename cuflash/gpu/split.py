@@ -187,17 +187,19 @@ class Gradient(Kernel):
 
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
-    config = plan_split.forward(work.problem) if work.device.has_wgmma else None
-    if config is None:
+    configs = plan_split.forward(work.problem) if work.device.has_wgmma else ()
+    if not configs:
         return False
-    work.run(Forward(config.entry, config), split(work, config))
+    kernel = work.chosen(Forward(config.entry, config) for config in configs)
+    work.run(kernel, split(work, kernel.config))
     return True
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and the slopes' rows; return the gradients left, None where another family runs."""
-    configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
-    return run_passes(work, with_dlse, grads, [Gradient(config.entry, config) for config in configs])
+    passes = plan_split.backward(work.problem) if work.device.has_wgmma else ()
+    candidates = [tuple(Gradient(config.entry, config) for config in each) for each in passes]
+    return run_passes(work, with_dlse, grads, work.chosen_pass(candidates))
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
+from cuflash.rules.expression import in_order
 from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
 WIDEST = HEAD_DIM_CLASSES[-1]  # columns of a result that a kernel computes at once, at most
 COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
+# Sines and cosines of doubles share so many bytes of local memory, for the digits of pi that a large number needs.
+_REDUCED_BYTES = 40
 # Users read these words where a forward pass runs once for each half of v's columns.
 BY_HALVES = "; half of v's columns at a time"
 
@@ -62,6 +65,20 @@ class KernelConfig:
     def threads(self) -> int:
         """Threads of a thread block."""
         raise NotImplementedError
+
+    @property
+    def words(self) -> str:
+        """Entry, types, head dims, tile and options, for users."""
+        dims = "/".join(str(d) for d in (self.head_dim, self.head_dim_v) if d) or "any"
+        return f"{self.entry} {self.element} d{dims} {self.tile} {self.flags}"
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of local memory that a thread has by design; a kernel with more spills registers."""
+        if self.accum != CPP_TYPES["float64"] or self.rules == NO_RULES:
+            return 0
+        roots = [root for root in (self.rules.score, self.rules.visible) if root is not None]
+        return _REDUCED_BYTES if any(x.op in ("sin", "cos") for x in in_order(roots)) else 0
 
 
 FLAGS = tuple(f.name for f in fields(KernelConfig) if f.name.startswith("has_"))

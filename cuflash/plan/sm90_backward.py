@@ -266,34 +266,41 @@ def backward(
     bias: Layout | None = None,
     dbias: Layout | None = None,
     mask: Layout | None = None,
-) -> Sm90BackwardConfig | None:
-    """The Hopper kernels for a problem on arrays of these `layouts` (strides in bytes, shape), or None.
+) -> tuple[Sm90BackwardConfig, ...]:
+    """The candidates for the Hopper kernels on arrays of these `layouts` (strides in bytes, shape), the fastest first.
 
     Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes.
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
-        return None
+        return ()
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
-    config = _config(problem, in_tiles, in_vectors)
-    if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(options_of(problem)) > 1:
-        return None  # slower than mma.sync
-    writes = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
+    configs = _configs(problem, in_tiles, in_vectors)
+    first = configs[0]
+    if first.has_mask and not first.has_mask_vectors and first.head_dim <= 128 and len(options_of(problem)) > 1:
+        return ()  # slower than mma.sync
+    writes = _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
     writes = writes and not problem.block_mask and not problem.softcap  # softcap changes ds
-    return replace(config, writes_dbias=True) if writes else config
+    return tuple(replace(c, writes_dbias=writes and c.has_bias_tiles and c.entry == NARROW) for c in configs)
 
 
-def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardConfig:
+def _configs(
+    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False
+) -> tuple[Sm90BackwardConfig, ...]:
     row = row_for(problem, bias_tiles, mask_vectors)
     assert row is not None
-    return backward_config(
-        row,
-        problem.dtype,
-        problem.bias_dtype,
-        flags_of(problem),
-        bool(problem.deterministic),
-        bias_tiles and row in WITH_BIAS_TILES,
-        mask_vectors,
+    rows = dict.fromkeys((row, *(other for other in WITH_OPTIONS if other.holds(problem))))
+    return tuple(
+        backward_config(
+            each,
+            problem.dtype,
+            problem.bias_dtype,
+            flags_of(problem),
+            bool(problem.deterministic),
+            bias_tiles and each in WITH_BIAS_TILES,
+            mask_vectors,
+        )
+        for each in rows
     )
 
 
@@ -308,7 +315,7 @@ def reason(problem: AttentionProblem) -> str:
     """A sentence for users: the kernels that a backward pass takes on Hopper, and why."""
     if obstacle(problem):
         return f"{sm90_forward.OTHER_GPUS}: {obstacle(problem)}"
-    config = _config(problem)
+    config = _configs(problem)[0]
     return (
         f"wgmma and TMA, tiles of {config.tile}, {config.smem_bytes} bytes of shared memory: {config.flags}; "
         f"{sm90_forward.OTHER_GPUS} where an address or a stride of an input is no multiple of 16 bytes"
@@ -329,8 +336,9 @@ def _of_scores() -> Iterator[tuple[Sm90BackwardConfig, str]]:
         for flags, deterministic in product(((), ("has_window",)), (False, True)):
             yield backward_config(row, dtype, None, flags, deterministic), dtype
     for row, dtype in product(BACKWARD, DTYPES):
-        for flags, deterministic in (((), False), (("has_window",), True), (("has_window", "has_dropout"), False)):
-            yield with_query_splits(backward_config(row, dtype, None, flags, deterministic)), dtype
+        for flags in ((), ("has_dropout",), ("has_window", "has_dropout")):
+            yield with_query_splits(backward_config(row, dtype, None, flags)), dtype
+        yield with_query_splits(backward_config(row, dtype, None, ("has_window",), deterministic=True)), dtype
     for row, dtype in product(BACKWARD, DTYPES):
         for flags in (("has_window", "has_alibi"), ("has_dropout",), ("has_window", "has_dropout")):
             yield backward_config(row, dtype, None, flags), dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from cuflash.hardware import (
     ALIGNMENT,
@@ -23,6 +24,7 @@ from cuflash.hardware import (
 )
 from cuflash.kept import kept
 from cuflash.plan.config import (
+    FLAGS,
     KNOWN_TO_ALL,
     KernelConfig,
     common,
@@ -249,6 +251,29 @@ def config_of(
         smem_bytes=teams * smem_bytes,
         **common(Sm90ForwardConfig, dtype, bias_dtype, flags, row, tile),
     )
+
+
+@kept
+def candidates(problem: AttentionProblem, config: Sm90ForwardConfig) -> tuple[Sm90ForwardConfig, ...]:
+    """Return a problem's configuration, and behind it those of smaller tiles, which take fewer registers."""
+    row, flags = row_of(problem), tuple(flag for flag in FLAGS if getattr(config, flag))
+    of_inputs = config.plain_scores, config.has_bias_tiles, config.has_mask_tiles
+    smaller = [
+        config_of(
+            *(row, tile, problem.dtype, problem.bias_dtype, flags, *of_inputs),
+            splits_keys=config.splits_keys,
+            packs_heads=config.packs_heads,
+            has_pages=config.has_pages,
+        )
+        for tile in row.tiles
+        if tile.block_m * tile.block_n < config.block_m * config.block_n
+        and not tile.alone
+        and not (config.packs_heads and tile.block_m < problem.group_size)
+    ]
+    exact: dict[str, Any] = {"follows_every_maximum": True, "early_powers": 0} if config.follows_every_maximum else {}
+    panels = [min(c.staging_panels, config.staging_panels) for c in smaller]
+    tails = [replace(c, pair=1, staging_panels=n, **exact) for c, n in zip(smaller, panels, strict=True)]
+    return config, *sorted(dict.fromkeys(tails), key=lambda c: -c.block_m * c.block_n)
 
 
 def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig | None:

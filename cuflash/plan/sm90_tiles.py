@@ -58,6 +58,11 @@ class Sm90Row:
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
 
+    @property
+    def tiles(self) -> tuple[Sm90Tile, ...]:
+        """All tiles of the row."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Sm90Tile))
+
     def with_spare_registers(self, tile: Sm90Tile) -> Sm90Tile:
         """The tile that takes the place of this one with pages, and where a tile has the rows of several heads."""
         fills_registers = tile.query_steps_in_registers or tile.block_m > MOST_PLAIN_ROWS

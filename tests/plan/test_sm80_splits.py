@@ -17,10 +17,8 @@ NUM_SMS = 132
 
 
 def config_of(problem: AttentionProblem) -> sm80_forward.Sm80QueryConfig:
-    family = sm80_fp8 if problem.has_fp8_keys else sm80_forward
-    config = family.forward(problem, True, (9, 0), smem_limit("sm_90"))
-    assert config is not None
-    return config
+    family = sm80_fp8.forward if problem.has_fp8_keys else sm80_forward.forward
+    return family(problem, True, (9, 0), smem_limit("sm_90"))[0]
 
 
 def drawn(rng: random.Random) -> AttentionProblem:
