@@ -180,12 +180,12 @@ def test_hidden_keys_leak_nothing(kind: str, seed: int) -> None:
     """Keys beyond a length, and those that a mask hides from all, may hold anything."""
     (q, k, v), scales, _ = drawn(kind, 1, 300)
     hidden = np.random.default_rng(seed).random(300) < 0.7
-    options: dict[str, Any] = {"mask": ~hidden, "kv_lengths": np.array([280, 130], np.int32), "num_splits": 3}
-    clean = cuflash.attention(q, k, v, **scales, **options)
+    options = scales | {"mask": ~hidden, "kv_lengths": np.array([280, 130], np.int32), "num_splits": 3}
+    clean = cuflash.attention(q, k, v, **options)
     spoiled = [x.copy() for x in (k, v)]
     for x in spoiled:
         x[:, hidden] = 0x7F if kind == CODES else np.nan
         x[0, 280:] = x[1, 130:] = 0x7F if kind == CODES else np.inf
-    out = cuflash.attention(q, *spoiled, **scales, **options)
+    out = cuflash.attention(q, *spoiled, **options)
     assert out.tobytes() == clean.tobytes()
     assert merged()
