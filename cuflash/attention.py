@@ -125,7 +125,8 @@ def attention(
         required: entries beyond the keys in use are never read, used ones are clamped to the pool. seqlen_k is
         ``max_pages * page_size`` for bias, mask and block_mask; the gradients of k and v have the pools' shapes.
     num_splits : int, optional
-        The number of splits of the keys where a kernel splits them (Hopper's on 16 bits); no effect elsewhere.
+        The number of splits of the keys where a kernel splits them (by tensor cores, but for float32 on Hopper); no
+        effect elsewhere.
     split_size : int, optional
         Keys of a split: then a row's bits depend neither on the batch and its order nor on the block table's width or
         other sequences' lengths. Not with `num_splits`. Gradients ignore both.

@@ -278,6 +278,8 @@ struct Units {
   static constexpr float TOP = QUERY_CODES ? 256 : 16384;
   float unit[2] = {LEAST, LEAST};
 
+  DEVICE float at(int r) const { return unit[r]; }
+
   // scale_to_units() multiplies weights by scales, and puts them into units; it returns whether rows of the sum are to
   // be multiplied by rescale.
   template <int N>

@@ -23,6 +23,60 @@ constexpr bool DECODES = KeyTile::DECODES;
 constexpr int BUFFERS = DECODES ? 1 : STAGES;
 DEVICE u32 next_buffer(u32 stage) { return BUFFERS == 2 ? stage ^ 1 : 0; }
 
+// Where tiles of queries alone would leave some of the GPU idle, their keys are split (split-KV, as in Flash-Decoding):
+// neighbouring thread blocks have the splits of one tile. Each split is an attention of its own, and around/reduce.cu
+// merges them.
+DEVICE u32 num_splits_of(const AttentionParams& p) { return SPLITS_KEYS ? p.splits : 1; }
+DEVICE int own_split(const AttentionParams& p) { return SPLITS_KEYS ? blockIdx.x % p.splits : 0; }
+
+// OwnBlocks iterates over the tiles of keys of a split: an even share of those that the tile of queries sees or, with
+// splits of one size, every group of p.split_tiles tiles whose number, modulo the number of splits, is the split's.
+// Then the share that a key falls into depends on its place alone, and partial results do not grow with the keys.
+struct OwnBlocks : Blocks {
+  const AttentionParams& p;
+
+  DEVICE OwnBlocks(const AttentionParams& p, const Work& work)
+      : Blocks(blocks_of_keys(p, work.sequence, work.head, work.tile, BLOCK_M, LISTED_N)), p(p) {
+    if (has_one_size()) {
+      skip();
+    } else if constexpr (SPLITS_KEYS) {
+      take_share();
+    }
+  }
+  DEVICE int count() const {
+    if (has_one_size()) return ceil_div(Blocks::count(), p.splits);
+    return Blocks::count();
+  }
+  DEVICE void advance() {
+    Blocks::advance();
+    if (has_one_size()) skip();
+  }
+
+ private:
+  // has_one_size() tells whether splits have one size; with the list of a block mask they have even shares.
+  DEVICE bool has_one_size() const { return SPLITS_KEYS && !HAS_BLOCK_MASK && p.split_tiles > 0; }
+  // skip() goes to the next tile of the split, from a tile that may be another's.
+  DEVICE void skip() {
+    const int group = block / p.split_tiles, ahead = (own_split(p) + p.splits - group % p.splits) % p.splits;
+    if (ahead > 0) block = (group + ahead) * p.split_tiles;
+  }
+  // take_share() leaves an even share of the tiles; where a step takes two of them, a share begins with a step.
+  DEVICE void take_share() {
+    const int number = larger(Blocks::count(), 0), split = own_split(p);
+    const int begin = static_cast<int>(static_cast<i64>(number) * split / p.splits) / LISTED * LISTED;
+    const int last = static_cast<int>(static_cast<i64>(number) * (split + 1) / p.splits);
+    const int share_end = split + 1 == p.splits ? number : last / LISTED * LISTED;
+    if constexpr (HAS_BLOCK_MASK) {
+      list += begin;
+      left = share_end - begin;
+      take();
+    } else {
+      end = block + share_end;
+      block += begin;
+    }
+  }
+};
+
 struct SharedStorage {
   alignas(128) unsigned char q[QueryTile::BYTES];            // (BLOCK_M, HEAD_DIM)
   alignas(128) unsigned char k[BUFFERS * KeyTile::BYTES];    // (BUFFERS, BLOCK_N, HEAD_DIM)
@@ -115,7 +169,7 @@ DEVICE void decode(const T& tile) {
 
 // load_two() loads the two listed tiles of a step, and neighbouring ones as one.
 template <class T>
-DEVICE void load_two(const T& both, const KeyRows& rows, Blocks blocks, int begin = 0) {
+DEVICE void load_two(const T& both, const KeyRows& rows, OwnBlocks blocks, int begin = 0) {
   using One = SharedTile<LISTED_N, T::PER_ROW * VECTOR, true>;
   const int first = blocks.block;
   blocks.advance();
@@ -140,7 +194,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
                          Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2], FragmentSoftmax (&softmax)[FRAGMENTS],
                          Units (&units)[FRAGMENTS]) {
   // Every thread finds the work itself, so that the first copies start at once.
-  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW);
+  const Work work = work_of<false>(p, BLOCK_M, p.num_heads_q, HAS_WINDOW, blockIdx.x / num_splits_of(p));
   const int head = work.head, tile_row = work.tile * BLOCK_M;
   if (tile_row >= work.sequence.rows_q) return false;
   const int warp = threadIdx.x / WARP, key_warp = warp % KEY_WARPS, own_key = key_warp * WARP_KEYS;
@@ -153,7 +207,7 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   // Keys before first_seen are hidden from all queries, and may hold anything.
   const int first_seen = Mask(p, work.sequence, head).columns(0).begin;
 
-  Blocks blocks = blocks_of_keys(p, work.sequence, head, work.tile, BLOCK_M, LISTED_N);
+  OwnBlocks blocks(p, work);
   {
     const Sequence& s = work.sequence;
     const int head_kv = head / group_size(p);
@@ -366,7 +420,34 @@ DEVICE bool compute_tile(const AttentionParams& p, SharedStorage& shared, bool r
   return true;
 }
 
-// forward_sm80 computes a tile of queries of one head: the grid has a block for each tile of each batch_head.
+// write_split() writes a warp's results of a split of the keys from a row and a column on.
+DEVICE void write_split(const AttentionParams& p, const Sequence& s, int head, int first_row, int first_column,
+                        const Units (&units)[FRAGMENTS], const Accum (&out)[FRAGMENTS][WARP_COLUMNS / 2]) {
+  const i64 at = batch_of(p, s) * p.splits + own_split(p);
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; f++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int i = first_row + 16 * f + fragment_row() + 8 * r;
+      if (i >= s.rows_q) continue;
+      const Accum unit = units[f].at(r);
+      Accum* target = p.out_splits.at(at, s.row_q + i, head);
+#pragma unroll
+      for (int e = 2 * r; e < WARP_COLUMNS / 2; e += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int column = first_column + column_of(e + side);
+          const Accum x = out[f][e + side];
+          // What is 0 stays so: the unit of a row that saw nothing may be anything.
+          if (column < p.head_dim_v) target[column] = i >= s.len_q || x == 0 ? 0 : times_last(x, unit);
+        }
+      }
+    }
+  }
+}
+
+// forward_sm80 computes a tile of queries of one head, or a split of its keys: the grid has a block for each split of
+// each tile of each batch_head.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     forward_sm80(const __grid_constant__ AttentionParams p) {
   VIEW_SHARED_STORAGE(shared);
@@ -392,7 +473,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
   const int first_row = shared.work.tile * BLOCK_M + warp_row;
   const auto own_queries = QueryTile{ptx::shared_address(shared.q)}.from_row(warp_row);
   const i64 batch = batch_of(p, s);
-  const Accum sink = p.sink == nullptr ? -infinity() : p.sink[shared.work.head];
+  const Accum sink = p.sink == nullptr || own_split(p) > 0 ? -infinity() : p.sink[shared.work.head];
+  const Tensor<Accum>& lses = SPLITS_KEYS ? p.lse_splits : p.lse;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     Accum inverse[2], lse[2];
@@ -403,11 +485,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     if (lane() % 4 < 2 && key_warp == 0) {
       const int i = row + 8 * (lane() % 4);
       const Accum own = lane() % 4 == 0 ? lse[0] : lse[1];
-      if (i < s.rows_q) *p.lse.at(batch, s.row_q + i, shared.work.head) = i < s.len_q ? own : -infinity();
+      if (i < s.rows_q)
+        *lses.at(batch * num_splits_of(p) + own_split(p), s.row_q + i, shared.work.head) =
+            i < s.len_q ? own : -infinity();
     }
     rescale_rows(out[f], inverse);
   }
-  const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
-  write_results(units, own_queries, key_warp * WARP_COLUMNS, results.at(batch, s.row_q, shared.work.head),
-                results.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+  if constexpr (SPLITS_KEYS) {
+    write_split(p, s, shared.work.head, first_row, key_warp * WARP_COLUMNS, units, out);
+  } else {
+    const auto& results = reinterpret_cast<const Tensor<Result>&>(p.out);
+    write_results(units, own_queries, key_warp * WARP_COLUMNS, results.at(batch, s.row_q, shared.work.head),
+                  results.row_stride, first_row, s.len_q, s.rows_q, p.head_dim_v, out);
+  }
 }

@@ -405,6 +405,8 @@ struct Units {
   }
   DEVICE Accum at(int) const { return 1; }
 };
+// column_of() is where element e of a result stands.
+DEVICE int column_of(int e) { return fragment_column() + column_offset(e); }
 
 }  // namespace direct
 

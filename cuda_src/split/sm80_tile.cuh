@@ -126,6 +126,9 @@ struct Units {
   DEVICE float at(int r) const { return ptx::multiply(unit[r], 1 / (WEIGHT_TOP * TOP)); }
 };
 
+// column_of() is where element e of a result stands.
+DEVICE int column_of(int e) { return fragment_column() + column_offset(e); }
+
 // multiply_scores() computes x += a b^T: FRAGMENTS * 16 rows of a, all of b. Products of parts that float32 (TF32)
 // would not keep are left out.
 template <int A_ROWS, int COLUMNS, int ROWS, int FRAGMENTS, int N>

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from cuflash.gpu import heads_as_rows, key_splits
 from cuflash.gpu import pages as gpu_pages
 from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
-from cuflash.gpu.params import Arrays
-from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_wide
+from cuflash.gpu.params import Arrays, num_key_splits
+from cuflash.plan import sm80_backward, sm80_forward, sm80_fp8, sm80_kinds, sm80_splits, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS, Sm80BackwardConfig
 from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
 from cuflash.problem.attention_problem import AttentionProblem
@@ -52,41 +52,80 @@ def _pays(work: Work, gradients: bool) -> bool:
     return sm80_kinds.pays(work.problem, work.device.name, gradients)
 
 
-def forward(work: Work) -> bool:
-    """Write out and lse; False where another family runs."""
-    place = _place(work, "q", "k", "v")
-    return _run_forward(work, sm80_forward.forward(*place) or sm80_wide.forward(*place))
+@dataclass(frozen=True)
+class Forward(Kernel):
+    """A forward kernel, whose thread blocks have a tile of queries with its keys or a split of them."""
+
+    config: Sm80QueryConfig
+    heads_are_rows: bool = False  # the query heads of a KV head are rows of its tiles
+
+    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
+        """Return the problem and the arrays, in which heads may be rows."""
+        return heads_as_rows.seen(problem, arrays) if self.heads_are_rows else (problem, arrays)
+
+    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
+        """Return the numbers of tiles: (of one head, in all); each split of the keys has its own."""
+        tiles, total = super().grid(problem, arrays)
+        return tiles, total * num_key_splits(problem, arrays)
+
+    def numbers(self, problem: AttentionProblem) -> dict[str, int]:
+        """Return the tiles of keys that splits of one size have in a row."""
+        return {"split_tiles": sm80_splits.split_tiles(problem, self.config)}
 
 
-def _run_forward(work: Work, configs: Sequence[Sm80QueryConfig]) -> bool:
-    """Write out and lse by the first of these that spills no registers; False where another family runs."""
-    if not configs or not _pays(work, gradients=False):
+Plan = Callable[..., Sequence[Sm80QueryConfig]]
+
+
+def _run_forward(work: Work, *plans: Plan, is_alike: bool = False, entry: str = "") -> bool:
+    """Write out and lse by a kernel of the first of `plans` that has any; False where none has.
+
+    It is the first candidate that spills no registers. Its thread blocks have splits of the keys, if that is faster,
+    and query heads are rows where they may be. Where a row's bits are to be alike in every batch, dtypes, head dims and
+    options alone choose the kernel.
+    """
+    problem, device = work.problem, work.device
+    are_rows = sm80_splits.heads_are_rows(problem)
+    own = sm80_splits.with_heads_as_rows(problem) if are_rows else problem
+    is_aligned = work.is_aligned(("q", "k", "v"))
+    place = own, is_alike or is_aligned, device.capability, device.smem_limit
+    configs = next(filter(None, (plan(*place) for plan in plans)), ())
+    if not configs:
         return False
-    kernel = work.chosen(Kernel(config.entry, config) for config in configs)
-    work.run(kernel, gpu_split.split(work, kernel.config))
+    if not is_aligned:
+        # The same tiles are filled element by element.
+        configs = [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
+    split = [sm80_splits.with_splits(own, config, device.num_sms)[0] for config in configs]
+    kernel = work.chosen(Forward(entry or config.entry, config, are_rows) for config in split)
+    arrays = gpu_split.split(work, kernel.config)
+    num_splits = sm80_splits.with_splits(own, kernel.config, device.num_sms)[1]
+    partials = key_splits.partial_results(work, num_splits)
+    work.run(kernel, arrays | partials)
+    if partials:
+        key_splits.merge(work, partials, sm80_splits.merges_by_rows(problem, num_splits))
     return True
+
+
+def forward(work: Work, is_alike: bool = False) -> bool:
+    """Write out and lse; False where another family runs."""
+    if not _pays(work, gradients=False):
+        return False
+    return _run_forward(work, sm80_forward.forward, sm80_wide.forward, is_alike=is_alike)
 
 
 def forward_alike(work: Work) -> bool:
     """Do as `forward` by a kernel and a tile that dtypes, head dims and options alone choose; False without one.
 
-    A row's bits do not depend on other sequences, because a thread block has queries of one head and loops over all of
-    its keys in tiles that begin at multiples of the tile's keys.
+    A row's bits do not depend on other sequences, because thread blocks have queries of one head and loop over keys in
+    tiles that begin at multiples of the tile's keys. The number of splits follows from heads and padded queries, and a
+    key's split from its place.
     """
-    place = work.problem, True, work.device.capability, work.device.smem_limit
-    return _run_forward(work, _aligned_as(work, sm80_forward.forward(*place) or sm80_wide.forward(*place)))
+    return forward(work, is_alike=True)
 
 
 def paged_forward(work: Work) -> bool:
     """Do as `forward` on 16 bits, but read pages in place; splits of one size take the tile of `forward_alike`."""
     is_alike = work.problem.split_size is not None
-    is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
-    configs = sm80_forward.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
-    if not configs:
-        return False
-    of_arrays = _aligned_as(work, configs) if is_alike else configs
-    work.run(work.chosen(Kernel("paged_forward_sm80", config) for config in of_arrays), work.arrays)
-    return True
+    return _run_forward(work, sm80_forward.forward, is_alike=is_alike, entry="paged_forward_sm80")
 
 
 def fp8_forward(work: Work) -> bool:
@@ -94,24 +133,10 @@ def fp8_forward(work: Work) -> bool:
 
     With splits of one size dtypes, head dims and options alone choose the tile, as in `forward_alike`.
     """
-    is_alike = work.problem.split_size is not None
-    is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
-    configs = sm80_fp8.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
-    if not configs:
-        return False
-    of_arrays = _aligned_as(work, configs) if is_alike else configs
-    if work.problem.pages is not None:
+    if work.problem.pages is not None and sm80_fp8.takes(work.problem, work.device.capability):
         gpu_pages.with_first_keys(work)
-        of_arrays = [replace(config, entry=sm80_fp8.PAGED_ENTRY) for config in of_arrays]
-    work.run(work.chosen(Kernel(config.entry, config) for config in of_arrays), work.arrays)
-    return True
-
-
-def _aligned_as(work: Work, configs: Sequence[Any]) -> Sequence[Any]:
-    """Return the same tiles, which are filled element by element where arrays are not aligned."""
-    if work.is_aligned(("q", "k", "v")):
-        return configs
-    return [replace(config, aligned=False, has_bias_tiles=False) for config in configs]
+    entry = "" if work.problem.pages is None else sm80_fp8.PAGED_ENTRY
+    return _run_forward(work, sm80_fp8.forward, is_alike=work.problem.split_size is not None, entry=entry)
 
 
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:

@@ -9,15 +9,14 @@ import numpy as np
 
 from cuflash import hardware
 from cuflash.cuda import device as cuda_device
-from cuflash.gpu import query_splits
+from cuflash.gpu import key_splits, query_splits
 from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.pages import check_rows
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Box, Persistent
-from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
+from cuflash.gpu.portable import WithoutTiles
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
-from cuflash.plan.portable import types_of
 from cuflash.plan.sm90_forward import Layout, Sm90ForwardConfig
 from cuflash.plan.sm90_query_splits import WHOLE_QUERIES, QuerySplits, splits_of
 from cuflash.problem.attention_problem import Array, AttentionProblem
@@ -64,24 +63,6 @@ class Forward(Kernel):
         return Persistent(problem, boxes, arrays, device, tiles, config.pair)
 
 
-@dataclass(frozen=True)
-class Merge(Sum):
-    """The kernel that merges partial results over splits of the keys: a row has a thread block, or a warp."""
-
-    def grid(self, problem: AttentionProblem, arrays: Arrays) -> tuple[int, int]:
-        """(blocks of one head, blocks in all)."""
-        rows = SUM_ROWS if self.entry == "merge_rows" else 1
-        blocks = math.ceil(problem.seqlen_q / rows)
-        return blocks, blocks * batch_heads(problem, problem.num_heads_q)
-
-    def seen(self, problem: AttentionProblem, arrays: Arrays) -> tuple[AttentionProblem, Arrays]:
-        """Packed sequences as one, as each row is merged by itself; where keys lie does not matter any more."""
-        if not problem.packed:
-            return replace(problem, pages=None), arrays
-        whole = {name: x if name.endswith("_splits") else x[None] for name, x in arrays.items()}
-        return replace(problem, packed=False, batch=1, pages=None), whole
-
-
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
@@ -93,13 +74,12 @@ def forward(work: Work) -> bool:
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
         return _wide_forward(work, config)
-    partials = _partial_results(work, num_splits)
+    partials = key_splits.partial_results(work, num_splits)
     if partials or not _is_out_expressible(work):
         config = replace(config, splits_keys=bool(partials), staging_panels=0, pair=1)
     work.run(_first_forward(work, config), work.arrays | partials)
     if partials:
-        entry = "merge_rows" if sm90_grid.merges_by_rows(work.problem, num_splits) else "merge_splits"
-        work.run(Merge(entry, types_of(work.problem)), _select(work.arrays, ("out", "lse")) | partials)
+        key_splits.merge(work, partials, sm90_grid.merges_by_rows(work.problem, num_splits))
     return True
 
 
@@ -135,18 +115,6 @@ def _is_out_expressible(work: Work) -> bool:
 def _layout(work: Work, x: Array | None) -> Layout | None:
     """Strides and shape of an array; None where there is none, or where TMA cannot take its address."""
     return None if x is None or work.device.pointer(x) % ALIGNMENT else (x.strides, x.shape)
-
-
-def _partial_results(work: Work, num_splits: int) -> Arrays:
-    """Scratch memory for the partial results over splits of the keys; none where keys stay whole."""
-    if num_splits == 1:
-        return {}
-    problem = work.problem
-    batch, rows, heads = num_splits * (1 if problem.packed else problem.batch), problem.seqlen_q, problem.num_heads_q
-    return {
-        "out_splits": work.empty((batch, rows, heads, problem.head_dim_v), np.float32),
-        "lse_splits": work.empty((batch, heads, rows), np.float32),
-    }
 
 
 @dataclass(frozen=True)

@@ -217,8 +217,11 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:
-    """The configuration for a problem's kernels in around/reduce.cu, which know its types and none of its options."""
-    return config_of("forward", problem.dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
+    """The configuration for a problem's kernels in around/reduce.cu, which know its types and none of its options.
+
+    Their elements are those of results.
+    """
+    return config_of("forward", problem.result_dtype, problem.bias_dtype, 0, HEAD_DIM_CLASSES[0], ())
 
 
 # Places are those of parts, which no public call has: they are compiled and checked as parts are.

@@ -173,6 +173,7 @@ class Sm80QueryConfig(Sm80Config):
     has_bias_tiles: bool = (
         False  # a tile of the bias is copied with the values', where its rows are vectors of 16 bytes
     )
+    splits_keys: bool = False  # several thread blocks share the keys of a tile, and a kernel merges their results
 
 
 def dtypes(capability: Capability) -> tuple[str, ...]:

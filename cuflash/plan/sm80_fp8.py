@@ -100,6 +100,11 @@ def fp8_config(*given: Any, **others: Any) -> Fp8Config:
     return fp8_configs(*given, **others)[0]
 
 
+def takes(problem: AttentionProblem, capability: Capability) -> bool:
+    """Return True if there is a kernel for a problem on e4m3 keys on GPUs of a capability."""
+    return problem.has_fp8_keys and capability >= _OLDEST and not not_taken(HANDLES, problem)
+
+
 @kept
 def forward(problem: AttentionProblem, aligned: bool, capability: Capability, limit: int) -> tuple[Fp8Config, ...]:
     """The candidates for a problem on e4m3 keys; none where the GPU is too old or an option has none.
@@ -107,7 +112,7 @@ def forward(problem: AttentionProblem, aligned: bool, capability: Capability, li
     `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
     in bytes.
     """
-    if not problem.has_fp8_keys or capability < _OLDEST or not_taken(HANDLES, problem):
+    if not takes(problem, capability):
         return ()
     row = next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit

@@ -1,0 +1,170 @@
+"""How many thread blocks share the keys of a tile in the forward kernels by mma.sync, by the time that it takes.
+
+A pass whose tiles of queries do not fill the GPU takes as long as one thread block needs for its tiles of keys. Splits
+of the keys make more multiprocessors busy, and their merging takes time of its own. The host knows the keys' number as
+a bound: lengths stay on the device, where the splits of each sequence share the tiles of keys that it really has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from cuflash.hardware import WARP
+from cuflash.kept import kept
+from cuflash.plan import sm80_forward, sm80_fp8
+from cuflash.plan.sm80_forward import Capability, Sm80QueryConfig
+from cuflash.plan.sm90_times import merging_us
+from cuflash.problem.attention_problem import WHOLE, AttentionProblem
+from cuflash.rules.form import NO_RULES
+
+# These are times in microseconds. On an H200 one thread block of four warps takes some 3 for a step of 64 x 64 scores
+# at head dim 128 where it decodes codes, when it is alone on its multiprocessor (1,540 for 32k keys).
+_STEP = 1.0  # a step, besides its products: waiting, synchronising, powers
+_DECODED_CODES = 1.0e4  # codes that a thread block decodes in a microsecond
+_FLOPS = 2.5e6  # operations of products that a thread block makes in a microsecond
+_TILE = 3.0  # a tile of queries, besides its steps
+_FEWEST_STEPS = 2  # tiles of keys of a split: fewer take no shorter than a launch does
+_MOST_ROUNDS = 2  # so many thread blocks one after the other, at most, where there are several splits
+# Predictions that differ by less are the same; then fewer splits win, as their partial results take less memory.
+_EQUAL = 0.05
+_FEW_ROWS = 2048  # rows that are merged by a thread block each: more fill the GPU with a warp each
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Splits of one size are so many that the tiles of one sequence are about this number of thread blocks, as many as two
+# for each multiprocessor of a large GPU, whatever the batch and the GPU are.
+_BLOCKS_OF_SEQUENCE = 256
+
+Config = TypeVar("Config", bound=Sm80QueryConfig)
+
+
+@kept
+def with_splits(problem: AttentionProblem, config: Config, num_sms: int) -> tuple[Config, int]:
+    """The kernel on `num_sms` multiprocessors, and the number of splits of the keys; 1 leaves them whole."""
+    num_splits = _num_splits(problem, config, num_sms)
+    return (config if num_splits == 1 else replace(config, splits_keys=True)), num_splits
+
+
+def heads_are_rows(problem: AttentionProblem) -> bool:
+    """Return True if the query heads of a KV head can be rows of a tile, so that their keys are read once.
+
+    They can with one query, whose heads lie in memory like queries, where options do not tell the heads apart and the
+    place of a query does not matter. Products of float32 in parts find their operands in a work space instead.
+    """
+    shows_all = problem.window_left is None and (problem.window_right or 0) >= 0
+    is_one = problem.seqlen_q == 1 and not (problem.packed or problem.q_lengths) and shows_all
+    told_apart = problem.sink or problem.alibi is not None or problem.dropout_p or problem.block_mask
+    has_own_place = problem.place != WHOLE or problem.rules != NO_RULES
+    in_parts = problem.dtype == "float32"
+    return is_one and problem.group_size > 1 and not (told_apart or has_own_place or in_parts)
+
+
+@kept
+def with_heads_as_rows(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of one query with the query heads of each KV head as its queries, which see the same keys."""
+    return replace(
+        problem,
+        seqlen_q=problem.group_size,
+        num_heads_q=problem.num_heads_kv,
+        window_right=None,
+        bias=_of_rows(problem, problem.bias),
+        mask=_of_rows(problem, problem.mask),
+    )
+
+
+def _of_rows(problem: AttentionProblem, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The shape (batch, heads, queries, keys) with heads as queries."""
+    if shape is None or shape[1] == 1:
+        return shape
+    return shape[0], problem.num_heads_kv, problem.group_size, shape[3]
+
+
+def split_tiles(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
+    """Tiles of keys that a split of one size has in a row; 0 where splits have even shares."""
+    return 0 if problem.split_size is None else math.ceil(problem.split_size / config.block_n)
+
+
+def merges_by_rows(problem: AttentionProblem, num_splits: int) -> bool:
+    """Return True if a warp merges the splits of a row; a thread block, which reads many at once, does if not.
+
+    Splits of one size are merged in one way, whatever the batch is.
+    """
+    return problem.split_size is None and num_splits <= WARP and _rows(problem) > _FEW_ROWS
+
+
+def _num_splits(problem: AttentionProblem, config: Sm80QueryConfig, num_sms: int) -> int:
+    if problem.is_empty:
+        return 1
+    steps = math.ceil(problem.seqlen_k / config.block_n)
+    if problem.num_splits is not None:
+        return min(problem.num_splits, steps)  # a split needs a tile of keys to compute
+    if problem.split_size is not None:
+        return _of_one_size(problem, config)
+    if _tiles(problem, config) >= num_sms * config.min_blocks:
+        return 1
+    tried = [n for n in _SPLITS if n == 1 or _may_pay(problem, config, n, num_sms)]
+    times = {n: predicted_us(problem, config, n, num_sms) for n in tried}
+    bound = min(times.values()) * (1 + _EQUAL)
+    return next(n for n in tried if times[n] <= bound)
+
+
+def _of_one_size(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
+    """Splits of one size: by heads and padded queries alone, as bits depend on their number.
+
+    Packed calls cannot tell a sequence's queries, and lists of tiles are no range: keys stay whole, which keeps every
+    row's bits as well.
+    """
+    if problem.packed or problem.block_mask:
+        return 1
+    tiles = math.ceil(problem.seqlen_q / config.block_m) * problem.num_heads_q
+    return min(max(_BLOCKS_OF_SEQUENCE // tiles, 1), WARP)
+
+
+def predicted_us(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int, num_sms: int) -> float:
+    """Microseconds of a pass with so many splits of the keys, merging included and the host's work left out."""
+    columns = config.head_dim + config.head_dim_v
+    decoding = config.block_n * columns / _DECODED_CODES if getattr(config, "multiplies_codes", True) is False else 0.0
+    step = _STEP + decoding + 2 * config.block_m * config.block_n * columns / _FLOPS
+    steps = math.ceil(_steps(problem, config) / num_splits)
+    rounds = math.ceil(_tiles(problem, config) * num_splits / (num_sms * config.min_blocks))
+    return rounds * (steps * step + _TILE) + merging_us(_rows(problem), problem.head_dim_v, num_splits)
+
+
+def _may_pay(problem: AttentionProblem, config: Sm80QueryConfig, num_splits: int, num_sms: int) -> bool:
+    at_once = num_sms * config.min_blocks
+    has_room = _tiles(problem, config) * num_splits <= _MOST_ROUNDS * at_once
+    return has_room and num_splits * _FEWEST_STEPS <= _steps(problem, config)
+
+
+def _steps(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
+    """Tiles of keys that a tile of queries sees, at most; of packed sequences the mean length counts."""
+    keys = _per_sequence(problem, problem.seqlen_k)
+    if problem.pages is not None:  # a table may be much wider than what the pool can hold for each sequence
+        keys = min(keys, math.ceil(problem.pages.num_pages * problem.pages.page_size / problem.batch))
+    if problem.window_left is not None and problem.window_right is not None:
+        of_tile = min(config.block_m, _per_sequence(problem, problem.seqlen_q))
+        keys = min(keys, problem.window_left + problem.window_right + of_tile)
+    return max(math.ceil(keys / config.block_n), 1)
+
+
+def _tiles(problem: AttentionProblem, config: Sm80QueryConfig) -> int:
+    """Tiles of queries; of packed sequences those of their mean length."""
+    of_sequence = math.ceil(_per_sequence(problem, problem.seqlen_q) / config.block_m)
+    return of_sequence * problem.num_heads_q * problem.batch
+
+
+def _rows(problem: AttentionProblem) -> int:
+    return problem.seqlen_q * problem.num_heads_q * (1 if problem.packed else problem.batch)
+
+
+def _per_sequence(problem: AttentionProblem, rows: int) -> int:
+    return math.ceil(rows / problem.batch) if problem.packed else rows
+
+
+def table(capability: Capability, limit: int) -> Iterator[tuple[Sm80QueryConfig, str]]:
+    """Kernels that split keys, with their dtype: those without options but a window, whose splits pay most often."""
+    for family in (sm80_forward, sm80_fp8):
+        for config, dtype in family.table(capability, limit):
+            if set(config.flags.split(", ")) <= {"plain", "window", "fp8"}:
+                yield replace(config, splits_keys=True), dtype
