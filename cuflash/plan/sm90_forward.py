@@ -431,7 +431,7 @@ def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
 def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
-    of_heads: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_dropout")
+    of_heads = ("has_window",), ("has_window", "has_dropout"), ("has_window", "has_bias"), _KNOWN_TO_ROWS
     of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), HANDLES
     yield from (tiles(flags, packs_heads=True) for flags in of_heads)
     yield from (tiles(flags) for flags in of_pages)
