@@ -91,6 +91,7 @@ def forward(work: Work) -> bool:
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
+    config = sm90_forward.for_pages(work.problem, config)
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
         return _wide_forward(work, config)
     partials = _partial_results(work, num_splits)
@@ -117,6 +118,7 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     wide = sm90_forward.wide_config(work.problem, config)
     if wide is None:
         return False
+    wide = sm90_forward.for_pages(work.problem, wide)
     work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
 

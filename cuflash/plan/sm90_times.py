@@ -106,6 +106,8 @@ def predicted_us(problem: AttentionProblem, kernel: _Kernel, num_splits: int, nu
     times = times_of(kernel)
     heads = problem.num_heads_q * problem.batch
     steps = -(-_steps(problem, kernel.block_m, kernel.block_n) // num_splits)
+    if num_splits == 1 and steps.any():
+        steps = steps[steps > 0]  # a kernel without splits writes tiles that see no key beside the others
     blocks = len(steps) * num_splits * heads
     longest, shortest = float(steps.max()), float(steps.min())
     waves = blocks / num_sms
