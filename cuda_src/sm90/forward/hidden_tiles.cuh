@@ -8,8 +8,9 @@
 constexpr bool LEAVES_REGISTERS = CONSUMERS <= 2 || !HAS_SOFTCAP || BOUNDED_SCORES;
 constexpr bool ZEROES_HIDDEN =
     TEAMS == 1 && !PACKS_HEADS && !SPLITS_KEYS && !HAS_BLOCK_MASK && !COPIES_ROWS && LEAVES_REGISTERS;
-// ZEROES_BY_LENGTHS: it also has registers to find out what the lengths of each sequence hide.
-constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2;
+// ZEROES_BY_LENGTHS: it also has registers to find out what the lengths of each sequence hide. The schedulers of a pair
+// agree on a tile in step with the tiles that they hand on, so they hand on all.
+constexpr bool ZEROES_BY_LENGTHS = ZEROES_HIDDEN && CONSUMERS <= 2 && PAIR == 1;
 constexpr int ZEROING_THREADS = 2 * WARP;
 
 // are_alike() tells whether all sequences have the lengths of the arrays, so that the same tiles of each see no key.
