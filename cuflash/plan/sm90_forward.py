@@ -274,11 +274,24 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
 def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
     """The kernel that brings the pages of a problem in the way that suits their size.
 
-    A block mask's lists of keys are one warp's, which leaves rows to TMA.
+    TMA brings all pages beside a block mask, whose lists of keys are one warp's, and beside other options in tiles of
+    many rows, which leave no registers.
     """
-    if problem.pages is None or config.has_block_mask:
+    if problem.pages is None or math.gcd(config.block_n, problem.pages.page_size) >= _FEWEST_ROWS_OF_BOX:
         return config
-    return replace(config, copies_rows=math.gcd(config.block_n, problem.pages.page_size) < _FEWEST_ROWS_OF_BOX)
+    row, flags = row_of(problem), known_flags(problem)
+    has_options = bool(without_window(flags)) or not config.plain_scores
+    if config.has_block_mask or (has_options and config.block_m > row.few_queries.block_m):
+        return config
+    return _copying_rows(row, config, problem.dtype, flags)
+
+
+def _copying_rows(row: Sm90Row, config: Sm90ForwardConfig, dtype: str, flags: tuple[str, ...]) -> Sm90ForwardConfig:
+    """The kernel that copies pages row by row, with a smaller tile where many rows leave too few registers."""
+    if row.paged_heads and config.block_m > row.few_queries.block_m:
+        smaller = config_of(row, row.paged_heads, dtype, None, flags, packs_heads=config.packs_heads, has_pages=True)
+        config = replace(smaller, follows_every_maximum=config.follows_every_maximum)
+    return replace(config, copies_rows=True)
 
 
 def _mask_row_bytes(block_n: int) -> int:
@@ -455,8 +468,9 @@ def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     few = partial(tiles, few_queries=True, packs_heads=True)
     yield few(("has_window", "has_mask"), mask_tiles=True)
     yield few((), splits_keys=True)
-    small_pages = few((), splits_keys=True), few(_KNOWN_TO_ROWS), tiles(("has_window",), packs_heads=True)
-    yield from (replace(config, copies_rows=True) for config in (*small_pages, tiles(("has_window",))))
+    small_pages = few((), splits_keys=True), few(_KNOWN_TO_ROWS)
+    many = (tiles(("has_window",), packs_heads=heads) for heads in (False, True))
+    yield from (_copying_rows(row, config, dtype, ("has_window",)) for config in (*small_pages, *many))
 
 
 def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:
