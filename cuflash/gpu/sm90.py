@@ -118,7 +118,6 @@ def _wide_forward(work: Work, config: Sm90ForwardConfig) -> bool:
     wide = sm90_forward.wide_config(work.problem, config)
     if wide is None:
         return False
-    wide = sm90_forward.for_pages(work.problem, wide)
     work.run(Forward(wide.entry, wide), work.arrays | {"out_splits": out, "lse_splits": lse})
     return True
 

@@ -268,7 +268,7 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
         row, flags = row_of(problem), flags_of(problem)
         of_pages = {"has_pages": config.has_pages}
         config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags, **of_pages)
-    return replace(config, splits_keys=True, staging_panels=0, pair=1)
+    return replace(for_pages(problem, config), splits_keys=True, staging_panels=0, pair=1)
 
 
 def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
