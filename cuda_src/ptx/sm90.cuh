@@ -48,6 +48,10 @@ DEVICE void mbarrier_arrive(unsigned mbarrier) {
 DEVICE void mbarrier_arrive_expect(unsigned mbarrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
+// cp_async_mbarrier_arrive() gives the barrier an arrival when this thread's earlier cp.async have landed.
+DEVICE void cp_async_mbarrier_arrive(unsigned mbarrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
+}
 // mbarrier_try_wait() tells whether the phase of this parity has ended; it may wait a while before it says no.
 DEVICE bool mbarrier_try_wait(unsigned mbarrier, unsigned parity) {
   unsigned done;

@@ -156,10 +156,11 @@ DEVICE u32 num_batch_heads_q(const AttentionParams& p) { return num_batch_heads_
 // work_at() is the scheduler's map from an index to a tile of queries. Tiles of one head are neighbours, so that blocks
 // that run together share keys in L2. With a window, or with a block mask, which may be one, the last queries, whose
 // rows are the longest, come first. In the last heads they come first in all of these heads before the next tile, so
-// that blocks end together. `num_heads` are the heads of which each has tiles, of `block` queries.
+// that blocks end together. `num_heads` are the heads of which each has tiles, of `block` queries; with a window the
+// first `left_out` tiles of each head have no index.
 template <bool KEYS_IN_PAGES = false>
-DEVICE Work work_at(const AttentionParams& p, u32 index, int num_heads, int block) {
-  const u32 num_tiles = p.num_tiles;
+DEVICE Work work_at(const AttentionParams& p, u32 index, int num_heads, int block, u32 left_out = 0) {
+  const u32 num_tiles = p.num_tiles - left_out;
   u32 tile = index % num_tiles, batch_head = index / num_tiles;
   if constexpr (HAS_WINDOW || HAS_BLOCK_MASK) {
     const u32 num_batch_heads = num_batch_heads_of(p, num_heads),
@@ -169,7 +170,7 @@ DEVICE Work work_at(const AttentionParams& p, u32 index, int num_heads, int bloc
       tile = place / heads;
       batch_head = last_heads + place % heads;
     }
-    tile = num_tiles - 1 - tile;
+    tile = p.num_tiles - 1 - tile;
   }
   if (p.cu_seqlens_q != nullptr) return packed_work<false, KEYS_IN_PAGES>(p, block, tile, batch_head);
   return {sequence_of(p, batch_head / num_heads), static_cast<int>(batch_head % num_heads), static_cast<int>(tile)};

@@ -72,6 +72,7 @@ def forward(work: Work) -> bool:
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
+    config = sm90_forward.for_pages(work.problem, config)
     if work.arrays["out"].dtype.itemsize > HALF_BYTES:
         return _wide_forward(work, config)
     partials = key_splits.partial_results(work, num_splits)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +63,9 @@ _BOUNDED_DTYPES = ("bfloat16",)  # weights without a maximum need exponents like
 MANY_KEYS = 2048  # from so many keys on, maxima seldom grow and larger tiles pay
 _WIDE_WINDOW = 2048  # a window of fewer keys is narrow
 _FEW_QUERIES = ROWS_OF_WARPGROUP  # most queries of a head that are few, so that one tile has them all
+# TMA takes 37 ns for a box of a page on an H200, however few its rows are. From so many rows on that is less than the
+# memory takes for them; a box of fewer is copied by threads.
+_FEWEST_ROWS_OF_BOX = 32
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # strides in bytes, shape
 
 
@@ -90,6 +94,7 @@ class Sm90ForwardConfig(Sm90Config):
     query_stages: int  # buffers of queries
     packs_heads: bool  # rows of a tile are the query heads of a KV head, for each of a few queries
     has_pages: bool  # keys and values lie in pools of pages
+    copies_rows: bool  # pages are so small that threads copy their rows; else TMA copies boxes of them
     splits_keys: bool  # several thread blocks share the keys of a tile, and a kernel merges their results
     staging_panels: int  # panels of results in shared memory that TMA stores at a time; with 0 threads store them
     bias_stages: int  # buffers of the bias
@@ -233,6 +238,7 @@ def config_of(
         query_stages=query_stages,
         packs_heads=packs_heads,
         has_pages=has_pages,
+        copies_rows=False,
         splits_keys=splits_keys,
         staging_panels=0 if splits_keys else staging_panels,
         bias_stages=bias_stages,
@@ -286,8 +292,32 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
         return None
     if problem.softcap and config.consumers > 1:
         row, flags = row_of(problem), flags_of(problem)
-        config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags)
-    return replace(config, splits_keys=True, staging_panels=0, pair=1)
+        of_pages = {"has_pages": config.has_pages}
+        config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags, **of_pages)
+    return replace(for_pages(problem, config), splits_keys=True, staging_panels=0, pair=1)
+
+
+def for_pages(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90ForwardConfig:
+    """The kernel that brings the pages of a problem in the way that suits their size.
+
+    TMA brings all pages beside a block mask, whose lists of keys are one warp's, and beside other options in tiles of
+    many rows, which leave no registers.
+    """
+    if problem.pages is None or math.gcd(config.block_n, problem.pages.page_size) >= _FEWEST_ROWS_OF_BOX:
+        return config
+    row, flags = row_of(problem), known_flags(problem)
+    has_options = bool(without_window(flags)) or not config.plain_scores
+    if config.has_block_mask or (has_options and config.block_m > row.few_queries.block_m):
+        return config
+    return _copying_rows(row, config, problem.dtype, flags)
+
+
+def _copying_rows(row: Sm90Row, config: Sm90ForwardConfig, dtype: str, flags: tuple[str, ...]) -> Sm90ForwardConfig:
+    """The kernel that copies pages row by row, with a smaller tile where many rows leave too few registers."""
+    if row.paged_heads and config.block_m > row.few_queries.block_m:
+        smaller = config_of(row, row.paged_heads, dtype, None, flags, packs_heads=config.packs_heads, has_pages=True)
+        config = replace(smaller, follows_every_maximum=config.follows_every_maximum)
+    return replace(config, copies_rows=True)
 
 
 def _mask_row_bytes(block_n: int) -> int:
@@ -457,12 +487,16 @@ def _of_few_queries(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
 def _of_pages(row: Sm90Row, dtype: str) -> Iterator[Sm90ForwardConfig]:
     """Kernels of pages: many queries, and few, whose heads may need a tile of many rows."""
     tiles = partial(forward_config, row, dtype, None, has_pages=True)
-    of_heads: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_dropout")
+    of_heads = ("has_window",), ("has_window", "has_dropout"), ("has_window", "has_bias"), _KNOWN_TO_ROWS
     of_pages: tuple[tuple[str, ...], ...] = ("has_window",), ("has_window", "has_softcap"), HANDLES
     yield from (tiles(flags, packs_heads=True) for flags in of_heads)
     yield from (tiles(flags) for flags in of_pages)
-    yield tiles(("has_window", "has_mask"), few_queries=True, packs_heads=True, mask_tiles=True)
-    yield tiles((), few_queries=True, packs_heads=True, splits_keys=True)
+    few = partial(tiles, few_queries=True, packs_heads=True)
+    yield few(("has_window", "has_mask"), mask_tiles=True)
+    yield few((), splits_keys=True)
+    small_pages = few((), splits_keys=True), few(_KNOWN_TO_ROWS)
+    many = (tiles(("has_window",), packs_heads=heads) for heads in (False, True))
+    yield from (_copying_rows(row, config, dtype, ("has_window",)) for config in (*small_pages, *many))
 
 
 def table() -> Iterator[tuple[Sm90ForwardConfig, str]]:

@@ -54,6 +54,7 @@ class Sm90Row:
     few_with_bias: Sm90Tile | None = None  # tile of few queries with a bias that TMA does not load
     spare: Sm90Tile | None = None  # tile in place of those that leave no register: see `with_spare_registers`
     paged_heads: Sm90Tile | None = None  # tile of many rows of several heads with pages, before `spare`
+    paged_heads_with_more: Sm90Tile | None = None  # the same with options, before `with_more`
     bounded: Sm90Tile | None = None  # tile with a softcap whose bound replaces maxima
     exact_again: int = 1 << 30  # from so many keys on a problem without a window takes the tile for few keys again
     of_small_grids: tuple[Sm90Tile, ...] = ()  # more tiles for grids that do not fill a GPU, at most with a window
@@ -74,7 +75,7 @@ class Sm90Row:
         Each option, but a window, asks for registers for each of a thread's rows, which many rows do not leave.
         """
         if tile.block_m > self.few_queries.block_m and has_options:
-            return self.with_more
+            return (has_pages and self.paged_heads_with_more) or self.with_more
         if tile.block_m > self.few_queries.block_m and has_pages and self.paged_heads:
             return self.paged_heads
         return self.with_spare_registers(tile)
@@ -125,6 +126,7 @@ FORWARD = (
         few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=_TEAMS,
         spare=Sm90Tile(128, 128, exact=True),
+        paged_heads_with_more=Sm90Tile(128, 32),
         bounded=Sm90Tile(192, 96),
     ),
     Sm90Row(
@@ -143,6 +145,7 @@ FORWARD = (
         few_queries=Sm90Tile(64, 64, ping_pong=False, stages=3),
         with_blocks=_TEAMS,
         spare=Sm90Tile(128, 128, exact=True),
+        paged_heads_with_more=Sm90Tile(128, 32),
         bounded=Sm90Tile(192, 80, ping_pong=False),
     ),
     Sm90Row(

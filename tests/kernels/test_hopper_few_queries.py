@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import devices
@@ -185,6 +186,15 @@ def test_splits_fill_the_gpu_and_no_more(batch: int, queries: int) -> None:
 def test_every_row_has_a_tile_of_few_queries() -> None:
     for row in sm90_tiles.FORWARD:
         assert row.few_queries.block_m == 64
+
+
+@pytest.mark.parametrize(("page_size", "copies"), [(1, True), (16, True), (48, True), (32, False), (257, True)])
+def test_boxes_of_few_rows_are_copied_row_by_row(page_size: int, copies: bool) -> None:
+    paged = problem(1, 8192, pages=Pages(8192, page_size, 8192))
+    assert sm90_forward.for_pages(paged, chosen(paged).config).copies_rows == copies
+    masked = sm90_forward.for_pages(replace(paged, block_mask=True), chosen(replace(paged, block_mask=True)).config)
+    assert not masked.copies_rows
+    assert not sm90_forward.for_pages(problem(1, 8192), chosen(problem(1, 8192)).config).copies_rows
 
 
 def test_keys_in_pages_are_as_many_as_the_pool_can_hold() -> None:

@@ -368,6 +368,42 @@ def test_warpgroups_whose_rows_see_no_keys(place: Device, head_dim: int) -> None
     both(place, q, k, v, hidden=slice(159, None), window=(85, 4), **lengths)
 
 
+HIDDEN_TILES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "sink": {"sink": np.array([0.5, -1], np.float32)},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 3},
+    "softcap": {"softcap": 2.0, "lse_error": 2 * 2.0**-11},
+    "mask": {"mask": RNG.random((700, 5)) < 0.5},
+    "window": {"window": (2, 3), "causal": False},
+    "lengths": {"kv_lengths": np.array([0, 3], np.int32), "q_lengths": np.array([660, 130], np.int32)},
+    "no keys": {"kv_lengths": np.array([0, 0], np.int32), "causal": False, "sink": np.array([3, -1], np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_TILES)
+@pytest.mark.parametrize("head_dims", [(128, 128), (40, 59), (256, 256)])
+def test_tiles_of_queries_that_see_no_key(place: Device, head_dims: tuple[int, int], name: str) -> None:
+    """Poisoned results are all written, by whichever warps."""
+    (q, k), v = (normal(2, n, 2, head_dims[0]) for n in (700, 5)), normal(2, 5, 2, head_dims[1])
+    hidden = slice(3, 5) if "kv_lengths" in HIDDEN_TILES[name] else None
+    both(place, q, k, v, hidden=hidden, **{"causal": True} | HIDDEN_TILES[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"sink": np.array([0.5, -1], np.float32)}], ids=["plain", "sink"])
+def test_packed_sequences_with_more_queries_than_keys(place: Device, options: dict[str, Any]) -> None:
+    lengths = {"q": np.array([3, 453, 453, 713], np.int32), "k": np.array([0, 4, 9, 150], np.int32)}
+    q, k, v = normal(720, 2, 64), normal(160, 2, 64), normal(160, 2, 64)
+    devices.forget_launches()
+    with place.active():
+        there = place.put({"q": q, "k": k, "v": v, **{f"cu_seqlens_{x}": n for x, n in lengths.items()}, **options})
+        out, lse = place.get(cuflash.attention_varlen(**there, causal=True, return_lse=True))
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    of = {f"cu_seqlens_{x}": n for x, n in lengths.items()} | {x: n.astype(np.float64) for x, n in options.items()}
+    expected, expected_lse = cuflash.attention_varlen(*wide, **of, causal=True, return_lse=True)
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=4e-3, rtol=4e-3)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5, rtol=2e-5)
+
+
 KEYS_IN_REVERSE: dict[str, dict[str, Any]] = {
     "window": {"window": (130, 10)},
     "to the right": {"window": (0, 200)},

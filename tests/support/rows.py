@@ -41,6 +41,7 @@ _TOLD_APART = (
     "has_mask_vectors",
     "packs_heads",
     "has_pages",
+    "copies_rows",
     "writes_dbias",
     "splits_queries",
     "aligned",
@@ -177,7 +178,7 @@ def case_of(config: KernelConfig, dtype: str) -> Case:
         dims = SLICED_HEAD_DIM, SLICED_HEAD_DIM
     case = gaussian_case(0, dtype, (queries, keys), heads, dims, 1, **chosen)
     if of.get("has_pages"):
-        case = as_paged(case, 16, rng)
+        case = as_paged(case, 16 if of.get("copies_rows") or of["has_block_mask"] else of["block_n"], rng)
     if isinstance(config, sm80_forward.Sm80QueryConfig):
         case.block_size = (config.block_m, 64 * config.listed)  # wide blocks are listed in twos
     elif isinstance(config, sm80_backward.Sm80BackwardConfig):

@@ -420,10 +420,10 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   SharedStorage& shared = (&all_shared)[team.number];
   if (threadIdx.x == team.number * FIRST_THREAD_OF_SECOND_TEAM) {
     const int warps = threads_of_team() / WARP;
-    shared.work_barriers.init(warps + 1);
+    shared.work_barriers.init(warps + LOADING_WARPS);
     shared.q_barriers.init(warps);
-    shared.k_barriers.init(PAIR * warps);
-    shared.v_barriers.init(PAIR * warps);
+    shared.k_barriers.init(PAIR * warps, COPIES_ROWS ? LOADING_WARPS * WARP : 1);
+    shared.v_barriers.init(PAIR * warps, COPIES_ROWS ? LOADING_WARPS * WARP : 1);
     if (PAIR > 1) shared.index_barriers.init(1);
     shared.bias_barriers.init(warps);
     if (HAS_MASK_TILES) shared.mask_barriers.init(warps);
@@ -444,9 +444,16 @@ extern "C" __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__((CONSU
   if (warpgroup == CONSUMERS) {
     ptx::set_registers_fewer<PRODUCER_REGISTERS>();
     const u32 first = CONSUMERS * WARPGROUP + team.number * 2 * WARP;
-    if (HAS_PAGES ? threadIdx.x / WARP == first / WARP : threadIdx.x == first)
+    if (COPIES_ROWS ? warp_of_producer() != SCHEDULING_WARP
+        : HAS_PAGES ? threadIdx.x / WARP == first / WARP
+                    : threadIdx.x == first)
       Loader{p, shared, rings, &q_map, &k_map, &v_map, &bias_map, &mask_map, TileRows(p)}.load_all();
     if (threadIdx.x == first + WARP) schedule_tiles(p, shared, rings, team);
+    if constexpr (ZEROES_BY_LENGTHS || (ZEROES_HIDDEN && HAS_WINDOW)) {
+      if (producer_thread >= WARPGROUP - ZEROING_THREADS) {
+        zero_hidden_tiles(p, producer_thread - (WARPGROUP - ZEROING_THREADS));
+      }
+    }
   } else {
     ptx::set_registers_more<CONSUMER_REGISTERS>();
     consume(p, shared, rings, warpgroup - team.number * WARPGROUPS_PER_TILE, &out_map, &row_map);

@@ -2,9 +2,9 @@
 // tile and with each tile of keys, and the two threads that do so. One thread is the scheduler, which finds out which
 // tiles there are; one loads them by TMA. Both run in a warpgroup of their own with few registers (FlashAttention-3,
 // Shah et al. 2024, section 3.1: warp specialisation).
-#include "pages.cuh"
+#include "hidden_tiles.cuh"
+#include "page_rows.cuh"
 #include "scores.cuh"
-#include "work.cuh"
 
 constexpr u32 BIAS_BYTES = HAS_BIAS_TILES ? BIAS_TILE_BYTES : 0;
 constexpr u32 MASK_BYTES = HAS_MASK_TILES ? BLOCK_M * MASK_ROW_BYTES : 0;
@@ -105,12 +105,24 @@ struct SharedStorage : Staging<STAGING_PANELS> {          // Staging is a base b
   RingBarriers<MASK_STAGES> mask_barriers;
 };
 
+// RingOfKeys is a ring of keys or values. What cp.async has written (page_rows.cuh) is made visible to wgmma by those
+// who wait for it.
+template <u32 BYTES>
+struct RingOfKeys : Ring<STAGES, BYTES, true, PAIR> {
+  using Base = Ring<STAGES, BYTES, true, PAIR>;
+  DEVICE RingOfKeys(const void* data, const RingBarriers<STAGES>& barriers) : Base(data, barriers) {}
+  DEVICE void wait() const {
+    Base::wait();
+    if constexpr (COPIES_ROWS) ptx::fence_async_shared();
+  }
+};
+
 // Rings are one thread's positions in all circular buffers of the kernel.
 struct Rings {
   Ring<WORK_STAGES, sizeof(TileMessage), true> work;
   Ring<QUERY_STAGES, Q_BYTES, true> q;
-  Ring<STAGES, K_BYTES, true, PAIR> k;
-  Ring<STAGES, V_BYTES, true, PAIR> v;
+  RingOfKeys<K_BYTES> k;
+  RingOfKeys<V_BYTES> v;
   Ring<BIAS_STAGES, BIAS_BYTES, true> bias;
   Ring<MASK_STAGES, MASK_BYTES, true> mask;
 
@@ -189,6 +201,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
           message.empty = shared.lists[rings.work.stage].done();
         } else {
           message.find_keys(p, rows);
+          if (is_hidden(p, message.keys)) return;
         }
       }
       rings.work.publish();
@@ -197,7 +210,8 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     } while (recheck);
   };
   const u32 num_splits = num_splits_of(p);
-  const u32 total = team.units(p.num_tiles * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
+  const u32 total =
+      team.units((p.num_tiles - LeftOut(p).tiles) * num_batch_heads_of(p, num_tile_heads(p)) * num_splits);
   u32 index = blockIdx.x / PAIR;
   // Behind the last tile every stage is looked at once more, as its tile may need a recheck.
   int rechecks_left = HIDES_ANYWHERE ? WORK_STAGES : 0;
@@ -208,7 +222,7 @@ DEVICE void schedule_tiles(const AttentionParams& p, SharedStorage& shared, Ring
     }
     const u32 tile = team.tile(index);
     const SplitWork work = {
-        work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries),
+        work_at<HAS_PAGES>(p, tile / num_splits, num_tile_heads(p), rows.queries, LeftOut(p).tiles),
         static_cast<int>(SECOND_TEAM_WARPGROUPS == 1 && team.number > 0 ? index % WARPGROUPS_PER_TILE
                                                                         : tile % num_splits)};
     const int first_query = PACKS_HEADS ? work.tile * rows.queries : work.first_of_rows();
@@ -245,7 +259,7 @@ struct ListPrefetch {
   StageSlots slots;
 };
 
-// Loader is the loading thread, or with pages the loading warp: it brings all operands of all tiles by TMA.
+// Loader is the loading thread, or with pages the loading warp or one of them: it brings all operands of all tiles.
 struct Loader {
   const AttentionParams& p;
   SharedStorage& shared;
@@ -299,7 +313,7 @@ struct Loader {
       prefetched = {blocks.list + 1, blocks.left, blocks.end, 0, blocks.block << 1 | blocks.partial};
       look_ahead(work);
     }
-    PagedKeys<HAS_PAGES> pages(p, s);
+    PagedKeys<KEYS_COME> pages(p, s, k_map, v_map);
     look_up_next(pages, blocks, work);
     int block = last ? 0 : load_keys(blocks, work, row_k, head_kv, batch, pages);
     pages.values_next();
@@ -316,8 +330,8 @@ struct Loader {
       if (!last) block = load_keys(blocks, work, row_k, head_kv, batch, pages);
       if constexpr (HAS_PAGES) {
         acquire_together(rings.v);
-        if (leads()) rings.v.expect();
-        pages.template load_values<PANELS_V>(rings.v, v_map, values, head_kv);
+        if (!COPIES_ROWS && leads()) rings.v.expect();
+        pages.load_values(rings.v, values, head_kv);
         rings.v.advance();
         pages.values_next();
         look_up_next(pages, blocks, work);
@@ -330,6 +344,7 @@ struct Loader {
 
   // load_queries() loads the tile of queries; of several heads a box has some queries, and for each of them all heads.
   DEVICE void load_queries(const TileMessage& work, int batch) {
+    if (!in_first_loading_warp()) return;
     const int first = static_cast<int>(work.sequence.row_q);
     if constexpr (!PACKS_HEADS) {
       load<BLOCK_M, PANELS>(rings.q, q_map, first + work.first_of_rows(), work.head, batch);
@@ -357,7 +372,7 @@ struct Loader {
 
   // look_up_next() looks up the pages of the keys that come next, if there are any. With a block mask that is known
   // only when they are loaded.
-  DEVICE void look_up_next(PagedKeys<HAS_PAGES>& pages, const Blocks& blocks, const TileMessage& work) const {
+  DEVICE void look_up_next(PagedKeys<KEYS_COME>& pages, const Blocks& blocks, const TileMessage& work) const {
     if (!HAS_BLOCK_MASK && !blocks.done()) pages.look_up(block_of(blocks, work));
   }
   static DEVICE int block_of(const Blocks& blocks, const TileMessage& work) {
@@ -374,14 +389,14 @@ struct Loader {
   // load_keys() loads the current tile of keys, and returns its number. With a block mask it also writes what the
   // warpgroups have to know of it.
   DEVICE int load_keys(Blocks& blocks, const TileMessage& work, int row_k, int head_kv, int batch,
-                       PagedKeys<HAS_PAGES>& pages) {
+                       PagedKeys<KEYS_COME>& pages) {
     if constexpr (HAS_BLOCK_MASK) {
       const int block = prefetched.entry >> 1;
       const bool last = prefetched.left == 1 || prefetched.next_entry >> 1 >= prefetched.end;
       acquire_together(rings.k);
       if constexpr (HAS_PAGES) {
         pages.look_up(block);
-        pages.template load_keys<PANELS>(rings.k, k_map, block, head_kv);
+        pages.load_keys(rings.k, block, head_kv);
       } else {
         load_panels<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
       }
@@ -408,8 +423,8 @@ struct Loader {
       blocks.advance();
       if constexpr (HAS_PAGES) {
         acquire_together(rings.k);
-        if (leads()) rings.k.expect();
-        pages.template load_keys<PANELS>(rings.k, k_map, block, head_kv);
+        if (!COPIES_ROWS && leads()) rings.k.expect();
+        pages.load_keys(rings.k, block, head_kv);
         rings.k.advance();
       } else {
         load<BLOCK_N, PANELS>(rings.k, k_map, row_k + block * BLOCK_N, head_kv, batch);
@@ -427,6 +442,7 @@ struct Loader {
 
   // load_mask() loads a tile of the mask; an axis that is broadcast has one place.
   DEVICE void load_mask(const Work& work, int block) {
+    if (!in_first_loading_warp()) return;
     acquire_together(rings.mask);
     if (leads()) ptx::mbarrier_arrive_expect(rings.mask.full(), (PACKS_HEADS ? rows.rows() : BLOCK_M) * MASK_ROW_BYTES);
     load_scores(rings.mask.buffer(), mask_map, rings.mask.full(), block * BLOCK_N, work, work.tile * BLOCK_M,
@@ -436,6 +452,7 @@ struct Loader {
 
   // load_bias() loads a tile of the bias; one that is the same for all queries has one row.
   DEVICE void load_bias(const Work& work, int block) {
+    if (!in_first_loading_warp()) return;
     const bool one_row = bias_has_one_row(p);
     acquire_together(rings.bias);
     const u32 bytes = one_row ? ROW_BYTES : PACKS_HEADS ? rows.rows() * ROW_BYTES : BIAS_PANEL_BYTES;

@@ -7,9 +7,16 @@
 
 static_assert(!HAS_PAGES || PAIR == 1, "a box of a page is loaded for one thread block");
 
-// leads() tells whether the thread announces what the loading warp brings, and starts the copies that are one box. Rows
+// COPIES_ROWS: pages are so small that a box of TMA has few rows. Then three warps load, all but the scheduler's, and
+// copy keys and values row by row (page_rows.cuh); what has no pages is the first one's, as ever.
+constexpr int LOADING_WARPS = COPIES_ROWS ? 3 : 1;
+constexpr int SCHEDULING_WARP = 1;  // of the warpgroup that loads
+DEVICE int warp_of_producer() { return static_cast<int>(threadIdx.x) / WARP - CONSUMERS * (WARPGROUP / WARP); }
+DEVICE bool in_first_loading_warp() { return !COPIES_ROWS || warp_of_producer() == 0; }
+
+// leads() tells whether the thread announces what the loading warps bring, and starts the copies that are one box. Rows
 // need no table, and one thread loads them.
-DEVICE bool leads() { return !HAS_PAGES || lane() == 0; }
+DEVICE bool leads() { return !HAS_PAGES || (lane() == 0 && in_first_loading_warp()); }
 
 // acquire_together() waits for a ring's buffer. No lane may fall back by more than a step: the phase that it waits for
 // would be over twice.
@@ -26,15 +33,23 @@ struct TilePages {
   int of[BOXES_OF_LANE];
 };
 
+// How keys come: as one box a tile, as boxes of pages, or row by row.
+enum class KeysCome { IN_TILES, IN_BOXES, IN_ROWS };
+constexpr KeysCome KEYS_COME = !HAS_PAGES ? KeysCome::IN_TILES : COPIES_ROWS ? KeysCome::IN_ROWS : KeysCome::IN_BOXES;
+
 // PagedKeys are the keys of one sequence, and the pages of the tiles whose keys and whose values are loaded next.
-template <bool ON>
-struct PagedKeys {
+template <KeysCome>
+struct PagedKeys;
+template <>
+struct PagedKeys<KeysCome::IN_BOXES> {
+  const ptx::TensorMap *k_map, *v_map;
   PageTable table;
   int len_k, box_rows;
   TilePages of_keys, of_values;
 
-  DEVICE PagedKeys(const AttentionParams& p, const Sequence& s)
-      : table(p, s.batch_or_0()), len_k(s.len_k), box_rows(BLOCK_N) {
+  DEVICE PagedKeys(const AttentionParams& p, const Sequence& s, const ptx::TensorMap* k_map,
+                   const ptx::TensorMap* v_map)
+      : k_map(k_map), v_map(v_map), table(p, s.batch_or_0()), len_k(s.len_k), box_rows(BLOCK_N) {
     for (int other = p.page_size; other != 0;) {
       const int rest = box_rows % other;
       box_rows = other;
@@ -54,13 +69,13 @@ struct PagedKeys {
   // values_next() says that values of the tile come next whose keys have been loaded.
   DEVICE void values_next() { of_values = of_keys; }
 
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load_keys(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
-    load<NUM_PANELS>(ring, map, block, head, of_keys);
+  template <class AnyRing>
+  DEVICE void load_keys(const AnyRing& ring, int block, int head) const {
+    load<PANELS>(ring, k_map, block, head, of_keys);
   }
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load_values(const AnyRing& ring, const ptx::TensorMap* map, int block, int head) const {
-    load<NUM_PANELS>(ring, map, block, head, of_values);
+  template <class AnyRing>
+  DEVICE void load_values(const AnyRing& ring, int block, int head) const {
+    load<PANELS_V>(ring, v_map, block, head, of_values);
   }
 
  private:
@@ -81,12 +96,12 @@ struct PagedKeys {
   }
 };
 template <>
-struct PagedKeys<false> {
-  DEVICE PagedKeys(const AttentionParams&, const Sequence&) {}
+struct PagedKeys<KeysCome::IN_TILES> {
+  DEVICE PagedKeys(const AttentionParams&, const Sequence&, const ptx::TensorMap*, const ptx::TensorMap*) {}
   DEVICE void look_up(int) {}
   DEVICE void values_next() {}
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load_keys(const AnyRing&, const ptx::TensorMap*, int, int) const {}
-  template <int NUM_PANELS, class AnyRing>
-  DEVICE void load_values(const AnyRing&, const ptx::TensorMap*, int, int) const {}
+  template <class AnyRing>
+  DEVICE void load_keys(const AnyRing&, int, int) const {}
+  template <class AnyRing>
+  DEVICE void load_values(const AnyRing&, int, int) const {}
 };

@@ -71,6 +71,18 @@ static_assert(!KEYS_IN_REVERSE || (HAS_WINDOW && !HAS_OPTIONS), "keys from the l
 struct KeyRange {
   int begin, end;
 };
+
+// fill_last_tile() moves the rows that a tile lacks to the front, and returns their number: the tile that is not full
+// is then the first, which under a diagonal sees the fewest keys. The sequence begins earlier by rows that nobody
+// writes; the diagonal is counted from the end, so it stays.
+DEVICE int fill_last_tile(Sequence& s) {
+  const int skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
+  s.row_q -= skipped;
+  s.rows_q += skipped;
+  s.len_q += skipped;
+  return skipped;
+}
+
 struct TileMessage : SplitWork {
   bool empty = true, recheck = false;
   int skipped = 0;  // rows of the first tile that lie before the sequence's first
@@ -78,20 +90,9 @@ struct TileMessage : SplitWork {
 
   DEVICE int first_row() const { return SKIPS_ROWS ? skipped : 0; }
 
-  // fill_last_tile() moves the rows that a tile lacks to the front: the tile that is not full is then the first, which
-  // under a diagonal sees the fewest keys. The sequence begins earlier by rows that nobody writes; the diagonal is
-  // counted from the end, so it stays.
-  DEVICE void fill_last_tile() {
-    Sequence& s = sequence;
-    skipped = ceil_div(s.rows_q, ROWS_OF_TILE) * ROWS_OF_TILE - s.rows_q;
-    s.row_q -= skipped;
-    s.rows_q += skipped;
-    s.len_q += skipped;
-  }
-
   // find_keys() finds the tiles of keys that the tile and each of its warpgroups see.
   DEVICE void find_keys(const AttentionParams& p, const TileRows& rows) {
-    if constexpr (SKIPS_ROWS) fill_last_tile();
+    if constexpr (SKIPS_ROWS) skipped = fill_last_tile(sequence);
     const Blocks blocks = blocks_of_split(p, *this, rows);
     keys = {blocks.block, blocks.end};
     if constexpr (!HIDES_ANYWHERE && PACKS_HEADS) {

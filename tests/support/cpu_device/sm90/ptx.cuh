@@ -19,10 +19,6 @@ DEVICE bool mbarrier_try_wait_cluster(unsigned mbarrier, unsigned parity) {
       : "memory");
   return done;
 }
-// cp_async_mbarrier_arrive() gives the barrier an arrival when this thread's earlier cp.async have landed.
-DEVICE void cp_async_mbarrier_arrive(unsigned mbarrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
-}
 DEVICE void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // tma_load() takes tiles of tensors of 3 and 5 dimensions, too. tma_load_multicast() loads into each block of the
 // cluster whose bit is set in `ctas`, at the same offset, each with its own mbarrier. tma_reduce_add() sums in float32.
