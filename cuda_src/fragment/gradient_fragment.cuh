@@ -13,6 +13,7 @@ constexpr int FRAGMENT = FRAGMENT_QUERIES / 2;  // elements that a thread holds
 constexpr float LSE_BASE = HAS_BIAS ? 1 : LOG2_E;
 
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
+using RuleFragment = RuleDerivative<FRAGMENT>;
 
 // QueryValues holds one number for each query of the thread's elements (lse or delta) in registers.
 struct QueryValues {
@@ -61,6 +62,14 @@ struct GradientFragment {
     return score;
   }
 
+  // take() finds the derivatives of the user's own rule before the products become weights.
+  DEVICE void take(RuleFragment& rule, const float (&products)[FRAGMENT]) const {
+    if constexpr (HAS_SCORE_MOD) {
+      rule.take(
+          score(), products, [&](int e) { return row + column_offset(e); }, [&](int e) { return key + row_offset(e); });
+    }
+  }
+
   // to_weights() turns products into weights; hidden ones become 0. `lse` is inf where a query saw nothing. SCORES: x
   // holds scores already, in this unit. OTHER_BITS: the caller, or `bits`, hides what masks hide.
   template <bool SCORES = false, bool OTHER_BITS = false, typename Values, typename Bits = NoMoreBits>
@@ -91,6 +100,7 @@ struct GradientFragment {
     } else if (masked) {
       hide<!OTHER_BITS>(x);
     }
+    if (HAS_MASK_MOD && masked) hide_by_rule(x);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }
@@ -113,6 +123,17 @@ struct GradientFragment {
   }
 
  private:
+  // hide_by_rule() sets scores to -inf where the user's own rule hides them.
+  DEVICE void hide_by_rule(float (&x)[FRAGMENT]) const {
+    if constexpr (HAS_MASK_MOD) {
+      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
+#pragma unroll
+      for (int e = 0; e < FRAGMENT; e++) {
+        x[e] = rule.visible(row + column_offset(e), key + row_offset(e)) ? x[e] : -infinity();
+      }
+    }
+  }
+
   // hide() sets scores to -inf where lengths, window or, with BITS, the dense mask hide them.
   template <bool BITS>
   DEVICE void hide(float (&x)[FRAGMENT]) const {

@@ -126,7 +126,7 @@ DEVICE void clear_hidden_keys(const AttentionParams& p, const SharedStorage& sha
     const Mask mask(p, s, head);
     const Score score(p, s, head);
     for (int i = 0; i < s.len_q; i++) {
-      if (mask.visible(i, j) && score.value(0, i, j) != -infinity()) return;
+      if (mask.visible(i, j) && score.may_be_seen(i, j)) return;
     }
   }
   keys.clear_row(threadIdx.x);
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
   for (u32 stage = 0; exists; stage ^= STAGES - 1) {
-    const bool partial = HAS_MASK || HAS_BIAS || step.partial;
+    const bool partial = HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || step.partial;
     const QueryTile queries{ptx::shared_address(shared.q) + stage * QueryTile::BYTES};
     const DoutTile douts{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES};
     const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
@@ -237,7 +237,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           // 3. From both come P^T and dS^T.
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
+          RuleFragment rule;
           softcap.take(scores.score(), x[f]);
+          scores.take(rule, x[f]);
           scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                             BitsOfBlock{visible >> f * FRAGMENT});
           scores.mark_dropped(x[f]);
@@ -248,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
             if (!DERIVES_ADDRESSES && masked) clear_hidden(dp[f][e], x[f][e]);
           }
           if (DERIVES_ADDRESSES && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
+          rule.apply(dp[f]);
           softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);

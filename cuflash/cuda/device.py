@@ -30,8 +30,9 @@ _RELAXED = 2
 class LoadedKernel:
     """A loaded entry of a kernel; the tests' kernels run on the CPU."""
 
-    def __init__(self, cupy: Any, index: int, function: Any) -> None:
+    def __init__(self, cupy: Any, index: int, function: Any, local_bytes: int) -> None:
         self._cupy, self._index, self._function = cupy, index, function
+        self.local_bytes = local_bytes  # local memory of a thread, into which the compiler spills registers
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
         """Launch the kernel with so many bytes of dynamic shared memory."""
@@ -108,7 +109,8 @@ class Device:
             raise RuntimeError(f"cuflash: kernel {entry} does not compile:\n{error}") from error
         if smem_bytes > _DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return LoadedKernel(cupy, self.index, kernel.kernel)  # a RawKernel looks for its device at each launch
+        # A RawKernel looks for its device at each launch.
+        return LoadedKernel(cupy, self.index, kernel.kernel, kernel.local_size_bytes)
 
     def scratch(self, size: int) -> tuple[int, Any]:
         """Return the address of so many uninitialised bytes, and the object that keeps them; quicker than an array."""

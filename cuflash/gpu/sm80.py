@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from cuflash.gpu import portable as gpu_portable
 from cuflash.gpu import split as gpu_split
 from cuflash.gpu.launch import Kernel, Work, batch_heads, num_tiles
 from cuflash.gpu.params import Arrays
+from cuflash.gpu.registers import choose
 from cuflash.plan import sm80_backward, sm80_forward, sm80_kinds, sm80_wide
 from cuflash.plan.sm80_backward import DQ, MAIN, ROWS
 from cuflash.plan.sm80_forward import Capability
@@ -41,10 +43,15 @@ def _pays(work: Work, gradients: bool) -> bool:
     return sm80_kinds.pays(work.problem, work.device.name, gradients)
 
 
+def _chosen(work: Work, plan: Any, place: Any, kernel: Callable[..., Kernel] = Kernel, entry: str = "") -> Any:
+    """Return the configuration of a `plan`ned kernel that spills least, or None where the plan has none."""
+    return choose(work, lambda n: plan(*place, skipped=n), lambda config: [kernel(entry or config.entry, config)])
+
+
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
     place = _place(work, "q", "k", "v")
-    config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
+    config = _chosen(work, sm80_forward.forward, place) or sm80_wide.forward(*place)
     if config is None or not _pays(work, gradients=False):
         return False
     work.run(Kernel(config.entry, config), gpu_split.split(work, config))
@@ -58,7 +65,7 @@ def forward_alike(work: Work) -> bool:
     its keys in tiles that begin at multiples of the tile's keys.
     """
     place = work.problem, True, work.device.capability, work.device.smem_limit
-    config = sm80_forward.forward(*place) or sm80_wide.forward(*place)
+    config = _chosen(work, sm80_forward.forward, place) or sm80_wide.forward(*place)
     if config is None or not _pays(work, gradients=False):
         return False
     config = _aligned_as(work, config)
@@ -70,7 +77,8 @@ def paged_forward(work: Work) -> bool:
     """Do as `forward` on 16 bits, but read pages in place; splits of one size take the tile of `forward_alike`."""
     is_alike = work.problem.split_size is not None
     is_aligned = is_alike or work.is_aligned(("q", "k", "v"))
-    config = sm80_forward.forward(work.problem, is_aligned, work.device.capability, work.device.smem_limit)
+    place = work.problem, is_aligned, work.device.capability, work.device.smem_limit
+    config = _chosen(work, sm80_forward.forward, place, entry="paged_forward_sm80")
     if config is None:
         return False
     work.run(Kernel("paged_forward_sm80", _aligned_as(work, config) if is_alike else config), work.arrays)
@@ -88,7 +96,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     The result are the gradients that are left, or None where another family runs.
     """
     problem, arrays = work.problem, work.arrays
-    configs = sm80_backward.backward(*_place(work, "q", "k", "v", "dout", "out"))
+    place = _place(work, "q", "k", "v", "dout", "out")
+    configs = choose(
+        work,
+        lambda n: sm80_backward.backward(*place, skipped=n),
+        lambda configs: [_Gradient(MAIN, config) for config in configs],
+    )
     if not configs:
         return None
     first = configs[0]
@@ -118,7 +131,8 @@ def of_queries(work: Work, grads: Arrays) -> Arrays:
     """Write dq and each row's share of the slopes' gradient where a family left them; return the other gradients."""
     if not grads.keys() & {"q", "alibi_slopes"}:
         return grads
-    if (config := sm80_backward.of_queries(*_place(work, "q", "k", "v", "dout"))) is None:
+    place = _place(work, "q", "k", "v", "dout")
+    if (config := _chosen(work, sm80_backward.of_queries, place, gpu_portable.Tiles)) is None:
         return grads
     work.arrays |= gpu_portable.rows_of_slopes(work, grads)
     dq = {f"d{name}": x for name, x in grads.items() if name == "q"}
@@ -130,7 +144,7 @@ def of_bias(work: Work, grads: Arrays) -> Arrays:
     """Write the gradient of a bias where a family left it; return the other gradients."""
     if "bias" not in grads:
         return grads
-    config = sm80_backward.of_bias(*_place(work, "q", "k", "v", "dout"))
+    config = _chosen(work, sm80_backward.of_bias, _place(work, "q", "k", "v", "dout"), gpu_portable.Bias)
     if config is None or not _pays(work, gradients=True):
         return grads
     gpu_split.split(work, config)

@@ -88,6 +88,9 @@ KNOWN_TO_ALL = (
     "has_dropout",
     "has_block_mask",
 )
+# Flags of users' own rules. How many registers a rule takes is met when it is compiled: where it spills, the plan's
+# next candidate is taken (`gpu.registers`).
+OF_RULES = ("has_score_mod", "has_mask_mod")
 
 
 def head_dim_class(head_dim: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward, sm80_wide
-from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, are_products, flags_of, not_taken
+from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken
 from cuflash.plan.sm80_forward import (
     ANY,
     BLACKWELL,
@@ -32,11 +32,13 @@ from cuflash.plan.sm80_forward import (
     dtypes,
     fits,
     meets_whole_blocks,
+    with_rules,
 )
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
 # The flags that these kernels know: those for gradients of scores, for dq in the order of keys, for a bias's gradient.
-HANDLES = KNOWN_TO_ALL
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)
 
 
 @dataclass(frozen=True)
@@ -214,13 +216,15 @@ def configs(
     is_short: bool = False,
     deterministic: bool = False,
     block_keys: int = 0,
+    skipped: int = 0,
 ) -> tuple[Sm80BackwardConfig, ...]:
     """The kernels for dq, dk and dv of a row; none where no tile fits.
 
     `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `is_short` says that
-    few queries see a key, and `block_keys` are the keys of a mask's block, 0 without one.
+    few queries see a key, `block_keys` are the keys of a mask's block, 0 without one, and so many tiles that fit are
+    `skipped`, but the last is not.
     """
-    fitting = (
+    fitting = [
         t
         for t in row.tiles_for(flags, aligned)
         if capability < t.below
@@ -228,10 +232,10 @@ def configs(
         and (is_short or not t.short)
         and meets_whole_blocks(t.block_n, block_keys)
         and fits(t.min_blocks, _smem_bytes(t, row, True), limit)
-    )
-    tile = next(fitting, None)
-    if tile is None:
+    ]
+    if not fitting:
         return ()
+    tile = fitting[min(skipped, len(fitting) - 1)]
     passes = ((True, True),) if tile.together else ((True, False), (False, True))
     return tuple(
         Sm80BackwardConfig(
@@ -254,6 +258,7 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
     ROWS has at most `_ROW_WARPS` warps, as in larger thread blocks its reads wait for others.
     """
     constant: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
+    constant["rules"] = NO_RULES
     constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
     return replace(config, entry=entry, num_warps=num_warps, **constant)
@@ -267,14 +272,19 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 @kept
 def backward(
-    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int
+    problem: AttentionProblem, aligned: bool, capability: Capability, limit: int, skipped: int = 0
 ) -> tuple[Sm80BackwardConfig, ...]:
-    """The kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option, or no tile fits."""
+    """The kernels for dq, dk and dv; none where mma.sync does not take the dtype or an option, or no tile fits.
+
+    With `skipped` the result is a later candidate, or the last.
+    """
     if problem.dtype not in dtypes(capability) or not_taken(HANDLES, problem):
         return ()
     row = next(r for r in BACKWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit, aligned, _is_short(problem)
-    return configs(*given, bool(problem.deterministic and not problem.block_mask), problem.block_size[1])
+    in_order = bool(problem.deterministic and not problem.block_mask)
+    found = configs(*given, in_order, problem.block_size[1], skipped)
+    return tuple(with_rules(config, problem) for config in found)
 
 
 def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
@@ -287,9 +297,9 @@ def _smem_of_queries(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
 _QUERY_KERNEL: dict[str, Any] = {"rows": OF_QUERIES, "entry": ORDERED_DQ, "smem_bytes": _smem_of_queries}
 
 
-def of_queries(problem: AttentionProblem, *place: Any) -> Sm80QueryConfig | None:
-    """The kernel that adds dq in the order of keys, or None; `place` is as in `sm80_forward.forward`."""
-    return sm80_forward.forward(problem, *place, handled=HANDLES, **_QUERY_KERNEL)
+def of_queries(problem: AttentionProblem, *place: Any, skipped: int = 0) -> Sm80QueryConfig | None:
+    """The kernel that adds dq in the order of keys, or None; `place` and `skipped` are as in `sm80_forward.forward`."""
+    return sm80_forward.forward(problem, *place, handled=HANDLES, skipped=skipped, **_QUERY_KERNEL)
 
 
 def _smem_of_bias(tile: Sm80Tile, row: Sm80Row[Sm80Tile]) -> int:
@@ -304,9 +314,13 @@ def _with_bias(config: Sm80QueryConfig) -> Sm80QueryConfig:
     return replace(config, has_bias=True, plain_scores=False)
 
 
-def of_bias(problem: AttentionProblem, *place: Any) -> Sm80QueryConfig | None:
-    """The kernel for the gradient of a bias of any shape, or None; `place` is as in `sm80_forward.forward`."""
-    config = sm80_forward.forward(replace(problem, bias=None), *place, handled=HANDLES, **_BIAS_KERNEL)
+def of_bias(problem: AttentionProblem, *place: Any, skipped: int = 0) -> Sm80QueryConfig | None:
+    """The kernel for the gradient of a bias of any shape, or None.
+
+    `place` and `skipped` are as in `sm80_forward.forward`.
+    """
+    without = replace(problem, bias=None)
+    config = sm80_forward.forward(without, *place, handled=HANDLES, skipped=skipped, **_BIAS_KERNEL)
     return _with_bias(config) if config else sm80_wide.of_bias(problem, *place)
 
 

@@ -17,6 +17,7 @@ from cuflash.plan.config import (
     BY_HALVES,
     FLAGS,
     KNOWN_TO_ALL,
+    OF_RULES,
     KernelConfig,
     are_products,
     common,
@@ -30,7 +31,7 @@ from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.form import NO_RULES
 
-HANDLES = (*KNOWN_TO_ALL, "has_score_mod", "has_mask_mod")  # the flags that the forward kernel knows
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 # So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
 SMEM_BESIDE_TILES = 256
 # The driver takes so many bytes of shared memory for each thread block.
@@ -88,7 +89,7 @@ def meets_whole_blocks(size: int, block: int) -> bool:
 
 ENTRY = "forward_sm80"
 FEW = ("has_softcap", "has_alibi")
-MORE = (*FEW, "has_dropout", "has_block_mask")
+MORE = (*FEW, "has_dropout", "has_block_mask", *OF_RULES)
 _64X64 = (
     Sm80Tile(64, 64, 4, min_blocks=4, only=("has_mask", "has_block_mask")),
     Sm80Tile(64, 64, 4, min_blocks=3, only=("has_mask", "has_block_mask")),
@@ -109,7 +110,7 @@ FORWARD = (
         (Sm80Tile(64, 32, 4, min_blocks=2),),
         (
             Sm80Tile(128, 128, 4, stages=2, min_blocks=2, listed=2, below=BLACKWELL, only=("has_block_mask",)),
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
             Sm80Tile(128, 64, 4, min_blocks=2, only=("has_bias",)),
             *_64X64,
         ),
@@ -126,8 +127,8 @@ FORWARD = (
         ),
         (Sm80Tile(64, 32, 4, min_blocks=2), Sm80Tile(64, 32, 4)),
         (
-            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask")),
-            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask")),
+            Sm80Tile(128, 64, 4, stages=2, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
+            Sm80Tile(128, 64, 4, min_blocks=2, only=(*FEW, "has_block_mask", *OF_RULES)),
             Sm80Tile(64, 64, 2, min_blocks=4, only=("has_block_mask",)),
             *_64X64[1:],
         ),
@@ -196,10 +197,18 @@ def fits(min_blocks: int, smem_bytes: int, limit: int) -> bool:
 
 
 def first_fitting(
-    tiles: tuple[Sm80Tile, ...], smem_bytes: Callable[[Sm80Tile], int], capability: Capability, limit: int
+    tiles: tuple[Sm80Tile, ...],
+    smem_bytes: Callable[[Sm80Tile], int],
+    capability: Capability,
+    limit: int,
+    skipped: int = 0,
 ) -> Sm80Tile:
-    """The first tile for a GPU whose thread blocks fit one of its multiprocessors together."""
-    return next(t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit))
+    """The first tile for a GPU whose thread blocks fit one of its multiprocessors together.
+
+    So many of these tiles are `skipped`, but the last is not.
+    """
+    fitting = [t for t in tiles if capability < t.below and fits(t.min_blocks, smem_bytes(t), limit)]
+    return fitting[min(skipped, len(fitting) - 1)]
 
 
 def constants(
@@ -233,11 +242,12 @@ def forward_config(
     block_size: tuple[int, int] = NO_BLOCKS,
     entry: str = ENTRY,
     smem_bytes: Callable[[Sm80Tile, Sm80Row[Sm80Tile]], int] = _forward_smem,
+    skipped: int = 0,
 ) -> Sm80QueryConfig:
     """The configuration of one kernel whose thread blocks stay with queries.
 
-    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, and `smem_bytes` the
-    need of a tile.
+    `flags` is a subset of `FLAGS`, `limit` the bytes of shared memory that a thread block may use, `smem_bytes` the
+    need of a tile, and `skipped` as in `first_fitting`.
     """
     tiles = row.tiles_for(flags, plain_scores and aligned)
     # A step takes several listed tiles only where they are neighbours, which means that one block has them all.
@@ -257,7 +267,7 @@ def forward_config(
     def all_bytes(t: Sm80Tile) -> int:
         return smem_bytes(t, row) + bias_bytes(t)
 
-    tile = first_fitting(tiles, all_bytes, capability, limit)
+    tile = first_fitting(tiles, all_bytes, capability, limit, skipped)
     config = Sm80QueryConfig(
         entry=entry,
         plain_scores=plain_scores,
@@ -282,13 +292,22 @@ def forward(
 
     `aligned` says that addresses and strides are multiples of 16 bytes, `limit` is the shared memory of a thread block
     in bytes. Other kernels whose thread blocks stay with queries give their own `rows`, the flags `handled`, and
-    `forward_config`'s entry and smem_bytes.
+    `forward_config`'s entry and smem_bytes. With `skipped` the result is a later candidate, or the
+    last.
     """
     if problem.dtype not in dtypes(capability) or not_taken(handled or HANDLES, problem):
         return None
     row = next(r for r in rows if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     config = forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
+    return with_rules(config, problem)
+
+
+C = TypeVar("C", bound=KernelConfig)
+
+
+def with_rules(config: C, problem: AttentionProblem) -> C:
+    """Return the configuration with a problem's own rules."""
     return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
 
 

@@ -11,9 +11,10 @@ import pytest
 from cases import gaussian_case
 from cpu_device import device as cpu_device
 from devices import Device, device_of, has_gpu
+from visibility import hidden_keys
 
 from cuflash.frontend import metadata
-from cuflash.gpu import launch
+from cuflash.gpu import launch, registers
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)
@@ -60,6 +61,92 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield place
 
 
+PORTABLE = {"forward", "backward_dq", "backward_dkv", "backward_dk", "backward_dv", "backward_bias"}
+
+
+def entries_of_launches() -> set[str]:
+    return {x.kernel.entry for x in launch._launches.values()}
+
+
+def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table[h, np.clip(j - i, -8, 8) + 8]
+
+
+def capped(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return 3 * np.tanh(s / 3)
+
+
+def sloped(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+    return s - slopes[h] * abs(i - j)
+
+
+def far_or_hidden(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return np.where(abs(i - j) > 20, s, -np.inf)
+
+
+def sliding(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return abs(i - j) <= 30
+
+
+def prefix(b: Any, h: Any, i: Any, j: Any, length: Any) -> Any:
+    return (j < length[b]) | (j <= i)
+
+
+def with_blind_rows(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i % 3 != h) & (j > 10)
+
+
+TABLE = RNG.standard_normal((4, 17)).astype("float32")
+WITH_NAN = np.where((np.arange(17) == 3) & (np.arange(4)[:, None] == 1), np.float32(np.nan), TABLE)
+KINDS: dict[str, dict[str, Any]] = {
+    "relative": {"score_mod": relative, "operands": (TABLE,)},
+    "nan": {"score_mod": relative, "operands": (WITH_NAN,), "causal": True},
+    "capped": {"score_mod": capped, "mask_mod": sliding},
+    "sloped": {"score_mod": sloped, "operands": (np.array([0.1, 0.2, 0.3, 0.4], "float32"),), "softcap": 4.0},
+    "hides": {"score_mod": far_or_hidden, "sink": np.array([0.5, -1.0, 0.0, 2.0], "float32")},
+    "sliding": {"mask_mod": sliding, "kv_lengths": np.array([150, 70], np.int32)},
+    "prefix": {"mask_mod": prefix, "operands": (np.array([30, 140]),), "dropout_p": 0.3, "dropout_seed": 5},
+    "blind": {"mask_mod": with_blind_rows, "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], "float32")},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_rules(place: Device, name: str) -> None:
+    """Rules of each kind have tensor cores in both passes, and hidden keys that hold NaN stay out of the results."""
+    case = given = gaussian_case(1, "float16", SHAPE, (4, 2), (64, 64), 2, **KINDS[name])
+    if "mask_mod" in KINDS[name]:
+        nan, hidden = np.float16(np.nan), hidden_keys(case)[..., None, None]
+        given = case.with_inputs(k=np.where(hidden, nan, case.k), v=np.where(hidden, nan, case.v))
+    on_place = given.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    # The reference's sums over all scores carry a NaN to elements of an operand that it does not reach.
+    wanted = ("q", "k", "v") if name == "nan" else None
+    case.assert_gradients(on_place.backward(out, lse, grads=wanted), out, lse)
+    assert entries_of_launches().isdisjoint(PORTABLE)
+
+
+def test_a_rule_that_spills_takes_another_tile(place: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are met in their order until one keeps everything in registers; else the least of them is taken."""
+    seen: list[tuple[str, str]] = []
+    spilled = {"64x64": 400, "32x64": 8, "64x32": 16}
+
+    def bytes_of(kernel: Any, work: Any) -> int:
+        seen.append((kernel.entry, kernel.config.tile))
+        return spilled.get(kernel.config.tile, 600)
+
+    monkeypatch.setattr(registers, "_spilled", bytes_of)
+    case = gaussian_case(2, "float16", SHAPE, (2, 2), (64, 64), 1, **KINDS["relative"])
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_place.backward(out, lse), out, lse)
+    taken = {x.kernel.entry: x.kernel.config.tile for x in launch._launches.values()}
+    assert taken["forward_sm80"] == "64x32" and taken["backward_sm80"] == "32x64"
+    has_room = place.name != "sm_75"  # whose shared memory holds one tile alone
+    assert (len({tile for entry, tile in seen if entry == "backward_sm80"}) > 1) == has_room
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rules(place: Device, dtype: str, name: str) -> None:
@@ -68,10 +155,11 @@ def test_rules(place: Device, dtype: str, name: str) -> None:
     on_place = case.on(place)
     out, lse = on_place.forward()
     case.assert_forward(out, lse)
-    entries = {x.kernel.entry for x in launch._launches.values()}
-    assert entries == {"forward_sm80" if dtype == "float16" else "forward"}
+    assert entries_of_launches() == {"forward_sm80" if dtype == "float16" else "forward"}
     case.assert_gradients(on_place.backward(out, lse), out, lse)
-    entries = {x.kernel.entry for x in launch._launches.values()}
+    entries = entries_of_launches()
+    assert ("backward_sm80" in entries) == (dtype == "float16")
+    assert dtype == "float32" or entries.isdisjoint(PORTABLE)
     if "score_mod" in OPTIONS[name]:
         assert ("operand_words" if "deterministic" in OPTIONS[name] else "backward_operands") in entries
 

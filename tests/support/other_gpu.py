@@ -42,7 +42,7 @@ class OtherGpu(cuda_device.Device):
         kernel = cupy.RawModule(path=str(ptx_file(source, self._ptx_arch))).get_function(entry)
         if smem_bytes > cuda_device._DEFAULT_SMEM_BYTES:
             kernel.max_dynamic_shared_size_bytes = smem_bytes
-        return cuda_device.LoadedKernel(cupy, self.index, kernel.kernel)
+        return cuda_device.LoadedKernel(cupy, self.index, kernel.kernel, kernel.local_size_bytes)
 
 
 def ptx_file(source: str, arch: str) -> Path:
