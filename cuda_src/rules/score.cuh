@@ -14,6 +14,10 @@ constexpr bool QUICK_TANH = sizeof(Element) == 2 && !(HAS_BIAS || HAS_MASK || HA
 constexpr bool QUICK_TANH = false;
 #endif
 
+// ANY_SCORES: a bias and the user's own rule make scores of any finite size. That of finfo.min overflows in units of
+// base 2, so that scores are subtracted first.
+constexpr bool ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
+
 // Score holds what one (sequence, query head) needs to turn products into scores.
 struct Score {
   Accum scale, softcap, slope;

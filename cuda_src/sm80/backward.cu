@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
     }
   }
   for (u32 stage = 0; exists; stage ^= STAGES - 1) {
-    const bool partial = HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || step.partial;
+    const bool partial = HAS_MASK || HAS_BIAS || step.partial;
     const QueryTile queries{ptx::shared_address(shared.q) + stage * QueryTile::BYTES};
     const DoutTile douts{ptx::shared_address(shared.dout) + stage * DoutTile::BYTES};
     const ScoreTile gradients{ptx::shared_address(shared.ds) + stage * ScoreTile::BYTES};
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
           const GradientFragment scores(p, s, step.head, first_row, tile_key + warp_key + 16 * f);
           SoftcapFragment softcap;
           RuleFragment rule;
-          softcap.take(scores.score(), x[f]);
+          if constexpr (!HAS_SCORE_MOD) softcap.take(scores.score(), x[f]);
           scores.take(rule, x[f]);
           scores.to_weights(x[f], QueryValuesInPlace{shared.lse[stage] + query}, masked, 1,
                             BitsOfBlock{visible >> f * FRAGMENT});
@@ -247,11 +247,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int e = 0; e < FRAGMENT; e++) {
             dp[f][e] = score_gradient(p, dp[f][e], x[f][e], delta[column_offset(e)]);
-            if (!DERIVES_ADDRESSES && masked) clear_hidden(dp[f][e], x[f][e]);
+            if (!DERIVES_ADDRESSES && (masked || HIDES_BY_RULE)) clear_hidden(dp[f][e], x[f][e]);
           }
-          if (DERIVES_ADDRESSES && masked) clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
+          if (DERIVES_ADDRESSES && (masked || HIDES_BY_RULE))
+            clear_hidden(dp[f], x[f]);  // a branch saves 64 selections
           rule.apply(dp[f]);
-          softcap.apply(dp[f]);
+          if constexpr (!HAS_SCORE_MOD) softcap.apply(dp[f]);
           if constexpr (COMPUTES_DV) pack_kept(weights[f], x[f]);
           if constexpr (SHARES_WEIGHTS) shared_weights.from_row(warp_key + 16 * f).store_fragment(weights[f], query);
           pack(ds[f], dp[f]);

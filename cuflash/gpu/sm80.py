@@ -48,11 +48,23 @@ def _chosen(work: Work, plan: Any, place: Any, kernel: Callable[..., Kernel] = K
     return choose(work, lambda n: plan(*place, skipped=n), lambda config: [kernel(entry or config.entry, config)])
 
 
+def _wide_chosen(work: Work, plan: Any, place: Any) -> Any:
+    """Do as `_chosen` on wide elements, whose plan has one candidate: where it spills, the portable kernels serve."""
+    if not _pays(work, gradients=False):
+        return None
+    return choose(
+        work,
+        lambda _: plan(*place),
+        lambda config: [] if config is None else [Kernel(config.entry, config)],
+        spills=False,
+    )
+
+
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
     place = _place(work, "q", "k", "v")
-    config = _chosen(work, sm80_forward.forward, place) or sm80_wide.forward(*place)
-    if config is None or not _pays(work, gradients=False):
+    config = _chosen(work, sm80_forward.forward, place) or _wide_chosen(work, sm80_wide.forward, place)
+    if config is None:
         return False
     work.run(Kernel(config.entry, config), gpu_split.split(work, config))
     return True
@@ -65,8 +77,8 @@ def forward_alike(work: Work) -> bool:
     its keys in tiles that begin at multiples of the tile's keys.
     """
     place = work.problem, True, work.device.capability, work.device.smem_limit
-    config = _chosen(work, sm80_forward.forward, place) or sm80_wide.forward(*place)
-    if config is None or not _pays(work, gradients=False):
+    config = _chosen(work, sm80_forward.forward, place) or _wide_chosen(work, sm80_wide.forward, place)
+    if config is None:
         return False
     config = _aligned_as(work, config)
     work.run(Kernel(config.entry, config), gpu_split.split(work, config))
@@ -161,4 +173,4 @@ def wide_backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None
         return None
     configs = sm80_wide.backward(*_place(work, "q", "k", "v", "dout"))
     kernels = [gpu_portable.Tiles(config.entry, config) for config in configs]
-    return gpu_split.run_passes(work, with_dlse, grads, kernels)
+    return gpu_split.run_passes(work, with_dlse, grads, choose(work, lambda _: kernels, iter, spills=False) or ())

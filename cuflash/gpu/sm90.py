@@ -13,6 +13,7 @@ from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads, num_ti
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, num_key_splits
 from cuflash.gpu.persistent import Persistent
 from cuflash.gpu.portable import SUM_ROWS, Sum, WithoutTiles
+from cuflash.gpu.registers import choose
 from cuflash.hardware import ALIGNMENT, HALF_BYTES, WARP
 from cuflash.plan import sm90_backward, sm90_forward, sm90_grid
 from cuflash.plan.portable import types_of
@@ -93,7 +94,13 @@ def forward(work: Work) -> bool:
     layouts = work.layouts(("q", "k", "v")) if work.device.has_wgmma else None
     if layouts is None:
         return False
-    config = sm90_forward.forward(work.problem, layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask")))
+    tensors = layouts, *(_layout(work, work.arrays.get(x)) for x in ("bias", "mask"))
+    config = choose(
+        work,
+        lambda n: sm90_forward.forward(work.problem, *tensors, skipped=n),
+        lambda config: [] if config is None else [Forward(config.entry, config)],
+        spills=False,
+    )
     if config is None:
         return False
     config, num_splits = sm90_grid.for_grid(work.problem, config, work.device.num_sms)
@@ -227,8 +234,12 @@ def backward(work: Work, with_dlse: Arrays, grads: Arrays, adds: bool = False) -
     layouts = work.layouts(("q", "k", "v", "dout", "out")) if work.device.has_wgmma else None
     if layouts is None:
         return None
-    config = sm90_backward.backward(
-        problem, layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
+    tensors = layouts, *(_layout(work, x) for x in (arrays.get("bias"), grads.get("bias"), arrays.get("mask")))
+    config = choose(
+        work,
+        lambda n: sm90_backward.backward(problem, *tensors, skipped=n),
+        lambda config: [] if config is None else [Gradients(config.entry, config)],
+        spills=False,
     )
     if config is None:
         return None

@@ -20,6 +20,7 @@ from cuflash.gpu.launch import ExtraArguments, Kernel, Words, Work, batch_heads
 from cuflash.gpu.params import Arrays, word_of
 from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles
+from cuflash.gpu.registers import choose
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, PANEL, SWIZZLE_BYTES, whole_rows
 from cuflash.plan import sm80_wide, sm90_backward, sm90_grid
@@ -186,7 +187,14 @@ class Gradient(Kernel):
 
 def forward(work: Work) -> bool:
     """Write out and lse; False where another family runs."""
-    config = plan_split.forward(work.problem) if work.device.has_wgmma else None
+    if not work.device.has_wgmma:
+        return False
+    config = choose(
+        work,
+        lambda _: plan_split.forward(work.problem),
+        lambda config: [] if config is None else [Forward(config.entry, config)],
+        spills=False,
+    )
     if config is None:
         return False
     work.run(Forward(config.entry, config), split(work, config))
@@ -196,7 +204,8 @@ def forward(work: Work) -> bool:
 def backward(work: Work, with_dlse: Arrays, grads: Arrays) -> Arrays | None:
     """Write dq, dk, dv, delta and the slopes' rows; return the gradients left, None where another family runs."""
     configs = plan_split.backward(work.problem) if work.device.has_wgmma else ()
-    return run_passes(work, with_dlse, grads, [Gradient(config.entry, config) for config in configs])
+    kernels = [Gradient(config.entry, config) for config in configs]
+    return run_passes(work, with_dlse, grads, choose(work, lambda _: kernels, iter, spills=False) or ())
 
 
 def run_passes(work: Work, with_dlse: Arrays, grads: Arrays, kernels: Sequence[Kernel]) -> Arrays | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
 from cuflash.rules.form import NO_RULES, Rules
@@ -158,3 +158,11 @@ def of_half(problem: AttentionProblem) -> AttentionProblem:
 def table_flags(handled: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Combinations of flags with which a family that handles these lists its kernels, for compiling and checks."""
     return (), ("has_window",), ("has_window", "has_block_mask"), handled
+
+
+C = TypeVar("C", bound=KernelConfig)
+
+
+def with_rules(config: C, problem: AttentionProblem) -> C:
+    """Return the configuration with a problem's own rules."""
+    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)

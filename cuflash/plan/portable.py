@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from cuflash.hardware import ALIGNMENT, SMALLEST_SMEM
@@ -22,11 +22,11 @@ from cuflash.plan.config import (
     head_dim_class,
     table_flags,
     unknown,
+    with_rules,
     without_window,
 )
 from cuflash.plan.entries import key_results
 from cuflash.problem.attention_problem import AttentionProblem, accum_of
-from cuflash.rules.form import NO_RULES
 
 _SIZES = {"float32": 4, "float64": 8}
 SIDE = 16  # threads along either side of a tile
@@ -205,7 +205,7 @@ def plan(problem: AttentionProblem, entry: str, smem_limit: int = SMALLEST_SMEM)
         head_dim, head_dim_v = _of_results(entry, head_dim_class(problem.head_dim), head_dim_class(problem.head_dim_v))
     in_slices = max(_of_results(entry, problem.head_dim, problem.head_dim_v)) > WIDEST
     config = config_of(entry, problem.dtype, problem.bias_dtype, head_dim, head_dim_v, flags, smem_limit, in_slices)
-    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
+    return with_rules(config, problem)
 
 
 def types_of(problem: AttentionProblem) -> PortableConfig:

@@ -15,7 +15,7 @@ from typing import Any
 from cuflash.hardware import FLOAT_BYTES, HALF_BYTES, capability_of, smem_limit
 from cuflash.kept import kept
 from cuflash.plan import sm80_forward, sm80_wide
-from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken
+from cuflash.plan.config import FLAGS, KNOWN_TO_ALL, OF_RULES, are_products, flags_of, not_taken, with_rules
 from cuflash.plan.sm80_forward import (
     ANY,
     BLACKWELL,
@@ -32,7 +32,6 @@ from cuflash.plan.sm80_forward import (
     dtypes,
     fits,
     meets_whole_blocks,
-    with_rules,
 )
 from cuflash.problem.attention_problem import AttentionProblem
 from cuflash.rules.form import NO_RULES

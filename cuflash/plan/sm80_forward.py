@@ -25,11 +25,11 @@ from cuflash.plan.config import (
     has_plain_scale,
     not_taken,
     of_half,
+    with_rules,
     without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
 from cuflash.problem.attention_problem import AttentionProblem
-from cuflash.rules.form import NO_RULES
 
 HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the forward kernel knows
 # So many bytes of shared memory are no tile's: they tell which keys are seen, with the padding before them.
@@ -301,14 +301,6 @@ def forward(
     given = row, problem.dtype, problem.bias_dtype, flags_of(problem), capability, limit
     config = forward_config(*given, has_plain_scale(problem), aligned, problem.block_size, **of)
     return with_rules(config, problem)
-
-
-C = TypeVar("C", bound=KernelConfig)
-
-
-def with_rules(config: C, problem: AttentionProblem) -> C:
-    """Return the configuration with a problem's own rules."""
-    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
 
 
 def reason(problem: AttentionProblem) -> str:

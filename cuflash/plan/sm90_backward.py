@@ -25,10 +25,12 @@ from cuflash.plan import sm90_forward
 from cuflash.plan.config import (
     FLAGS,
     KNOWN_TO_ALL,
+    OF_RULES,
     are_products,
     common,
     flags_of,
     not_taken,
+    with_rules,
     without_window,
 )
 from cuflash.plan.sm90_backward_tiles import (
@@ -47,8 +49,9 @@ from cuflash.plan.sm90_backward_tiles import (
 )
 from cuflash.plan.sm90_forward import DTYPES, SMEM_BESIDE_TILES, Layout, Sm90Config, has_vectors
 from cuflash.problem.attention_problem import AttentionProblem
+from cuflash.rules.form import NO_RULES
 
-HANDLES = KNOWN_TO_ALL  # the flags that these kernels know
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that these kernels know
 # ROWS runs before the main kernel and prepares what that loads of each query. DQ runs last and writes dq from sums.
 ROWS, DQ = "backward_sm90_rows", "backward_sm90_dq"
 # Registers of a thread that loads, of one that computes, and of one that computes dq. In WIDE the second number is that
@@ -96,7 +99,8 @@ class Sm90BackwardConfig(Sm90Config):
     @property
     def of_rows(self) -> Sm90BackwardConfig:
         """The configuration of the kernels ROWS and DQ, whose stages are their own (cuda_src/sm90/backward/rows.cu)."""
-        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias"}
+        # With a bias or a rule, whose text ROWS does not need, lse keeps its units.
+        known = {"has_bias", "has_window"} if self.writes_dbias else {"has_bias", "has_score_mod"}
         flags: dict[str, Any] = {flag: getattr(self, flag) and flag in known for flag in FLAGS}
         stage_bytes = 2 * self.block_m * whole_rows(HALF_BYTES * self.head_dim_v)
         room, consumers = hardware.SMEM_BYTES - SMEM_BESIDE_TILES, _ROW_WARPGROUPS
@@ -122,6 +126,7 @@ class Sm90BackwardConfig(Sm90Config):
             plain_scores=True,
             has_bias_tiles=False,
             has_mask_vectors=False,
+            rules=NO_RULES,
             **flags,
         )
 
@@ -182,6 +187,8 @@ def backward_config(
     if (arrays and len(options) > 2) or (row.entry == NARROW and (len(arrays) > 1 or options > {"has_block_mask"})):
         has_all = row.entry == NARROW and arrays == ARRAYS
         registers = _REGISTERS_OF_ARRAYS if has_all else _REGISTERS_OF_SEVERAL[row.entry]
+    if options & {*OF_RULES}:
+        registers = _REGISTERS_OF_SEVERAL[row.entry]  # the loading warp asks the rules which keys are hidden
     masks_in_order = deterministic and options == {"has_mask", "has_block_mask"}
     if row == BACKWARD[-1] and len(options) > 1:
         if "has_bias" in options:
@@ -252,16 +259,20 @@ def backward(
     bias: Layout | None = None,
     dbias: Layout | None = None,
     mask: Layout | None = None,
+    skipped: int = 0,
 ) -> Sm90BackwardConfig | None:
     """The Hopper kernels for a problem on arrays of these `layouts` (strides in bytes, shape), or None.
+
+    With `skipped`, of a problem with users' own rules, the result is a later candidate, or the last.
 
     Their addresses, and those of `bias`, `mask` and a wanted `dbias`, are multiples of 16 bytes.
     """
     if obstacle(problem) or not all(sm90_forward.expressible(*layout) for layout in layouts):
         return None
     in_tiles = problem.bias_dtype in DTYPES and not problem.packed and has_vectors(bias, HALF_BYTES)
+    in_tiles = in_tiles and problem.rules.score is None
     in_vectors = has_vectors(mask, 1) and mask is not None and mask[1][-1] % ALIGNMENT == 0
-    config = _config(problem, in_tiles, in_vectors)
+    config = with_rules(_config(problem, in_tiles, in_vectors, skipped), problem)
     if config.has_mask and not config.has_mask_vectors and config.head_dim <= 128 and len(options_of(problem)) > 1:
         return None  # slower than mma.sync
     writes = config.has_bias_tiles and config.entry == NARROW and _is_whole(problem) and has_vectors(dbias, HALF_BYTES)
@@ -269,8 +280,10 @@ def backward(
     return replace(config, writes_dbias=True) if writes else config
 
 
-def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False) -> Sm90BackwardConfig:
-    row = row_for(problem, bias_tiles, mask_vectors)
+def _config(
+    problem: AttentionProblem, bias_tiles: bool = False, mask_vectors: bool = False, skipped: int = 0
+) -> Sm90BackwardConfig:
+    row = row_for(problem, bias_tiles, mask_vectors, skipped)
     assert row is not None
     return backward_config(
         row,

@@ -23,19 +23,21 @@ from cuflash.hardware import (
 from cuflash.kept import kept
 from cuflash.plan.config import (
     KNOWN_TO_ALL,
+    OF_RULES,
     KernelConfig,
     common,
     flags_of,
     has_plain_scale,
     not_taken,
     unknown,
+    with_rules,
     without_window,
 )
 from cuflash.plan.sm90_tiles import FORWARD, Sm90Row, Sm90Tile
 from cuflash.plan.sm90_times import is_timed
 from cuflash.problem.attention_problem import AttentionProblem
 
-HANDLES = KNOWN_TO_ALL  # the flags that the kernel knows
+HANDLES = (*KNOWN_TO_ALL, *OF_RULES)  # the flags that the kernel knows
 # These options treat all heads alike. With others the query heads of a group cannot be rows of one tile.
 _SAME_FOR_HEADS = ("has_window", "has_softcap")
 # Registers of a thread that loads and of one that computes, by the number of computing warpgroups; 64 K in all. With a
@@ -111,8 +113,12 @@ def _tile_for(
     narrow_window: bool,
     few_queries: bool,
     bounded_scores: bool,
+    skipped: int,
 ) -> Sm90Tile:
     options = without_window(flags)
+    if options & {*OF_RULES}:
+        tiles = row.tiles_for_rules(len(options) > 1)
+        return tiles[min(skipped, len(tiles) - 1)]
     if not options and plain_scores:
         if few_queries and row.few_queries:
             return row.few_queries
@@ -147,15 +153,17 @@ def forward_config(
     few_queries: bool = False,
     bounded_scores: bool = False,
     mask_tiles: bool = False,
+    skipped: int = 0,
 ) -> Sm90ForwardConfig:
     """The configuration of one forward kernel.
 
     `flags` is a subset of `FLAGS`; the other arguments say what `_tile_for` chooses a tile of the row by, and whether
-    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`).
+    TMA loads the bias (`bias_tiles`) and the mask (`mask_tiles`). With users' own rules so many of the row's tiles are
+    `skipped`, but the last is not.
     """
     bounded_scores = bounded_scores and dtype in _BOUNDED_DTYPES and without_window(flags) == {"has_softcap"}
     tile = _tile_for(
-        row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores
+        row, flags, plain_scores, bias_tiles, mask_tiles, many_keys, narrow_window, few_queries, bounded_scores, skipped
     )
     return config_of(
         row, tile, dtype, bias_dtype, flags, plain_scores, bias_tiles, mask_tiles, splits_keys, bounded_scores
@@ -220,7 +228,7 @@ def config_of(
         has_bias_tiles=bias_tiles,
         has_mask_tiles=mask_tiles,
         bounded_scores=bounded_scores,
-        plain_scores=plain_scores and not {"has_softcap", "has_bias"} & set(flags),
+        plain_scores=plain_scores and not {"has_softcap", "has_bias", "has_score_mod"} & set(flags),
         smem_bytes=teams * smem_bytes,
         **common(Sm90ForwardConfig, dtype, bias_dtype, flags, row, tile),
     )
@@ -235,7 +243,7 @@ def wide_config(problem: AttentionProblem, config: Sm90ForwardConfig) -> Sm90For
         return None
     if problem.softcap:
         row, flags = row_of(problem), flags_of(problem)
-        config = config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags)
+        config = with_rules(config_of(row, row.with_more, problem.dtype, problem.bias_dtype, flags), problem)
     return replace(config, splits_keys=True, staging_panels=0, pair=1)
 
 
@@ -284,8 +292,11 @@ def forward(
     layouts: tuple[Layout, ...],
     bias: Layout | None = None,
     mask: Layout | None = None,
+    skipped: int = 0,
 ) -> Sm90ForwardConfig | None:
     """The Hopper kernel for a problem on arrays of these `layouts`, or None.
+
+    With `skipped`, of a problem with users' own rules, the result is a later candidate, or the last.
 
     Their addresses, and those of `bias` and `mask`, are multiples of 16 bytes. The result may lie anywhere, so that
     its bits depend on the inputs alone.
@@ -293,7 +304,8 @@ def forward(
     if obstacle(problem) or not all(expressible(*layout) for layout in layouts):
         return None
     bias_itemsize = _ELEMENT_BYTES_OF[problem.bias_dtype or problem.dtype]
-    return _config(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1))
+    config = _config(problem, has_vectors(bias, bias_itemsize), has_vectors(mask, 1), skipped)
+    return with_rules(config, problem)
 
 
 def has_vectors(layout: Layout | None, itemsize: int) -> bool:
@@ -328,7 +340,9 @@ def row_of(problem: AttentionProblem) -> Sm90Row:
     return next(r for r in FORWARD if problem.head_dim <= r.head_dim and problem.head_dim_v <= r.head_dim_v)
 
 
-def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False) -> Sm90ForwardConfig:
+def _config(
+    problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: bool = False, skipped: int = 0
+) -> Sm90ForwardConfig:
     problem = heads_as_rows(problem)
     row = row_of(problem)
     plain_scores = has_plain_scale(problem)
@@ -347,6 +361,7 @@ def _config(problem: AttentionProblem, bias_tiles: bool = False, mask_tiles: boo
         few_queries=has_few_queries(problem),
         bounded_scores=SMALLEST_BOUND <= problem.softcap <= _LARGEST_BOUND,
         mask_tiles=mask_tiles,
+        skipped=skipped,
     )
     few = problem.seqlen_q < LONG_QUERIES or problem.packed or problem.window_left is not None
     return replace(config, pair=1) if few else config
