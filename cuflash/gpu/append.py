@@ -10,7 +10,7 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
-from cuflash.gpu.launch import BoundLaunch
+from cuflash.gpu.arguments import BoundLaunch
 from cuflash.gpu.params import PARAMS
 from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept

@@ -14,8 +14,9 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.arguments import BoundLaunch
 from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
-from cuflash.gpu.launch import BoundLaunch, Work
+from cuflash.gpu.launch import Work
 from cuflash.gpu.params import Arrays
 from cuflash.kept import Kept
 from cuflash.problem.attention_problem import Array, AttentionProblem

@@ -11,7 +11,7 @@ from dataclasses import fields
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.source import Constants
 from cuflash.cuda.source import source_of as source_of_files
-from cuflash.gpu.params import struct_of
+from cuflash.gpu.params import OPERAND_PARAMS, operand_struct, struct_of
 from cuflash.gpu.split_layout import OPERANDS, ROW_ALIGNMENT, TENSOR
 from cuflash.kept import kept
 from cuflash.masks import store
@@ -30,8 +30,19 @@ _NO_CONSTANTS = ("entry", "rules")
 @kept
 def headers_of(rules: Rules) -> dict[str, str]:
     """Return the generated headers of a kernel with these rules."""
-    functions = EMPTY if rules == NO_RULES else functions_of(rules)
-    return {**_HEADERS, **struct_of(rules).headers, HEADER: functions}
+    headers = {**_HEADERS, **struct_of(rules).headers}
+    if rules == NO_RULES:
+        return headers | {HEADER: EMPTY}
+    where, apart = "p", operand_struct(rules)
+    if apart is not None:  # it is declared within the parameter struct, which has a pointer to it
+        where = f"*p.{OPERAND_PARAMS}"
+        members, layout = (apart.headers[f"{apart.name}.{part}"] for part in ("members", "layout"))
+        layout = layout.replace(apart.name, f"AttentionParams::{apart.name}")
+        headers["AttentionParams.members"] = (
+            f"  struct {apart.name} {{\n{members}\n  }};\n{headers['AttentionParams.members']}"
+        )
+        headers["AttentionParams.layout"] += f"\n{layout}"
+    return headers | {HEADER: f"DEVICE const auto& operands() const {{ return {where}; }}\n{functions_of(rules)}"}
 
 
 def constants_of(config: KernelConfig) -> Constants:

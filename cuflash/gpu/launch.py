@@ -6,7 +6,7 @@ The families' modules derive from `Kernel` and run kernels through a `Work`, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from cuflash.cuda import device as cuda_device
+from cuflash.gpu.arguments import Arguments, BoundLaunch, Words
 from cuflash.gpu.kernels import load_kernel
-from cuflash.gpu.params import Arrays, fixed_params, word_of
+from cuflash.gpu.params import OPERAND_PARAMS, Arrays, describe_operands, fixed_params, operand_struct, word_of
 from cuflash.gpu.replay import Recording
+from cuflash.gpu.stores import stores
 from cuflash.hardware import ALIGNMENT
 from cuflash.kept import Kept
 from cuflash.plan.config import KernelConfig
@@ -30,7 +32,6 @@ from cuflash.rules.form import NO_RULES, Rules
 if TYPE_CHECKING:
     from cuflash.masks.block_mask import BlockMask
 
-Words = memoryview  # its items are words of 8 bytes
 _SEED_WORD = word_of("dropout_key")
 
 
@@ -121,73 +122,6 @@ def batch_heads(problem: AttentionProblem, heads: int) -> int:
     return heads if problem.packed else heads * problem.batch
 
 
-class Arguments:
-    """The arguments of one launch and the pointers to them."""
-
-    __slots__ = ("address", "begins", "words")
-
-    def __init__(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-        # Each argument begins a cache line.
-        sizes = [_LINE * math.ceil(value.nbytes / _LINE) for value in values]
-        begins = [sum(sizes[:i]) for i in range(len(values) + 1)]
-        buffer = np.zeros(begins[-1] + 8 * len(values) + _LINE, np.uint8)
-        aligned = buffer[-buffer.ctypes.data % _LINE :][: begins[-1] + 8 * len(values)]
-        for begin, value in zip(begins, values, strict=False):
-            aligned[begin : begin + value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
-        pointers = aligned[begins[-1] :].view(np.uint64)
-        pointers[:] = [aligned.ctypes.data + begin for begin in begins[:-1]]
-        self.words: Words = aligned.view(np.uint64).data
-        self.begins = tuple([begin // 8 for begin in begins[1:-1]])  # first words of the arguments behind the struct
-        self.address: int = pointers.ctypes.data
-
-
-_LINE = 64  # bytes of a cache line
-
-
-class BoundLaunch:
-    """A `replay.Launch`: a kernel bound to its grid, with the arguments of its launches; other launches derive from it.
-
-    `values` are the first launch's arguments, of which the words `pointer_words` receive addresses of arrays; `launch`
-    is the function of `LoadedKernel.bound`, or None where the grid is empty.
-    """
-
-    def __init__(
-        self,
-        values: Sequence[np.ndarray[Any, Any]],
-        pointer_words: Iterable[int],
-        launch: Callable[[int, int], None] | None,
-    ) -> None:
-        self.pointer_words = tuple(pointer_words)
-        self._values = tuple(values)
-        self._launch = launch
-        # No thread uses these arguments. A thread takes one for a launch and puts it back, each in one atomic step.
-        self._free: list[Arguments] = []
-
-    def enqueue(
-        self, addresses: Sequence[int], places: Iterable[tuple[int, int]], seed: int | None, stream: int
-    ) -> None:
-        """Enqueue the kernel: see `replay.Launch`."""
-        if self._launch is None:
-            return
-        try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments(self._values)
-        words = arguments.words
-        for word, place in places:
-            words[word] = addresses[place]
-        self._fill(arguments, seed, stream)
-        self._launch(arguments.address, stream)
-        self._free.append(arguments)
-
-    def enqueue_in_order(self, addresses: Sequence[int], seed: int | None, stream: int) -> None:
-        """Enqueue the kernel on addresses in the order of `pointer_words`."""
-        self.enqueue(addresses, zip(self.pointer_words, range(len(addresses)), strict=True), seed, stream)
-
-    def _fill(self, arguments: Arguments, seed: int | None, stream: int) -> None:
-        """Write what else changes between launches, which is nothing here."""
-
-
 class Launch(BoundLaunch):
     """The launch of a `Kernel` of a family."""
 
@@ -242,6 +176,7 @@ class Work:
         self.arrays = inputs | arrays
         self._block_mask = cast("BlockMask | None", operands.block_mask)
         self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
+        self._described: Arrays = {}  # the descriptions of these in device memory, once a kernel wants them there
         seed: Any = operands.dropout_seed
         self._seed = int(seed) if isinstance(seed, (int, np.integer)) else None
         self._seed_array = {} if seed is None or self._seed is not None else {"dropout_seed": seed}
@@ -278,7 +213,7 @@ class Work:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""
         arrays = arrays | self._seed_array
         if kernel.rules is not NO_RULES:
-            arrays |= self._of_rules
+            arrays |= self._operands_of(kernel.rules)
         if self._block_mask is not None and kernel.visits_tiles:
             arrays |= self._block_arrays(kernel, self._block_mask)
         layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])
@@ -288,6 +223,21 @@ class Work:
             launch = _launches[key] = Launch(kernel, self.problem, arrays, self.device)
         launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
+
+    def _operands_of(self, rules: Rules) -> Arrays:
+        """Return the operands of rules, or the memory that describes them where they are too many for parameters."""
+        struct = operand_struct(rules)
+        if struct is None:
+            return self._of_rules
+        if OPERAND_PARAMS not in self._described:
+            target = self._described[OPERAND_PARAMS] = self.empty((struct.dtype.itemsize,), np.uint8)
+            params = np.zeros(1, struct.dtype)
+            describe_operands(params[0], self.problem, self._of_rules, rules)
+            places = {name: struct.offset(name) // 8 for name in self._of_rules}
+            for launch, arrays in stores(self.device, params, places, self._of_rules, target):
+                launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], None, self._stream)
+                self.recording.add(launch, arrays)
+        return self._described
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:
         xp = self.device.namespace

@@ -19,7 +19,9 @@ from cuflash.rules.to_cuda import type_of
 Arrays = dict[str, Array]
 
 MOST_AXES = 8  # of a part of an operand's gradient that one launch writes, folded
-_MOST_BYTES = 4096  # of a kernel's parameters, tensor maps not counted
+MOST_BYTES = 4096  # of a kernel's parameters, tensor maps not counted
+
+OPERAND_PARAMS = "operand_params"
 
 # These are Tensor and ScoreTensor of cuda_src/params.cuh; strides are in elements.
 _TENSOR = np.dtype([("data", "u8"), ("batch_stride", "i8"), ("row_stride", "i8"), ("head_stride", "i8")])
@@ -210,7 +212,25 @@ PARAMS = Struct(
 
 @kept
 def struct_of(rules: Rules) -> Struct:
-    """The struct of a kernel with these rules: `PARAMS`, and behind it what the rules read of each operand."""
+    """The struct of a kernel with these rules: `PARAMS`, and behind it what the rules read of each operand.
+
+    What does not fit lies in device memory, as an `operand_struct`, of which a pointer stands there.
+    """
+    if operand_struct(rules) is not None:
+        return PARAMS.extended([_pointer(OPERAND_PARAMS, "const OperandParams", "what the rules read of each operand")])
+    members = _operand_members(rules)
+    return PARAMS.extended(members) if members else PARAMS
+
+
+@kept
+def operand_struct(rules: Rules) -> Struct | None:
+    """What rules read of each operand, where it does not fit a kernel's parameters; else None."""
+    members = _operand_members(rules)
+    fits = PARAMS.extended(members).dtype.itemsize <= MOST_BYTES
+    return None if fits else Struct("OperandParams", members)
+
+
+def _operand_members(rules: Rules) -> list[Member]:
     members = []
     for number, (dtype, rank) in enumerate(rules.operands):
         name = operand_name(number)
@@ -218,7 +238,7 @@ def struct_of(rules: Rules) -> Struct:
         members += [_long(f"{name}_size_{axis}") for axis in range(rank)]
         members += [_long(f"{name}_stride_{axis}", "in elements") for axis in range(rank)]
         members.append(_long(f"{name}_begin", "the first element of its gradient in operand_sums"))
-    return PARAMS.extended(members) if members else PARAMS
+    return members
 
 
 TENSORS = tuple(member.name for member in _TENSORS)
@@ -240,13 +260,7 @@ def word_of(name: str, rules: Rules = NO_RULES) -> int:
 
 def fixed_params(problem: AttentionProblem, arrays: Arrays, rules: Rules = NO_RULES) -> np.ndarray:
     """The struct of a launch of a kernel with `rules`, in which pointers and the seed are still 0."""
-    struct = struct_of(rules)
-    if struct.dtype.itemsize > _MOST_BYTES:
-        raise NotImplementedError(
-            f"operands: expected what fits the {_MOST_BYTES} bytes of a kernel's parameters, "
-            f"got {len(rules.operands)} operands, which make them {struct.dtype.itemsize}"
-        )
-    params = np.zeros(1, struct.dtype)
+    params = np.zeros(1, struct_of(rules).dtype)
     p = params[0]
     for name in TENSORS:
         if name in arrays:
@@ -318,14 +332,8 @@ def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules:
     for name, value in problem.place._asdict().items():
         p[f"place_{name}"] = value
     begins, p["operand_total"] = begins_of_operands(problem)
-    for number, (_, rank) in enumerate(rules.operands):
-        name = operand_name(number)
-        p[f"{name}_begin"] = begins.get(name, 0)
-        if name in arrays:
-            x = arrays[name]
-            for axis in range(rank):
-                p[f"{name}_size_{axis}"] = x.shape[axis]
-                p[f"{name}_stride_{axis}"] = x.strides[axis] // x.dtype.itemsize
+    if operand_struct(rules) is None:
+        describe_operands(p, problem, arrays, rules)
     for name in begins:
         if f"d{name}" in arrays:
             x = arrays[f"d{name}"]
@@ -334,6 +342,19 @@ def _fill_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules:
             axes = [(1, 0)] * (MOST_AXES - len(axes)) + axes
             for axis, (size, stride) in enumerate(axes):
                 p[f"doperand_size_{axis}"], p[f"doperand_stride_{axis}"] = size, stride // x.dtype.itemsize
+
+
+def describe_operands(p: np.void, problem: AttentionProblem, arrays: Arrays, rules: Rules) -> None:
+    """Fill in what rules read of each operand, but for the pointers."""
+    begins, _ = begins_of_operands(problem)
+    for number, (_, rank) in enumerate(rules.operands):
+        name = operand_name(number)
+        p[f"{name}_begin"] = begins.get(name, 0)
+        if name in arrays:
+            x = arrays[name]
+            for axis in range(rank):
+                p[f"{name}_size_{axis}"] = x.shape[axis]
+                p[f"{name}_stride_{axis}"] = x.strides[axis] // x.dtype.itemsize
 
 
 def num_splits(arrays: Arrays) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
-from cuflash.gpu.launch import ExtraArguments, Words
+from cuflash.gpu.arguments import Words
+from cuflash.gpu.launch import ExtraArguments
 from cuflash.gpu.params import SCORE_TENSORS, Arrays, word_of
 from cuflash.hardware import ALIGNMENT, SWIZZLE_BYTES
 from cuflash.kept import Kept

@@ -9,8 +9,8 @@ import numpy as np
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.source import Constants
 from cuflash.cuda.struct import Member, Struct
+from cuflash.gpu.arguments import Arguments
 from cuflash.gpu.axes import CPP_TYPES, FOUR, extents, strides
-from cuflash.gpu.launch import Arguments
 from cuflash.hardware import WARP
 from cuflash.problem.attention_problem import Array, accum_of
 

@@ -15,8 +15,9 @@ import numpy as np
 from cuflash.cuda import device as cuda_device
 from cuflash.cuda.driver import TENSOR_MAP
 from cuflash.gpu import portable as gpu_portable
+from cuflash.gpu.arguments import Words
 from cuflash.gpu.kernels import load
-from cuflash.gpu.launch import ExtraArguments, Kernel, Words, Work, batch_heads
+from cuflash.gpu.launch import ExtraArguments, Kernel, Work, batch_heads
 from cuflash.gpu.params import Arrays, word_of
 from cuflash.gpu.persistent import KeptMaps, TileCounter
 from cuflash.gpu.portable import WithoutTiles

@@ -8,7 +8,8 @@ from cuflash.rules.derivative import derivative
 from cuflash.rules.expression import COMPARISONS, SCORE, Node, in_order, input_node, loads_of
 from cuflash.rules.form import Rules
 
-HEADER = "UserRule.functions"  # the name by which the sources include the text
+# The name by which the sources include the text; before it stands operands(), which gives what is read of operands.
+HEADER = "UserRule.functions"
 _TYPES = {
     **{"bool": "bool", "int8": "signed char", "int16": "short", "int32": "int", "int64": "i64"},
     **{"uint8": "u8", "uint16": "unsigned short", "uint32": "u32", "uint64": "u64"},
@@ -92,7 +93,7 @@ def _expression(x: Node, names: dict[Node, str]) -> str:
     args = [names[arg] for arg in x.args]
     kind = type_of(x.dtype)
     if x.op == "load":
-        return f"rule::element<{kind}>(p.operand_{x.value}, {_place(x, names)})"
+        return f"rule::element<{kind}>(operands().operand_{x.value}, {_place(x, names)})"
     if x.op == "cast":
         return f"static_cast<{kind}>({args[0]})"
     if x.op == "where":
@@ -111,8 +112,9 @@ def _expression(x: Node, names: dict[Node, str]) -> str:
 
 def _place(load: Node, names: dict[Node, str]) -> str:
     """Write the offset of an element in its operand, with every index clamped to its axis."""
+    operand = f"operands().operand_{load.value}"
     terms = [
-        f"rule::clamped({names[index]}, p.operand_{load.value}_size_{axis}) * p.operand_{load.value}_stride_{axis}"
+        f"rule::clamped({names[index]}, {operand}_size_{axis}) * {operand}_stride_{axis}"
         for axis, index in enumerate(load.args)
     ]
     return " + ".join(terms) or "i64(0)"
@@ -120,7 +122,7 @@ def _place(load: Node, names: dict[Node, str]) -> str:
 
 def _place_of_sum(load: Node, names: dict[Node, str]) -> str:
     """Write the place of an element's gradient among the sums of all operands."""
-    operand = f"p.operand_{load.value}"
+    operand = f"operands().operand_{load.value}"
     flat = "0"
     for axis, index in enumerate(load.args):
         flat = f"({flat} * {operand}_size_{axis} + rule::clamped({names[index]}, {operand}_size_{axis}))"

@@ -15,6 +15,7 @@ import recording
 
 from cuflash.tools.bench import report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD, Cell, Grid, cells_of, default_scale
+from cuflash.tools.bench.clock import Stopwatch
 from cuflash.tools.bench.inputs import DROPOUT_P, Inputs
 from cuflash.tools.bench.peers import PLAIN, US, cuflash_calls, plain_calls
 
@@ -44,7 +45,7 @@ def peer_calls(inputs: Inputs, backend: str) -> dict[str, Call]:
     return {FORWARD: forward, BACKWARD: lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)}
 
 
-def measure(cell: Cell, stopwatch: report.Stopwatch, xp: Any, rounds: int) -> dict[str, Any]:
+def measure(cell: Cell, stopwatch: Stopwatch, xp: Any, rounds: int) -> dict[str, Any]:
     """One cell in both directions."""
     inputs = Inputs(cell, xp)
     calls: dict[str, dict[str, Call]] = {}
@@ -55,7 +56,9 @@ def measure(cell: Cell, stopwatch: report.Stopwatch, xp: Any, rounds: int) -> di
     figures: dict[str, Any] = {"cell": cell.name}
     for direction in (FORWARD, BACKWARD):
         result = report.Result(cell, direction)
-        result.times = stopwatch.interleaved({name: own[direction] for name, own in calls.items()}, rounds)
+        result.times = stopwatch.interleaved(
+            {name: stopwatch.prepared(own[direction]) for name, own in calls.items()}, rounds
+        )
         figures[direction] = {name: result.tflops(name) for name in calls} | {"of_plain": result.of_plain()}
     return figures
 
@@ -69,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     xp = recording.gpu_of(parser)
     record = recording.Recorder(args, xp, "dropout")
-    stopwatch = report.Stopwatch(xp, 12.0)
+    stopwatch = Stopwatch(xp, 12.0)
     dense = cells_of("dense", Grid("bfloat16", args.head_dim, args.seqlen))
     measured: list[dict[str, Any]] = []
     for plain in dense:

@@ -5,10 +5,10 @@
 #     examples/benchmarks/record.sh PART [FOLDER [COMMIT]]
 #
 # PART is one of the names below. COMMIT where this is no checkout with git. The part window comes first, while the card
-# is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch, whose
-# path is in MYTORCH, the parts paper_io and counters need ncu, and counters the records of the dense and the float32 parts.
-# The parts mma... take the kernels of other GPUs, the parts ring
-# and ring_processes four GPUs.
+# is cool: its short calls follow the clock most. The part mytorch needs a checkout of github.com/priyammaz/MyTorch,
+# whose path is in MYTORCH. The part random_shapes draws CELLS problems from SEED. The parts paper_io and counters need
+# ncu, and counters the records of the dense and the float32 parts. The parts mma... take the kernels of other GPUs, the
+# parts ring and ring_processes four GPUs.
 set -eu
 part=$1 folder=${2:-docs/lab/results} commit=${3:-}
 
@@ -31,6 +31,10 @@ mma_float32) CUFLASH_WITHOUT_WGMMA=1 bench --suite float32 --peers cuflash effic
 errors) python3 examples/benchmarks/errors.py ${commit:+--commit "$commit"} --json "$folder/errors.jsonl" ;;
 truth) python3 examples/benchmarks/truth.py ${commit:+--commit "$commit"} --json "$folder/truth.jsonl" ;;
 small_grids) python3 examples/benchmarks/small_grids.py ${commit:+--commit "$commit"} --json "$folder/small_grids.jsonl" ;;
+random_shapes)
+    bench --suite random --seed "${SEED:-1}" --cells "${CELLS:-300}" --rounds 3 --budget-ms 6 --peers cuflash fa3 cudnn \
+        --picture "$folder/random_shapes.svg"
+    ;;
 dropout) python3 examples/benchmarks/dropout.py ${commit:+--commit "$commit"} --json "$folder/dropout.jsonl" ;;
 counters) python3 examples/benchmarks/counters.py ${commit:+--commit "$commit"} --results "$folder" ;;
 options) bench --suite options dbias --head-dim 128 256 --peers cuflash plain --budget-ms 12 ;;

@@ -10,17 +10,17 @@ with a seed. It needs a Hopper GPU, torch and FlashAttention-3.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import recording
 
 from cuflash.tools.bench.cells import Cell
+from cuflash.tools.bench.clock import GraphStopwatch
 from cuflash.tools.bench.inputs import Inputs
 from cuflash.tools.bench.peers import US, Peer, cuflash_calls, fa3_calls, sdpa_calls
 
-CALLS, REPLAYS = 8, 12
+ROUNDS, BUDGET_MS = 3, 3.0
 MOST_FLOPS = 2e12
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 FIRST = (
@@ -60,31 +60,6 @@ def cells(seed: int, count: int) -> list[Cell]:
     return drawn
 
 
-def microseconds(call: Callable[[], Any], xp: Any) -> float:
-    """The median time of a call on the device, in a graph."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    ours = xp.cuda.ExternalStream(stream.cuda_stream)
-    with torch.cuda.stream(stream), ours:
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / CALLS * 1e3)
-    return float(np.median(times[1:]))
-
-
 def main() -> None:
     """Measure, print and record."""
     parser = recording.parser_of(__doc__)
@@ -93,10 +68,14 @@ def main() -> None:
     args = parser.parse_args()
     xp = recording.gpu_of(parser)
     record = recording.Recorder(args, xp, "small_grids", seed=args.seed)
+    stopwatch = GraphStopwatch(xp, BUDGET_MS)
     measured: list[dict[str, Any]] = []
     for cell in cells(args.seed, args.cells):
         inputs = Inputs(cell, xp)
-        times = {name: microseconds(prepare(inputs).forward, xp) for name, prepare in PEERS.items()}
+        with stopwatch.within():
+            calls = {name: stopwatch.prepared(prepare(inputs).forward) for name, prepare in PEERS.items()}
+        rounds = stopwatch.interleaved(calls, ROUNDS)
+        times = {name: 1e3 * float(np.median(of_peer)) for name, of_peer in rounds.items()}
         speed = min(x for name, x in times.items() if name != US) / times[US]
         measured.append({"cell": cell.name, "us": times, "speed_of_fastest_peer": speed})
         print(f"{cell.name}: {', '.join(f'{name} {x:.1f}' for name, x in times.items())} us, {speed:.2f}", flush=True)

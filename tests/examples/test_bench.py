@@ -128,6 +128,53 @@ def test_suites(suite: str) -> None:
         assert not cell.lengths or sum(cell.lengths) == cell.seqlen_q
 
 
+def test_the_random_suite_follows_its_seed_and_its_limits() -> None:
+    drawn = SUITES["random"](Grid(seed=3, count=200))
+    assert drawn == SUITES["random"](Grid(seed=3, count=200)) != SUITES["random"](Grid(seed=4, count=200))
+    for cell in drawn:
+        assert 1 <= cell.batch <= 64 and 1 <= cell.num_heads_q <= 64 and cell.num_heads_q % cell.num_heads_kv == 0
+        assert 1 <= cell.seqlen_q <= 65536 and 1 <= cell.seqlen_k <= 65536 and cell.flops(FORWARD) <= 2e13
+        assert cell.head_dim % 8 == 0 and 32 <= cell.head_dim == cell.head_dim_v <= 256
+    assert {cell.causal for cell in drawn} == {True, False}
+    # Sizes are drawn in log scale: as many are below the root of the range as above it.
+    assert sum(cell.seqlen_q < 256 for cell in drawn) > 60
+
+
+def test_random_cells_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    small = dataclasses.replace(PLAIN, suite="random")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            SUITES, "random", lambda grid: [dataclasses.replace(small, name=f"seed {grid.seed}")] * grid.count
+        )
+        arguments = ["--device", "cpu", "--suite", "random", "--seed", "7", "--cells", "2"]
+        arguments += ["--rounds", "1", "--budget-ms", "1"]
+        arguments += ["--json", str(tmp_path / "run.jsonl"), "--picture", str(tmp_path / "run.svg")]
+        assert bench.run(parser.parse_args(arguments)) == 0
+    facts, results = records.read(tmp_path / "run.jsonl")
+    assert facts["seed"] == 7 and [r["cell"]["name"] for r in results] == ["seed 7"] * 4
+    assert "speed over the fastest peer's, forward: 2 cells beside a peer" in capsys.readouterr().out
+    assert (tmp_path / "run.svg").read_text("utf-8").rstrip().endswith("</svg>")
+
+
+def test_a_summary_separates_short_cells_and_lists_the_worst() -> None:
+    def result(ratio: float, ms: float) -> report.Result:
+        return report.Result(PLAIN, FORWARD, times={"cuflash": [ms], "fa3": [ratio * ms], "cudnn": [9 * ms]})
+
+    lines = report.summary([*(result(1 + n / 100, 1.0) for n in range(11)), result(0.5, 0.02)]).splitlines()
+    assert lines[0] == "12 cells beside a peer"
+    assert lines[1].startswith("above 50 us: 11 cells, geometric mean 1.050; quantiles 0% 1.00, ")
+    assert lines[2].startswith("up to 50 us: 1 cells, geometric mean 0.500; ")
+    assert lines[3] == "0.50  plain: cuflash 20.0, fa3 10.0, cudnn 180.0 us" and len(lines) == 3 + 10
+
+
+def test_torch_computes_no_causal_mask_that_ends_at_the_last_key() -> None:
+    cell = dataclasses.replace(PLAIN, causal=True)
+    with pytest.raises(peers.Unavailable):
+        peers.sdpa_calls(Inputs(cell, np), "default")
+
+
 def test_plain_packed_sequences_have_equal_lengths() -> None:
     cell = Cell("packed", "float32", 3, 4096, 4096, 1, 1, 8, 8, lengths=(4000, 1, 95), causal=True)
     inputs = Inputs(cell, np)

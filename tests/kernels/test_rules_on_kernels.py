@@ -235,3 +235,25 @@ def test_operands_of_many_axes(place: Device) -> None:
     on_place.backward(out, lse, out=(None, None, None, None, inner))
     np.testing.assert_allclose(place.get(inner), grads["operand_1"], rtol=1e-5, atol=1e-5)
     assert np.isnan(place.get(target)).sum() == 3**10 - 2**10
+
+
+def summed(s: Any, b: Any, h: Any, i: Any, j: Any, *tables: Any) -> Any:
+    for n, table in enumerate(tables):
+        s = s + 0.1 * table[(i + n) % 3, j % 4]
+    return s
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_operands_than_parameters_hold(place: Device, deterministic: bool) -> None:
+    """Their descriptions lie in device memory, and a call that is known again writes them anew."""
+    devices.forget_launches()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        tables = tuple(rng.standard_normal((3, 4)).astype("float32") for _ in range(70))
+        rules: dict[str, Any] = {"score_mod": summed, "operands": tables, "deterministic": deterministic}
+        case = gaussian_case(seed, "float32", (17, 30), (2, 1), (32, 32), 1, **rules)
+        on_place = case.on(place)
+        out, lse = on_place.forward()
+        case.assert_forward(out, lse)
+        case.assert_gradients(on_place.backward(out, lse))
+    assert len(metadata._repeats) == 2

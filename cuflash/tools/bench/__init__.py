@@ -17,9 +17,10 @@ import numpy as np
 from cuflash.cpu.threads import BLAS_THREADS
 from cuflash.tools.arguments import positive, positive_number
 from cuflash.tools.bench import peers, records, report
-from cuflash.tools.bench.cells import BACKWARD, FORWARD, SUITES, Cell, Grid, cells_of
+from cuflash.tools.bench.cells import BACKWARD, FORWARD, RANDOM, SUITES, Cell, Grid, cells_of
+from cuflash.tools.bench.clock import GraphStopwatch, Stopwatch, Timed
 from cuflash.tools.bench.inputs import Inputs, arguments, limit, take_sample, worst
-from cuflash.tools.bench.report import Result, Stopwatch
+from cuflash.tools.bench.report import Result
 from cuflash.tools.compile import in_parallel
 from cuflash.tools.info import first_line
 
@@ -29,6 +30,7 @@ ROUNDS = 5
 # Cells of a suite, and rounds, that give a first look; each has a fifth of the time.
 QUICK_CELLS, QUICK_ROUNDS, QUICK_BUDGET = 3, 2, 0.2
 GPU_SUITES = tuple(name for name in SUITES if name != "cpu")
+LISTED = tuple(name for name in GPU_SUITES if name != RANDOM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=(*SUITES, "all"),
         metavar="NAME",
-        help=f"of {', '.join(SUITES)}, all (default: dense on a GPU, cpu without one; the others are meant for a GPU)",
+        help=f"of {', '.join(SUITES)}, all (default: dense on a GPU, cpu without one; the others are meant for a GPU, "
+        f"and all has no {RANDOM})",
     )
+    add("--seed", type=int, default=grid.seed, metavar="N", help=f"draws the cells of {RANDOM} (default %(default)s)")
+    add("--cells", type=positive, default=grid.count, metavar="N", help=f"of {RANDOM} (default %(default)s)")
     quick = f"a first look: {QUICK_CELLS} cells of each suite, {QUICK_ROUNDS} rounds, a fifth of the time for each"
     add("--quick", action="store_true", help=quick)
     add("--device", choices=("gpu", "cpu"), help="default: the GPU if there is one")
@@ -80,10 +85,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     facts = report.environment(xp, args.commit)
     _say(", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str)))
-    grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width)
+    grid = Grid(args.dtype, args.head_dim, args.seqlen, args.mask, args.tokens, args.width, args.seed, args.cells)
     budget = args.budget_ms or (1000.0 if xp is np else 60.0) * (QUICK_BUDGET if args.quick else 1.0)
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
-    stopwatch = Stopwatch(xp, budget)
+    # Drawn problems may be so small that the host is slower than the device.
+    in_graphs = xp is not np and args.suite == [RANDOM]
+    stopwatch = GraphStopwatch(xp, budget) if in_graphs else Stopwatch(xp, budget)
+    if args.suite and RANDOM in args.suite:
+        facts |= {"seed": args.seed, "device_times": "graphs" if in_graphs else "calls"}
     contenders = peers.cpu_peers() if xp is np else peers.gpu_peers()
     if args.peers:
         unknown = set(args.peers) - set(contenders)
@@ -105,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     for number, cell in enumerate(cells, 1):
         start = time.perf_counter()
         directions = tuple(d for d in args.direction if d in cell.directions)
-        results += measure(cell, xp, contenders, directions, stopwatch, rounds)
+        with stopwatch.within():
+            results += measure(cell, xp, contenders, directions, stopwatch, rounds)
         now = time.perf_counter()
         seconds_left = (now - begin) / number * (len(cells) - number)
         left = f", about {_duration(seconds_left)} left" if number < len(cells) else ""
@@ -114,7 +124,11 @@ def run(args: argparse.Namespace) -> int:
             records.write(args.json, facts, (result.as_json() for result in results))
     for direction in args.direction:
         print(f"\n{direction}, {'ms' if args.unit == 'ms' else 'TFLOP/s'}\n")
-        print(report.table((r for r in results if r.direction == direction), args.unit))
+        of_direction = [result for result in results if result.direction == direction]
+        print(report.table(of_direction, args.unit))
+        drawn = [result for result in of_direction if result.cell.suite == RANDOM]
+        if drawn:
+            print(f"\nspeed over the fastest peer's, {direction}: {report.summary(drawn)}")
     for peer, reason in {(peer, reason): None for result in results for peer, reason in result.absent.items()}:
         print(f"{peer}: {reason}")
     if args.picture:
@@ -136,7 +150,7 @@ def measure(
     with BLAS_THREADS:  # small products
         sample = take_sample(inputs, given, *peers.cuflash_results(inputs, given))
     results = {direction: Result(cell, direction) for direction in directions}
-    timed: dict[str, dict[str, Any]] = {direction: {} for direction in directions}
+    timed: dict[str, dict[str, Timed]] = {direction: {} for direction in directions}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of every backend that refuses a cell
         for name, prepare in contenders.items():
@@ -149,7 +163,9 @@ def measure(
                     value = call()
                     if name != peers.PLAIN:  # another problem's results
                         result.errors[name] = errors_of(value)
-                    timed[direction][name] = call
+                    if isinstance(stopwatch, GraphStopwatch):
+                        result.host_us[name] = stopwatch.host_us(call)
+                    timed[direction][name] = stopwatch.prepared(call)
                 except Exception as error:  # a peer may fail in any way; the report says how
                     result.absent[name] = _reason(error)
     for direction, result in results.items():
@@ -200,7 +216,7 @@ def _duration(seconds: float) -> str:
 def _chosen_cells(suites: list[str] | None, xp: ModuleType, grid: Grid, quick: bool) -> list[Cell]:
     names = suites or ["cpu" if xp is np else "dense"]
     if "all" in names:
-        names = ["cpu"] if xp is np else list(GPU_SUITES)
+        names = ["cpu"] if xp is np else list(LISTED)
     return [cell for name in names for cell in _some(cells_of(name, grid), quick)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -16,6 +17,11 @@ from cuflash.masks.store import CANONICAL, VISIBLE
 FORWARD, BACKWARD = "forward", "backward"
 # 2 matrix products forward, 5 backward.
 RELATIVE_FLOPS = {FORWARD: 1.0, BACKWARD: 2.5}
+# The suite "random" draws sizes in log scale up to these; head dims are multiples of 8.
+RANDOM = "random"
+MOST_BATCHES, MOST_HEADS, MOST_SEQLEN, HEAD_DIMS = 64, 64, 65536, range(32, 257, 8)
+# A drawn problem has at most so many FLOPs forward, and elements in an array: 256 MB in 16 bits.
+MOST_FLOPS, MOST_ELEMENTS = 2e13, 1 << 27
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,8 @@ class Grid:
     masks: Sequence[str] = ("full", "causal")
     tokens: int = 16384
     width: int = 2048
+    seed: int = 0
+    count: int = 300
 
 
 def _square(name: str, dtype: str, batch: int, heads: int, seqlen: int, head_dim: int, **changes: Any) -> Cell:
@@ -256,6 +264,27 @@ def _decode(grid: Grid) -> list[Cell]:
     return [replace(cell, directions=(FORWARD,)) for cell in cells]
 
 
+def _random(grid: Grid) -> list[Cell]:
+    """Problems that nobody listed, all drawn from the seed."""
+    rng = random.Random(grid.seed)
+
+    def drawn(most: int) -> int:
+        return int(2 ** rng.uniform(0, math.log2(most)))
+
+    cells: list[Cell] = []
+    while len(cells) < grid.count:
+        batch, heads = drawn(MOST_BATCHES), drawn(MOST_HEADS)
+        heads_kv = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+        seqlen_q, seqlen_k, d = drawn(MOST_SEQLEN), drawn(MOST_SEQLEN), rng.choice(HEAD_DIMS)
+        causal = rng.random() < 0.5
+        name = f"b{batch} h{heads}:{heads_kv} {seqlen_q}x{seqlen_k} d{d} {'causal' if causal else 'full'}"
+        cell = Cell(name, grid.dtype, batch, seqlen_q, seqlen_k, heads, heads_kv, d, d, causal=causal)
+        fits = max(math.prod(shape) for shape in cell.shapes().values()) <= MOST_ELEMENTS
+        if fits and cell.flops(FORWARD) <= MOST_FLOPS:
+            cells.append(cell)
+    return cells
+
+
 def _cpu(grid: Grid) -> list[Cell]:
     return [
         _square(f"float32 d64 {mask} n4k", "float32", 1, 8, 4096, 64, causal=mask == "causal")
@@ -274,6 +303,7 @@ SUITES: dict[str, Callable[[Grid], list[Cell]]] = {
     "gqa": _gqa,
     "varlen": _varlen,
     "decode": _decode,
+    RANDOM: _random,
     "cpu": _cpu,
 }
 

@@ -34,8 +34,8 @@ WITH_PEERS = ("blocks", "deterministic", "hole", "tf32")
 Errors = dict[str, dict[str, float]]
 
 SAMPLES = 32
-# Every row and key of sequences up to this length is taken.
-SMALL = 1024
+# Every row and key of sequences up to this length is taken, if their scores with all keys or rows are at most so many.
+SMALL, MOST_SCORES = 1024, 1 << 22
 # Largest error over the largest value, in roundings of the dtype and of the accumulation.
 ROUNDINGS, ACCUMULATIONS = 8, 256
 # Positions in the pool are multiples of this, for TMA.
@@ -43,9 +43,18 @@ ALIGNED_ELEMENTS = 128
 
 
 @lru_cache(maxsize=2)
+def _largest_pool(xp: ModuleType, dtype: str) -> list[Array]:
+    """The largest array of numbers that was drawn, in a list that is empty at first."""
+    return []
+
+
 def _normal_numbers(xp: ModuleType, dtype: str, count: int) -> Array:
-    numbers = np.random.default_rng(0).standard_normal(count, np.float32)
-    return xp.asarray(numbers.astype(dtype_of(dtype)))
+    """The first of N(0, 1) numbers, which are drawn anew only if more are wanted than ever before."""
+    pool = _largest_pool(xp, dtype)
+    if not pool or len(pool[0]) < count:
+        numbers = np.random.default_rng(0).standard_normal(count, np.float32)
+        pool[:] = [xp.asarray(numbers.astype(dtype_of(dtype)))]
+    return pool[0][:count]
 
 
 class Inputs:
@@ -264,7 +273,8 @@ def take_sample(inputs: Inputs, given: dict[str, Any], out: Any, lse: Any) -> Sa
     head = int(rng.integers(cell.num_heads_q))
     group = cell.num_heads_q // cell.num_heads_kv
     kv_head = head // group
-    rows, keys = (_positions(rng, n) for n in (single.seqlen_q, single.seqlen_k))
+    rows = _positions(rng, single.seqlen_q, single.seqlen_k)
+    keys = _positions(rng, single.seqlen_k, single.seqlen_q * group)
     every_row, every_key = np.arange(single.seqlen_q), np.arange(single.seqlen_k)
 
     def cut(x: Any, h: int) -> np.ndarray:
@@ -309,7 +319,8 @@ def _check_lse(lse: np.ndarray, truth: np.ndarray, cell: Cell) -> None:
         raise ArithmeticError(f"{cell.name}: lse is wrong by {np.abs(lse - truth).max():.3g}")
 
 
-def _positions(rng: np.random.Generator, count: int) -> np.ndarray:
-    if count <= SMALL:
+def _positions(rng: np.random.Generator, count: int, others: int) -> np.ndarray:
+    """Some of `count` rows, each of which has scores with `others`, or all of them."""
+    if count <= SMALL and count * others <= MOST_SCORES:
         return np.arange(count)
     return np.unique(np.concatenate(([0, count - 1], rng.integers(count, size=SAMPLES - 2))))

@@ -201,6 +201,8 @@ def sdpa_calls(inputs: Inputs, backend: str) -> Calls:
     cell = inputs.cell
     if cell.lengths:
         raise Unavailable("torch's SDPA takes no packed sequences without a padded copy")
+    if cell.causal and not cell.restricted and cell.seqlen_q != cell.seqlen_k:
+        raise Unavailable("torch's SDPA aligns a causal mask to the first key")
     attention, attend = torch.nn.attention, torch.nn.functional.scaled_dot_product_attention
     q, k, v = (inputs.torch(name).transpose(1, 2).requires_grad_() for name in ("q", "k", "v"))
     dout = inputs.torch("dout").transpose(1, 2)

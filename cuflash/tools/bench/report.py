@@ -1,11 +1,10 @@
-"""Times, where they were measured, a table and a picture."""
+"""Results, where they were measured, tables and pictures."""
 
 import datetime
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import numpy as np
 
 import cuflash
 from cuflash.cuda.device import WITHOUT_WGMMA
-from cuflash.tools.bench.cells import Cell
+from cuflash.tools.bench.cells import RANDOM, Cell
 from cuflash.tools.bench.inputs import Errors
 from cuflash.tools.bench.peers import PLAIN, US
 from cuflash.tools.info import versions
@@ -23,13 +22,9 @@ from cuflash.tools.info import versions
 # A median beyond so many times the least: others use the device.
 STEADY = 1.5
 LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml-dtypes", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
-# The host fills the queue behind so much work.
-HEAD_START_BYTES = 1 << 30
-# Shorter calls may take less time than their launch.
-SHORT_MS = 0.25
-MIN_CALLS, MAX_CALLS = 3, 100
-
-Call = Callable[[], Any]
+# Ratios of problems of less time are a class of their own.
+SHORT_US = 50
+WORST = 10  # cells that a summary lists
 
 
 @dataclass
@@ -43,6 +38,7 @@ class Result:
     absent: dict[str, str] = field(default_factory=dict)
     wrong: bool = False  # cuflash's error is beyond the limit
     same_bits: int | None = None  # repeated calls with the first's bits, where that was tried
+    host_us: dict[str, float] = field(default_factory=dict)  # each peer's time on the host, where that was measured
 
     def median(self, peer: str) -> float:
         """Median time in ms."""
@@ -90,59 +86,10 @@ class Result:
             "wrong": self.wrong,
             "unsteady": self.is_unsteady,
             "same_bits": self.same_bits,
+            "host_us": self.host_us,
             "speed_of_fastest_peer": self.ratio(),
             "speed_of_plain": self.of_plain(),
         }
-
-
-class Stopwatch:
-    """Times calls: by events on a GPU, by the clock on the CPU."""
-
-    def __init__(self, xp: ModuleType, budget_ms: float) -> None:
-        self.xp = xp
-        self.budget_ms = budget_ms  # milliseconds of one round of one call
-
-    def interleaved(self, calls: dict[str, Call], rounds: int) -> dict[str, list[Any]]:
-        """Times in ms of each call, a list a round, every round in another order."""
-        counts = {name: self._count(call) for name, call in calls.items()}
-        times: dict[str, list[Any]] = {name: [] for name in calls}
-        names = list(calls)
-        for number in range(rounds):
-            first = number % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                times[name].append(self._times(calls[name], *counts[name]))
-        return times
-
-    def _count(self, call: Call) -> tuple[int, bool]:
-        """Calls that fill the budget, and whether they are short."""
-        call()  # compiles, and fills caches
-        once = min(self._times(call, 2, False))
-        return int(np.clip(self.budget_ms / once, MIN_CALLS, MAX_CALLS)), once < SHORT_MS
-
-    def _times(self, call: Call, count: int, head_start: bool) -> list[float]:
-        return self._cpu_times(call, count) if self.xp is np else self._gpu_times(call, count, head_start)
-
-    def _cpu_times(self, call: Call, count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-
-    def _gpu_times(self, call: Call, count: int, head_start: bool) -> list[float]:
-        events = [(self.xp.cuda.Event(), self.xp.cuda.Event()) for _ in range(count)]
-        call()  # the clocks and the caches as this call leaves them
-        if head_start:
-            busy = self.xp.empty(HEAD_START_BYTES, np.uint8)
-            for _ in range(count):
-                busy.data.memset_async(0, busy.nbytes)
-        for start, end in events:
-            start.record()
-            call()
-            end.record()
-        events[-1][1].synchronize()
-        return [self.xp.cuda.get_elapsed_time(start, end) for start, end in events]
 
 
 def environment(xp: ModuleType, commit: str | None, command: str = "bench") -> dict[str, Any]:
@@ -193,13 +140,65 @@ def table(results: Iterable[Result], unit: str) -> str:
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 
+def summary(results: Iterable[Result]) -> str:
+    """Quantiles of the ratios to the fastest peer, and the cells where it is least."""
+    rated = [(ratio, result) for result in results if (ratio := result.ratio()) is not None]
+    lines = [f"{len(rated)} cells beside a peer"]
+    for name, short in ((f"above {SHORT_US} us", False), (f"up to {SHORT_US} us", True)):
+        ratios = np.array([ratio for ratio, result in rated if (1e3 * result.median(US) <= SHORT_US) == short])
+        if ratios.size:
+            quantiles = ", ".join(
+                f"{q}% {x:.2f}" for q, x in zip(_QUANTILES, np.percentile(ratios, _QUANTILES), strict=True)
+            )
+            mean = np.exp(np.log(ratios).mean())
+            lines.append(f"{name}: {ratios.size} cells, geometric mean {mean:.3f}; quantiles {quantiles}")
+    for ratio, result in sorted(rated, key=lambda pair: pair[0])[:WORST]:
+        times = ", ".join(f"{peer} {1e3 * result.median(peer):.1f}" for peer in result.times)
+        lines.append(f"{ratio:.2f}  {result.cell.name}: {times} us")
+    return "\n".join(lines)
+
+
+_QUANTILES = (0, 1, 5, 25, 50, 75, 95, 100)
+
+
 def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
-    """Bars of TFLOP/s, one panel a direction."""
+    """Draw a panel a direction: bars of TFLOP/s, or for cells drawn at random the ratio over the work."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if all(result.cell.suite == RANDOM for result in results):
+        figure = _scattered(pyplot, facts, results)
+    else:
+        figure = _bars(pyplot, facts, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _scattered(pyplot: Any, facts: dict[str, Any], results: list[Result]) -> Any:
+    directions = list(dict.fromkeys(result.direction for result in results))
+    figure, panels = pyplot.subplots(
+        len(directions), 1, figsize=(8.0, 3.6 * len(directions)), squeeze=False, layout="constrained"
+    )
+    for panel, direction in zip(panels[:, 0], directions, strict=True):
+        rated = [(r, ratio) for r in results if r.direction == direction and (ratio := r.ratio()) is not None]
+        for causal, marker in ((False, "o"), (True, "^")):
+            shown = [(r.cell.flops(direction), ratio) for r, ratio in rated if r.cell.causal == causal]
+            if shown:
+                panel.plot(*zip(*shown, strict=True), marker, mfc="none", label="causal" if causal else "full")
+        panel.axhline(1.0, color="gray", linewidth=0.8)
+        panel.set_xscale("log")
+        panel.set_yscale("log", base=2)
+        panel.set_xlabel("FLOPs")
+        panel.set_ylabel("speed of the fastest peer")
+        panel.set_title(f"{direction}, {facts.get('gpu', 'CPU')}")
+        panel.legend(fontsize=8)
+    return figure
+
+
+def _bars(pyplot: Any, facts: dict[str, Any], results: list[Result]) -> Any:
     directions = list(dict.fromkeys(result.direction for result in results))
     peers = list(dict.fromkeys(peer for result in results for peer in result.times))
     most = max(sum(r.direction == direction for r in results) for direction in directions)
@@ -217,6 +216,4 @@ def draw(path: Path, facts: dict[str, Any], results: list[Result]) -> None:
         panel.set_ylabel("TFLOP/s")
         panel.set_title(f"{direction}, {facts.get('gpu', 'CPU')}")
     panels[0, 0].legend(ncols=len(peers), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
