@@ -14,7 +14,7 @@ constexpr float LSE_BASE = ANY_SCORES ? 1 : LOG2_E;
 using SoftcapFragment = SoftcapDerivative<FRAGMENT>;
 using RuleFragment = RuleDerivative<FRAGMENT>;
 // HIDES_BY_RULE: any tile may have elements that the user's own rules hide.
-constexpr bool HIDES_BY_RULE = HAS_SCORE_MOD || HAS_MASK_MOD;
+constexpr bool HIDES_BY_RULE = HAS_SCORE_MOD || ASKS_EVERYWHERE;
 
 // QueryValues holds one number for each query of the thread's elements (lse or delta) in registers.
 struct QueryValues {
@@ -104,7 +104,7 @@ struct GradientFragment {
     } else if (masked) {
       hide<!OTHER_BITS>(x);
     }
-    hide_by_rule(x);
+    if (ASKS_EVERYWHERE || masked) hide_by_rule(x);
 #pragma unroll
     for (int e = 0; e < FRAGMENT; e++) x[e] = ptx::ex2(x[e]);
   }

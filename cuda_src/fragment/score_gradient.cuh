@@ -24,7 +24,7 @@ struct ScoreGradient {
   // needs_mask() tells whether some element of a tile may be hidden.
   DEVICE bool needs_mask(bool partial, int first_query, int queries, int first_key, int keys) const {
     // Queries beyond the last one in use may be those of the next packed sequence, where tiles of queries are visited.
-    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || HAS_MASK_MOD || partial ||
+    return HAS_MASK || HAS_BIAS || HAS_SCORE_MOD || ASKS_EVERYWHERE || partial ||
            (OF_KEYS && first_query + queries > mask.len_q) ||
            !mask.columns_inside(first_query, queries, first_key, keys);
   }

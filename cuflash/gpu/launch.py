@@ -30,6 +30,7 @@ from cuflash.problem.operands import Operands
 from cuflash.rules.form import NO_RULES, Rules
 
 if TYPE_CHECKING:
+    from cuflash.gpu.rule_blocks import RuleBlocks
     from cuflash.masks.block_mask import BlockMask
 
 _SEED_WORD = word_of("dropout_key")
@@ -174,6 +175,7 @@ class Work:
         self.device = device
         inputs = {name: x for name, x in zip(self._INPUTS, operands, strict=False) if x is not None}
         self.arrays = inputs | arrays
+        self.rule_blocks: RuleBlocks | None = None  # what a mask_mod hides, where that was found (gpu.rule_blocks)
         self._block_mask = cast("BlockMask | None", operands.block_mask)
         self._of_rules = {operand_name(n): x for n, x in enumerate(operands.of_rules)}
         self._described: Arrays = {}  # the descriptions of these in device memory, once a kernel wants them there
@@ -184,6 +186,11 @@ class Work:
         self.recording = Recording(
             device, {**self.arrays, **self._of_rules, **self._seed_array, **(others or {})}, self._stream
         )
+
+    def enqueue(self, launch: BoundLaunch, arrays: Arrays) -> None:
+        """Enqueue a launch that is no family's on `arrays`, in the order of its pointers, and record it."""
+        launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], None, self._stream)
+        self.recording.add(launch, arrays)
 
     def of_values(self, columns: slice) -> Work:
         """Return the same work on some columns of v and out; no call can repeat it, as these are views."""
@@ -213,9 +220,11 @@ class Work:
         """Enqueue a kernel on `arrays`, which are members of the parameter struct by name, and record the launch."""
         arrays = arrays | self._seed_array
         if kernel.rules is not NO_RULES:
-            arrays |= self._operands_of(kernel.rules)
+            arrays |= self.operands_of(kernel.rules)
         if self._block_mask is not None and kernel.visits_tiles:
             arrays |= self._block_arrays(kernel, self._block_mask)
+        if self.rule_blocks is not None and kernel.visits_tiles:
+            arrays |= self.rule_blocks.arrays(self, kernel)
         layout = tuple(arrays), tuple([(x.strides, x.shape) for x in arrays.values()])
         key = kernel, self.problem, self.device, *layout
         launch = _launches.get(key)
@@ -224,7 +233,7 @@ class Work:
         launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], self._seed, self._stream)
         self.recording.add(launch, arrays)
 
-    def _operands_of(self, rules: Rules) -> Arrays:
+    def operands_of(self, rules: Rules) -> Arrays:
         """Return the operands of rules, or the memory that describes them where they are too many for parameters."""
         struct = operand_struct(rules)
         if struct is None:
@@ -235,8 +244,7 @@ class Work:
             describe_operands(params[0], self.problem, self._of_rules, rules)
             places = {name: struct.offset(name) // 8 for name in self._of_rules}
             for launch, arrays in stores(self.device, params, places, self._of_rules, target):
-                launch.enqueue_in_order([self.device.pointer(x) for x in arrays.values()], None, self._stream)
-                self.recording.add(launch, arrays)
+                self.enqueue(launch, arrays)
         return self._described
 
     def _block_arrays(self, kernel: Kernel, block_mask: BlockMask) -> Arrays:

@@ -11,13 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from cuflash.kept import kept
 from cuflash.problem.attention_problem import WHOLE, AttentionProblem, accum_of
+from cuflash.rules.expression import in_order
 from cuflash.rules.form import NO_RULES, Rules
 
 CPP_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 HEAD_DIM_CLASSES = (32, 64, 128, 256)
 WIDEST = HEAD_DIM_CLASSES[-1]  # columns of a result that a kernel computes at once, at most
 COLUMNS = 16  # half of v's columns is rounded up to a multiple of this
+# Kernels for tensor cores compute up to a hundred elements of a tile one behind the other, each with the user's own
+# rule: the compiler would take minutes for longer ones.
+_MOST_OPERATIONS = 150
 # Users read these words where a forward pass runs once for each half of v's columns.
 BY_HALVES = "; half of v's columns at a time"
 
@@ -46,6 +51,7 @@ class KernelConfig:
     has_score_mod: bool  # the user's own rule for scores is compiled in
     has_mask_mod: bool  # the user's own rule for what is visible is compiled in
     rules: Rules = NO_RULES  # these rules, whose text is a header of the source
+    rule_in_blocks: bool = False  # the block mask says where a mask_mod hides anything; elsewhere it is not asked
 
     @property
     def flags(self) -> str:
@@ -147,7 +153,17 @@ def not_taken(handled: tuple[str, ...], problem: AttentionProblem) -> str:
     The portable kernels alone take columns of q, k and v, and of the results, in slices.
     """
     is_wide = max(problem.head_dim, problem.head_dim_v) > WIDEST
-    return unknown(handled, problem) or (f"head dims above {WIDEST}" if is_wide else "")
+    return (
+        unknown(handled, problem)
+        or (f"head dims above {WIDEST}" if is_wide else "")
+        or (f"a rule of more than {_MOST_OPERATIONS} operations" if _has_long_rules(problem) else "")
+    )
+
+
+@kept
+def _has_long_rules(problem: AttentionProblem) -> bool:
+    roots = [root for root in (problem.rules.score, problem.rules.visible) if root is not None]
+    return sum(1 for _ in in_order(roots)) > _MOST_OPERATIONS
 
 
 def of_half(problem: AttentionProblem) -> AttentionProblem:
@@ -165,4 +181,11 @@ C = TypeVar("C", bound=KernelConfig)
 
 def with_rules(config: C, problem: AttentionProblem) -> C:
     """Return the configuration with a problem's own rules."""
-    return config if problem.rules == NO_RULES else replace(config, rules=problem.rules)
+    if problem.rules == NO_RULES:
+        return config
+    return replace(config, rules=problem.rules, rule_in_blocks=problem.rule_in_blocks)
+
+
+def without_blocks_of_rule(options: set[str]) -> set[str]:
+    """Return the options without a block mask beside a mask_mod, whose blocks it has: both take registers as one."""
+    return options - {"has_block_mask"} if "has_mask_mod" in options else options

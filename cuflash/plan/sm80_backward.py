@@ -257,7 +257,7 @@ def of_rows(config: Sm80BackwardConfig, entry: str) -> Sm80BackwardConfig:
     ROWS has at most `_ROW_WARPS` warps, as in larger thread blocks its reads wait for others.
     """
     constant: dict[str, Any] = {"bias_element": config.element, **dict.fromkeys(FLAGS, False)}
-    constant["rules"] = NO_RULES
+    constant |= {"rules": NO_RULES, "rule_in_blocks": False}
     constant |= dict.fromkeys(("plain_scores", "computes_dk", "computes_dv"), True)
     num_warps = min(config.num_warps, _ROW_WARPS) if entry == ROWS else config.num_warps
     return replace(config, entry=entry, num_warps=num_warps, **constant)

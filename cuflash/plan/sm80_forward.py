@@ -26,6 +26,7 @@ from cuflash.plan.config import (
     not_taken,
     of_half,
     with_rules,
+    without_blocks_of_rule,
     without_window,
 )
 from cuflash.plan.config import table_flags as common_flags
@@ -78,7 +79,8 @@ class Sm80Row(Generic[T]):
         options = without_window(flags)
         if is_plain and not options:
             return self.tiles
-        with_one = self.with_one if is_plain and len(options) == 1 else ()
+        alone = without_blocks_of_rule(options)
+        with_one = self.with_one if is_plain and len(alone) == 1 else ()
         return (*(t for t in with_one if options <= {*t.only}), *self.with_options)
 
 

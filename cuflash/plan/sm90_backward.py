@@ -127,6 +127,7 @@ class Sm90BackwardConfig(Sm90Config):
             has_bias_tiles=False,
             has_mask_vectors=False,
             rules=NO_RULES,
+            rule_in_blocks=False,
             **flags,
         )
 

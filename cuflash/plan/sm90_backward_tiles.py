@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuflash.plan.config import OF_RULES, flags_of, without_window
+from cuflash.plan.config import OF_RULES, flags_of, without_blocks_of_rule, without_window
 from cuflash.problem.attention_problem import AttentionProblem
 
 # Computing warpgroups of NARROW have 64 keys each. The warpgroups of WIDE, which is for wide heads, share 64 keys, of
@@ -104,7 +104,7 @@ def _rows_for_rules(problem: AttentionProblem, options: set[str]) -> list[Sm90Ba
     WIDE hands on a weight times the rule's derivative, whose sign would say that dropout drops it.
     """
     with_others = WITH_ONE_OPTION, WITH_OPTIONS, WITH_OPTIONS[1:]
-    tables = with_others if len(options) > 1 else (BACKWARD, *with_others)
+    tables = with_others if len(without_blocks_of_rule(options)) > 1 else (BACKWARD, *with_others)
     wide = not options >= {"has_score_mod", "has_dropout"}
     first = (next((r for r in rows if r.holds(problem) and (wide or r.entry == NARROW)), None) for rows in tables)
     return [*dict.fromkeys(row for row in first if row is not None)]

@@ -31,6 +31,7 @@ from cuflash.plan.config import (
     not_taken,
     unknown,
     with_rules,
+    without_blocks_of_rule,
     without_window,
 )
 from cuflash.plan.sm90_tiles import FORWARD, Sm90Row, Sm90Tile
@@ -117,7 +118,7 @@ def _tile_for(
 ) -> Sm90Tile:
     options = without_window(flags)
     if options & {*OF_RULES}:
-        tiles = row.tiles_for_rules(len(options) > 1)
+        tiles = row.tiles_for_rules(len(without_blocks_of_rule(options)) > 1)
         return tiles[min(skipped, len(tiles) - 1)]
     if not options and plain_scores:
         if few_queries and row.few_queries:

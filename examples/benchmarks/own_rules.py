@@ -19,8 +19,8 @@ import numpy as np
 import recording
 
 import cuflash
-from cuflash.tools.bench import report
 from cuflash.tools.bench.cells import BACKWARD, FORWARD
+from cuflash.tools.bench.clock import Stopwatch
 
 HEADS, CAP, WINDOW, REACH = 16, 20.0, 1024, 64
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -95,7 +95,7 @@ def rules_of(xp: Any, seqlen: int, short: int) -> list[Rule]:
     table = xp.asarray(rng.standard_normal((HEADS, 2 * REACH + 1)), dtype="float32")
     places = xp.clip(xp.arange(short) - xp.arange(short)[:, None], -REACH, REACH) + REACH
     seen = np.minimum(np.arange(seqlen), WINDOW) + 1
-    biased = {"score_mod": relative, "operands": (table,), "option": {"bias": table[:, places][None]}}
+    biased: dict[str, Any] = {"score_mod": relative, "operands": (table,), "option": {"bias": table[:, places][None]}}
     return [
         Rule("softcap window", seqlen, int(seen.sum()), capped, within, (), {"softcap": CAP, "window": (WINDOW, 0)}),
         Rule(
@@ -185,7 +185,7 @@ def error_between(given: dict[str, Call], right: dict[str, Call], operands: int)
     return worst
 
 
-def measure(rule: Rule, head_dim: int, stopwatch: report.Stopwatch, xp: Any, rounds: int, flex: bool) -> dict[str, Any]:
+def measure(rule: Rule, head_dim: int, stopwatch: Stopwatch, xp: Any, rounds: int, flex: bool) -> dict[str, Any]:
     """Measure one rule in both directions."""
     import ml_dtypes
 
@@ -208,7 +208,8 @@ def measure(rule: Rule, head_dim: int, stopwatch: report.Stopwatch, xp: Any, rou
         figures["first_call_s"][FLEX] = time.perf_counter() - begin
         figures["error"][FLEX] = error_between(calls[FLEX], own, len(rule.operands) if rule.wants_operands else 0)
     for direction in DIRECTIONS:
-        times = stopwatch.interleaved({name: each[direction] for name, each in calls.items()}, rounds)
+        prepared = {name: stopwatch.prepared(each[direction]) for name, each in calls.items()}
+        times = stopwatch.interleaved(prepared, rounds)
         work = 4e-9 * head_dim * HEADS * rule.pairs * (1 if direction == FORWARD else 2.5)
         figures[direction] = {name: work / float(np.median(x)) for name, x in times.items()}
     return figures
@@ -247,7 +248,7 @@ def main() -> int:
     begin = time.perf_counter()
     xp = recording.gpu_of(parser)
     record = recording.Recorder(args, xp, "own_rules")
-    stopwatch, flex = report.Stopwatch(xp, 12.0), has_torch()
+    stopwatch, flex = Stopwatch(xp, 12.0), has_torch()
     print(f"TFLOP/s forward / backward; first call in s and error: {OWN}, {FLEX}")
     print(f"| rule | {OWN} | {OPTION} | {FLEX} | first call | error |\n|---|---|---|---|---|---|")
     measured: list[dict[str, Any]] = []

@@ -14,7 +14,8 @@ from devices import Device, device_of, has_gpu
 from visibility import hidden_keys
 
 from cuflash.frontend import metadata
-from cuflash.gpu import launch, registers
+from cuflash.gpu import launch, registers, rule_blocks
+from cuflash.masks import store
 
 needs_compiler = pytest.mark.skipif(not cpu_device.available(), reason=cpu_device.NO_COMPILER)
 RNG = np.random.default_rng(0)
@@ -129,6 +130,45 @@ def test_kinds_of_rules(place: Device, name: str) -> None:
     wanted = ("q", "k", "v") if name == "nan" else None
     case.assert_gradients(on_place.backward(out, lse, grads=wanted), out, lse)
     assert entries_of_launches().isdisjoint(PORTABLE)
+
+
+BLOCKS = {
+    "sliding": {"mask_mod": lambda b, h, i, j: (i - j <= 20) & (j <= i), "causal": True},
+    "prefix": {**KINDS["prefix"], "deterministic": True},
+    "blind": KINDS["blind"],
+    "both": {"score_mod": capped, "mask_mod": sliding, "softcap": 5.0, "kv_lengths": np.array([150, 70], np.int32)},
+    "bias": {"mask_mod": sliding, "bias": RNG.standard_normal((1, 4, *SHAPE)).astype("float32")},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_hidden_tiles_are_found(place: Device, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of 64 x 64 is known as hidden, shown or both, for each batch and head that the rule tells apart."""
+    found: list[rule_blocks.RuleBlocks] = []
+    make = rule_blocks.RuleBlocks.__init__
+
+    def noted(self: Any, work: Any) -> None:
+        make(self, work)
+        found.append(self)
+
+    monkeypatch.setattr(rule_blocks.RuleBlocks, "__init__", noted)
+    monkeypatch.setattr(rule_blocks, "LEAST_ROWS", 1)
+    case = gaussian_case(4, dtype, SHAPE, (4, 2), (64, 64), 2, **BLOCKS[name])
+    on_place = case.on(place)
+    out, lse = on_place.forward()
+    case.assert_forward(out, lse)
+    case.assert_gradients(on_place.backward(out, lse), out, lse)
+    assert len(found) == 2
+    slots = place.get(found[0]._own["slots"])
+    h, i, j = np.ogrid[:4, : SHAPE[0], : SHAPE[1]]
+    operands = case.options.get("operands", ())
+    for b in range(2):
+        shown = np.broadcast_to(case.options["mask_mod"](b, h, i, j, *operands), (4, *SHAPE))
+        for head, m, n in np.ndindex(4, *slots.shape[2:]):
+            block = shown[head, m * 64 : m * 64 + 64, n * 64 : n * 64 + 64]
+            own = slots[b % len(slots), head % slots.shape[1], m, n]
+            assert own == (store.VISIBLE if block.all() else 0 if block.any() else store.HIDDEN)
 
 
 # Head dims, the kind of rule, whether the first row of tiles spills, and the kernel of the gradients on Hopper.

@@ -211,13 +211,7 @@ struct UnitFragment : ScoreFragment {
         x[e] = HAS_BIAS && x[e] == -infinity() ? x[e] : own;
       }
     }
-    if constexpr (HAS_MASK_MOD) {
-      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
-#pragma unroll
-      for (int e = 0; e < BLOCK_N / 2; e++) {
-        x[e] = rule.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
-      }
-    }
+    if (ASKS_EVERYWHERE || masked) hide_by_rule(x, row, column);
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -235,6 +229,17 @@ struct UnitFragment : ScoreFragment {
           }
           x[e + side] = hidden ? -infinity() : x[e + side];
         }
+      }
+    }
+  }
+
+  // hide_by_rule() hides what the user's own rule hides.
+  DEVICE void hide_by_rule(float (&x)[BLOCK_N / 2], int row, int column) const {
+    if constexpr (HAS_MASK_MOD) {
+      const RuleIf<HAS_MASK_MOD> rule(p, s, head);
+#pragma unroll
+      for (int e = 0; e < BLOCK_N / 2; e++) {
+        x[e] = rule.visible(row + row_offset(e), column + column_offset(e)) ? x[e] : -infinity();
       }
     }
   }
